@@ -1,0 +1,178 @@
+"""The configuration of a run: one frozen struct an owner, text under each field, unit in the name.
+
+A login node checks the whole of it without torch. msgspec refuses unknown keys and wrong types and says
+where (`$.train.steps`); `load.py` turns that into a `ConfigError` with the nearest known key.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+__all__ = [
+    "CheckpointConfig",
+    "DaemonConfig",
+    "DataConfig",
+    "DistributedConfig",
+    "ModelConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SlurmConfig",
+    "TrainConfig",
+]
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, closed: the manner of every section."""
+
+
+class ModelConfig(_Section):
+    """Which models train, and which one rewards."""
+
+    path: str = "builtin:tiny"
+    """A Hugging Face model directory, or `builtin:tiny`: a small Qwen2 that the project builds."""
+    reward: str = "rule:arithmetic"
+    """`rule:NAME`, or `classifier:DIR` for a Hugging Face sequence classifier with one label."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DataConfig(_Section):
+    """The prompts. A root of `*.jsonl` files, one object a line."""
+
+    root: str = "builtin:arithmetic"
+    """A directory, or `builtin:arithmetic`: a few thousand sums that the project builds."""
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    max_prompt_tokens: Positive = 16
+    shuffle: bool = True
+
+
+class RolloutConfig(_Section):
+    """How the policy is sampled."""
+
+    engine: Literal["hf"] = "hf"
+    micro_batch_size_per_device: Positive = 16
+    """Prompts sampled at once on one rank. A safe point lies behind each such micro-batch."""
+    max_new_tokens: Positive = 6
+    temperature: PositiveFloat = 1.0
+
+
+class TrainConfig(_Section):
+    """PPO. Symbols as in Schulman et al. 2017 (arXiv:1707.06347) and 2015 (GAE, arXiv:1506.02438)."""
+
+    algorithm: Literal["ppo"] = "ppo"
+    steps: Positive = 30
+    batch_size_per_device: Positive = 64
+    """Prompts a rank samples for one step."""
+    mini_batch_size_per_device: Positive = 32
+    """Samples a rank uses for one optimizer update. A safe point lies behind each update."""
+    micro_batch_size_per_device: Positive = 32
+    """Samples in one forward and backward pass; gradients accumulate up to the mini-batch."""
+    ppo_epochs: Positive = 2
+    actor_lr: PositiveFloat = 1e-3
+    critic_lr: PositiveFloat = 1e-3
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    clip_ratio: PositiveFloat = 0.2
+    value_clip: PositiveFloat = 0.2
+    gamma: Fraction = 1.0
+    gae_lambda: Fraction = 0.95
+    entropy_coef: NonNegativeFloat = 0.0
+    kl_coef: NonNegativeFloat = 0.02
+    """First coefficient of the KL penalty against the reference model (in the reward)."""
+    kl_target: PositiveFloat = 0.1
+    """The adaptive controller steers the mean KL of its window to this (nats a sample)."""
+    kl_window: Positive = 8
+    """Steps in the controller's window."""
+
+
+class DistributedConfig(_Section):
+    """The shape of the job."""
+
+    dp_size: Positive = 2
+    """Data-parallel ranks over all nodes; FSDP2 shards parameters, gradients and optimizer state over them."""
+    tp_size: Positive = 1
+    pp_size: Positive = 1
+    nodes: Positive = 2
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: NonNegative = 1
+    """CPU threads of one rank (0: torch's choice). Bitwise resume needs the same number each time."""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.tp_size * self.pp_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.nodes
+
+
+class CheckpointConfig(_Section):
+    """What is saved, when, and where a run starts from."""
+
+    every_steps: Positive = 1000
+    """Checkpoint state: models, optimizers, schedulers, RNG."""
+    runtime_every_steps: Positive = 500
+    """Runtime state alone is journaled by the ledger at once; a whole save is forced this often too."""
+    resume_from: str | None = "auto"
+    """`auto`: the newest checkpoint of this run that verifies. A path: that one. null: from the start."""
+    keep_last: Positive = 3
+
+
+class SlurmConfig(_Section):
+    """What is asked of Slurm."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit_min: Positive = 60
+    signal_lead_s: Annotated[int, msgspec.Meta(ge=10, le=65535)] = 120
+    """How long before the time limit Slurm warns (`--signal=B:USR1@N`); a save must fit into it."""
+    cpus_per_node: Positive = 1
+    gpus_per_node: NonNegative = 0
+    mem_mb_per_node: NonNegative = 0
+    """0: the partition's default."""
+    extra: dict[str, str | int | bool] = {}
+    """Further sbatch options by their long names, e.g. {constraint: a100}."""
+
+
+class DaemonConfig(_Section):
+    """How patient the daemon is."""
+
+    save_margin_s: PositiveFloat = 3.0
+    """An emergency save that is not verified this long before the deadline is given up: requeue first."""
+    requeue_delay_s: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 10
+    """The requeued job may start this long after (Slurm's own delay is 120 s and more)."""
+    crash_budget: NonNegative = 8
+    """Restarts in place in one allocation before the daemon asks for another."""
+    backoff_s: NonNegativeFloat = 1.0
+    """Wait before the first restart in place; doubles with each crash that brought no newer safe point."""
+    no_progress_limit: Positive = 4
+    """Starts without a newer verified checkpoint or rollout before the run is stopped with a report."""
+    start_timeout_s: PositiveFloat = 300.0
+    """From the start of the ranks to their first word."""
+
+
+class RunConfig(_Section):
+    """A whole run."""
+
+    name: str = "run"
+    run_dir: str = "runs/{name}"
+    """Where everything of the run lives; on a file system that all its nodes see."""
+    seed: NonNegative = 0
+    deterministic: bool = True
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    distributed: DistributedConfig = DistributedConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    slurm: SlurmConfig = SlurmConfig()
+    daemon: DaemonConfig = DaemonConfig()

@@ -1,0 +1,140 @@
+"""Every error a user can meet: what, where, found against expected, and the next command.
+
+The class says whose fault it is and which exit code the program ends with. Messages are one line;
+text that came from outside is escaped, so a hostile file name cannot forge a second one.
+"""
+
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = [
+    "CheckpointCorrupt",
+    "ConfigError",
+    "DataError",
+    "DatasetDrift",
+    "Fenced",
+    "NotFound",
+    "PermissionRefused",
+    "SchemaMismatch",
+    "SlurmMissing",
+    "SlurmRefused",
+    "VerlSlurmError",
+    "WireError",
+]
+
+
+def _one_line(text: object) -> str:
+    """Escape what would break a line or colour a terminal (C0, C1, U+2028, U+2029)."""
+    return "".join(
+        c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in str(text)
+    )
+
+
+class VerlSlurmError(Exception):
+    """Base of all of them.
+
+    Args:
+        what: what was tried and did not work, a short clause.
+        where: the path, key or host it is about.
+        found: what was there.
+        expected: what should have been there.
+        remedy: the next command or action, always given to the user.
+
+    Called by: every floor; `cli.main` and `verl_slurm_daemon.__main__` turn it into an exit code.
+    """
+
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = None,
+        found: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what, self.where, self.found = what, where, found
+        self.expected, self.remedy = expected, remedy
+        super().__init__(self.one_line())
+
+    def one_line(self) -> str:
+        """The whole error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
+        line = _one_line(self.what)
+        if self.where is not None:
+            line += f": {_one_line(self.where)}"
+        facts = []
+        if self.found is not None:
+            facts.append(f"found {_one_line(self.found)}")
+        if self.expected is not None:
+            facts.append(f"expected {_one_line(self.expected)}")
+        if facts:
+            line += f" ({', '.join(facts)})"
+        if self.remedy is not None:
+            line += f"; {_one_line(self.remedy)}"
+        return line
+
+
+class ConfigError(VerlSlurmError):
+    """The configuration is wrong. The user's to mend, before anything is queued."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class DataError(VerlSlurmError):
+    """The data set or the model is missing, empty or unreadable."""
+
+    exit_code = ExitCode.DATA
+
+
+class PermissionRefused(VerlSlurmError):
+    """A path may not be read or written, or is open to other users."""
+
+    exit_code = ExitCode.PERMISSION
+
+
+class SlurmMissing(VerlSlurmError):
+    """There is no Slurm here, or its controller does not answer."""
+
+    exit_code = ExitCode.NO_SLURM
+
+
+class SlurmRefused(VerlSlurmError):
+    """Slurm answered, and the answer was no."""
+
+    exit_code = ExitCode.SLURM_REFUSED
+
+
+class SchemaMismatch(VerlSlurmError):
+    """A checkpoint of another state layout; the differences are in `found`."""
+
+    exit_code = ExitCode.SCHEMA
+
+
+class DatasetDrift(VerlSlurmError):
+    """The data root no longer has the fingerprint the run started with."""
+
+    exit_code = ExitCode.DATASET_DRIFT
+
+
+class CheckpointCorrupt(VerlSlurmError):
+    """A checkpoint, ledger segment or manifest that does not verify."""
+
+    exit_code = ExitCode.CORRUPT
+
+
+class NotFound(VerlSlurmError):
+    """No such run, checkpoint or job."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class Fenced(VerlSlurmError):
+    """A newer incarnation owns the run; this one must not write."""
+
+    exit_code = ExitCode.FENCED
+
+
+class WireError(VerlSlurmError):
+    """The control channel: a frame that is not ours, too large, unauthenticated or out of order."""
+
+    exit_code = ExitCode.WIRE

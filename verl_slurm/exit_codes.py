@@ -1,0 +1,42 @@
+"""The exit codes of every verl-slurm program: the command line, the daemon and the trainer.
+
+A script may rely on these numbers; they are never reused for something else. `verl-slurm --help`
+and the README print this table.
+"""
+
+from enum import IntEnum
+
+__all__ = ["ExitCode"]
+
+
+class ExitCode(IntEnum):
+    """One number a kind of end. The text behind each is what `--help` prints."""
+
+    description: str
+
+    def __new__(cls, value: int, description: str) -> "ExitCode":
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.description = description
+        return member
+
+    OK = 0, "done"
+    INTERNAL = 1, "a bug of ours: please report it with the traceback"
+    USAGE = 2, "the command line was not understood"
+    CONFIG = 10, "the configuration is unreadable, has an unknown key or a value of the wrong type"
+    DATA = 11, "the data set or the model is missing, empty or unreadable"
+    PERMISSION = 12, "a path may not be read or written, or is open to others"
+    NO_SLURM = 13, "Slurm is not there or does not answer"
+    SLURM_REFUSED = 14, "Slurm refused the job or the request (partition, account, limits)"
+    SCHEMA = 15, "the checkpoint was written by a version with another state layout"
+    DATASET_DRIFT = 16, "the data set is not the one the run started with"
+    CORRUPT = 17, "a checkpoint did not verify"
+    NOT_FOUND = 18, "no such run, checkpoint or job"
+    DIFFERENT = 19, "the two things compared are not the same"
+    FENCED = 20, "another incarnation of this run owns it"
+    NO_PROGRESS = 21, "several starts without a newer verified checkpoint: stopped, not requeued"
+    CRASHED = 22, "the trainer crashed and its restart budget is spent"
+    CANCELLED = 23, "the job was cancelled by its user: not requeued"
+    REQUEUE_FAILED = 24, "the checkpoint is safe but the job could not be requeued"
+    REQUEUED = 25, "the job was requeued and will resume by itself"
+    WIRE = 26, "the control channel was refused or broke"

@@ -1,0 +1,95 @@
+"""Durable, private writes: the only place that knows about fsync, rename and modes.
+
+What POSIX promises: after `write_file` returns, the new bytes are found under the name after a power
+cut; before it returns, the old bytes or the new, never a mixture. What it does not: NFS may report a
+failed write only at close (so close is checked), and a rename on NFS may succeed and still say ESTALE.
+An fsync error is final for that file: ext4, XFS and Btrfs mark the pages clean, and a second fsync lies
+(Rebello et al., "Can applications recover from fsync failures?", USENIX ATC 2020).
+"""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from verl_slurm.errors import PermissionRefused
+
+__all__ = ["append_line", "fsync_path", "private_dir", "read_private", "write_file"]
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` (and its parents) and hold it to 0700 and our own uid; refuse a foreign owner."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        info = os.fstat(fd)
+        if info.st_uid != os.geteuid():
+            raise PermissionRefused(
+                "the directory belongs to another user",
+                where=path,
+                found=f"uid {info.st_uid}",
+                expected=f"uid {os.geteuid()}",
+                remedy="choose another run directory",
+            )
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+    return path
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's or directory's present content durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder)."""
+    temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
+    """Append one whole line in one write (O_APPEND: lines of two writers never mix on a local disk)."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, line + b"\n")
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_private(path: Path) -> bytes:
+    """Read a secret: a regular 0600 file of ours with one link, or refuse."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(file.fileno())
+        mode = stat.S_IMODE(info.st_mode)
+        ours = info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+        if not ours or mode & 0o077:
+            raise PermissionRefused(
+                "a file that holds a secret is open to others",
+                where=path,
+                found=f"mode {mode:04o}, uid {info.st_uid}",
+                expected=f"mode 0600, uid {os.geteuid()}",
+                remedy=f"chmod 600 {path}",
+            )
+        return file.read()

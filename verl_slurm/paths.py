@@ -1,0 +1,108 @@
+"""Every path of a run is a property here and nowhere else.
+
+```
+RUN/                        0700
+  run.yaml                  the resolved config of the first start
+  epoch                     fencing token: the incarnation that may write
+  events.jsonl              what happened, append-only
+  status.json               snapshot for `verl-slurm status`, replaced atomically
+  .dataset_fingerprint      the data set's tree hash and file list at the first start
+  orchestration.json        orchestration state: written at the first start, read-only after
+  control/                  lead.json (address and token of the living lead)
+  ledger/                   rollout journal: epoch_000003.rank_0000.ledger
+  checkpoints/              step_003000/, latest, quarantine/
+  logs/                     submitit's and the ranks' output
+  tensorboard/
+```
+"""
+
+import re
+from pathlib import Path
+
+__all__ = ["CHECKPOINT_NAME", "RunPaths"]
+
+# step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those.
+# Full match only, so `step_000012.tmp` and `.step_000012.x.tmp` are never a checkpoint.
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?")
+
+
+class RunPaths:
+    """The files of one run. Holds no state but the root; touches no disk.
+
+    Called by: submit, trainer, daemon, cli.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+
+    @property
+    def run_yaml(self) -> Path:
+        return self.root / "run.yaml"
+
+    @property
+    def epoch(self) -> Path:
+        return self.root / "epoch"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def fingerprint(self) -> Path:
+        return self.root / ".dataset_fingerprint"
+
+    @property
+    def orchestration(self) -> Path:
+        return self.root / "orchestration.json"
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    @property
+    def lead_address(self) -> Path:
+        return self.control / "lead.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger"
+
+    def ledger_segment(self, epoch: int, rank: int) -> Path:
+        return self.ledger / f"epoch_{epoch:06d}.rank_{rank:04d}.ledger"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int, safe_point: int = 0) -> Path:
+        """`step` whole steps done, and `safe_point` safe points of the next one (0: none)."""
+        suffix = f"_sp{safe_point:04d}" if safe_point else ""
+        return self.checkpoints / f"step_{step:06d}{suffix}"
+
+    def staging(self, final: Path, nonce: str) -> Path:
+        """Where `final` is written before the rename makes it real."""
+        return final.parent / f".{final.name}.{nonce}.tmp"
+
+    @property
+    def latest(self) -> Path:
+        return self.checkpoints / "latest"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.checkpoints / "quarantine"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rank_log(self, epoch: int, generation: int, node_id: int) -> Path:
+        """What the ranks of one node print, in one generation."""
+        return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"

@@ -1,0 +1,85 @@
+"""The rank's end of the line to its agent.
+
+A Unix SEQPACKET socket: one packet is one message, sent whole or not at all, so a message can be dropped
+without breaking the next one. A rank never waits for its agent: `Progress` is dropped where the agent is
+slow; the few messages that matter wait up to `_PATIENCE_S`. Where the agent is gone, sending does nothing:
+the agent's death is noticed by others (the ranks die with it), and a save under way must not die of it.
+"""
+
+import socket
+import time
+from pathlib import Path
+from typing import Protocol, Self
+
+import msgspec
+
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
+from verl_slurm.wire.messages import FromRank, Progress
+
+__all__ = ["MAX_MESSAGE", "SOCKET_NAME", "NoDaemon", "RankClient", "RankLine"]
+
+SOCKET_NAME = "agent.sock"
+MAX_MESSAGE = 64 * 1024
+"""Bytes of one message; a rank's own are under 4 KiB."""
+
+_PATIENCE_S = 2.0
+_PROGRESS_EVERY_S = 0.2
+
+
+class RankLine(Protocol):
+    """What the trainer needs of a daemon. Called by: `trainer.stopping`, `trainer.report`."""
+
+    def send(self, message: FromRank) -> None:
+        """Tell the daemon; never raises, never blocks for long."""
+
+    def request(self) -> Request | None:
+        """The newest request of the daemon. Costs one memory read."""
+
+
+class NoDaemon:
+    """Stands in where a trainer is run by hand: nobody asks, nobody listens."""
+
+    def send(self, message: FromRank) -> None:
+        del message
+
+    def request(self) -> Request | None:
+        return None
+
+
+class RankClient:
+    """The real line. Called by: `trainer.__main__`."""
+
+    def __init__(self, connection: socket.socket, page: ControlPage) -> None:
+        self._socket, self._page = connection, page
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next_progress = 0.0
+
+    @classmethod
+    def connect(cls, control: Path) -> Self:
+        """Connect to the agent that made the directory `control`."""
+        page = ControlPage.open(control / PAGE_NAME)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        connection.connect(str(control / SOCKET_NAME))
+        return cls(connection, page)
+
+    def send(self, message: FromRank) -> None:
+        now = time.monotonic()
+        patience = _PATIENCE_S
+        if isinstance(message, Progress):
+            # A step's end carries its metrics and is never held back.
+            if now < self._next_progress and message.phase != "step_end":
+                return
+            self._next_progress = now + _PROGRESS_EVERY_S
+            patience = _PATIENCE_S if message.phase == "step_end" else 0.0
+        self._socket.settimeout(patience)
+        try:
+            self._socket.send(self._encoder.encode(message))
+        except (TimeoutError, BlockingIOError, ConnectionError):
+            return
+
+    def request(self) -> Request | None:
+        return self._page.request() if self._page.request_id() else None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._page.close()

@@ -1,0 +1,94 @@
+"""The control page: how an agent asks all ranks of its node for a save, at the cost of one memory read.
+
+A file of one page, mapped by the agent (writer) and its ranks (readers). Layout, native byte order,
+8-byte fields, each aligned, so that a store is seen whole or not at all on x86-64 and aarch64:
+
+```
+offset 0   magic        b"VSPAGE01"
+       8   request_id   0: nothing asked. Grows by one a request; written LAST.
+      16   stop         1: leave after the save. 0: go on.
+      24   deadline_ns  CLOCK_MONOTONIC of this node; 0: none
+```
+
+A newer request replaces an older one: a rank that saw request 2 has nothing left to do for request 1.
+"""
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.errors import WireError
+
+__all__ = ["PAGE_NAME", "ControlPage", "Request"]
+
+PAGE_NAME = "page"
+_MAGIC = b"VSPAGE01"
+_SIZE = 4096
+_WORD = struct.Struct("=Q")
+_REQUEST_ID, _STOP, _DEADLINE = 8, 16, 24
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What the page says: save at the next safe point, and then stop or go on."""
+
+    request_id: int
+    stop: bool
+    deadline_ns: int
+
+
+class ControlPage:
+    """One mapped page. Called by: the agent (`create`, `post`) and the trainer (`open`, `request`)."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @classmethod
+    def create(cls, path: Path) -> "ControlPage":
+        """Make a fresh page, 0600, in a directory that only we can enter."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, _SIZE)
+            memory = mmap.mmap(fd, _SIZE)
+        finally:
+            os.close(fd)
+        memory[:8] = _MAGIC
+        return cls(memory)
+
+    @classmethod
+    def open(cls, path: Path) -> "ControlPage":
+        """Map an agent's page for reading."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size != _SIZE:
+                raise WireError("not a control page", where=path, found=f"{size} bytes", expected=_SIZE)
+            memory = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        if memory[:8] != _MAGIC:
+            raise WireError("not a control page", where=path, found=memory[:8], expected=_MAGIC)
+        return cls(memory)
+
+    def post(self, request: Request) -> None:
+        """Ask. The id is stored last, so that a reader who sees it sees the rest."""
+        _WORD.pack_into(self._memory, _STOP, int(request.stop))
+        _WORD.pack_into(self._memory, _DEADLINE, request.deadline_ns)
+        _WORD.pack_into(self._memory, _REQUEST_ID, request.request_id)
+
+    def request_id(self) -> int:
+        """The poll: one aligned read."""
+        return int(_WORD.unpack_from(self._memory, _REQUEST_ID)[0])
+
+    def request(self) -> Request | None:
+        """The newest request, or None where nothing was ever asked."""
+        request_id = self.request_id()
+        if request_id == 0:
+            return None
+        stop = _WORD.unpack_from(self._memory, _STOP)[0] != 0
+        return Request(request_id, stop, int(_WORD.unpack_from(self._memory, _DEADLINE)[0]))
+
+    def close(self) -> None:
+        self._memory.close()

@@ -1,0 +1,108 @@
+"""Bytes in, messages out, between lead and agent. No sockets here.
+
+Handshake (32-byte nonces; `token` from the 0600 file `RUN/control/lead.json`; `ctx` = run epoch as 8 bytes):
+
+```
+lead  → agent   b"VSLURM01" ‖ nonce_lead
+agent → lead    nonce_agent ‖ HMAC(token, b"agent" ‖ ctx ‖ nonce_lead ‖ nonce_agent)
+lead  → agent   HMAC(token, b"lead" ‖ ctx ‖ nonce_agent ‖ nonce_lead)
+```
+
+Session key = HMAC(token, b"key" ‖ ctx ‖ nonce_lead ‖ nonce_agent). Then frames, in each direction:
+
+```
+u32 length of payload ‖ u64 sequence number (0, 1, 2, ...) ‖ 32 bytes MAC ‖ payload (msgpack)
+MAC = HMAC-SHA256(session key, direction byte ‖ sequence ‖ payload)
+```
+
+A frame too large, out of sequence (replayed, reordered, dropped) or with a wrong MAC ends the connection.
+"""
+
+import hashlib
+import hmac
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from verl_slurm.errors import WireError
+
+__all__ = ["HELLO", "MAX_FRAME", "NONCE_BYTES", "PROOF_BYTES", "Framer", "proof", "session_key"]
+
+HELLO = b"VSLURM01"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+MAX_FRAME = 256 * 1024
+"""Bytes of one payload; the largest honest one is an agent's excerpt of a traceback, 8 KiB."""
+
+_HEAD = struct.Struct(">IQ32s")
+_SEQUENCE = struct.Struct(">Q")
+
+M = TypeVar("M")
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"".join(parts), hashlib.sha256).digest()
+
+
+def proof(token: bytes, role: bytes, epoch: int, first: bytes, second: bytes) -> bytes:
+    """What shows that `role` (b"agent" or b"lead") knows the token, for these two nonces."""
+    return _mac(token, role, _SEQUENCE.pack(epoch), first, second)
+
+
+def session_key(token: bytes, epoch: int, nonce_lead: bytes, nonce_agent: bytes) -> bytes:
+    """The key of one connection's frames."""
+    return _mac(token, b"key", _SEQUENCE.pack(epoch), nonce_lead, nonce_agent)
+
+
+class Framer(Generic[M]):
+    """One connection's two directions. Called by: `verl_slurm_daemon.channel`.
+
+    Args:
+        key: the session key.
+        direction: b"L" on the lead's side, b"A" on the agent's: a frame cannot be reflected.
+        message_type: the union that may arrive; anything else is refused.
+    """
+
+    def __init__(self, key: bytes, direction: bytes, message_type: Any) -> None:
+        self._key = key
+        self._out, self._in = (b"L", b"A") if direction == b"L" else (b"A", b"L")
+        self._sent = self._received = 0
+        self._buffer = bytearray()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
+
+    def encode(self, message: M) -> bytes:
+        """One message as a frame."""
+        payload = self._encoder.encode(message)
+        if len(payload) > MAX_FRAME:
+            raise WireError("a message is too large", found=len(payload), expected=f"at most {MAX_FRAME}")
+        sequence = _SEQUENCE.pack(self._sent)
+        mac = _mac(self._key, self._out, sequence, payload)
+        frame = _HEAD.pack(len(payload), self._sent, mac) + payload
+        self._sent += 1
+        return frame
+
+    def feed(self, data: bytes) -> list[M]:
+        """Take bytes as they arrive; give the messages that are complete."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _HEAD.size:
+            length, sequence, mac = _HEAD.unpack_from(self._buffer)
+            if length > MAX_FRAME:
+                raise WireError("a frame is too large", found=length, expected=f"at most {MAX_FRAME}")
+            if sequence != self._received:
+                raise WireError("a frame is out of order", found=sequence, expected=self._received)
+            end = _HEAD.size + length
+            if len(self._buffer) < end:
+                break
+            payload = bytes(self._buffer[_HEAD.size : end])
+            if not hmac.compare_digest(mac, _mac(self._key, self._in, _SEQUENCE.pack(sequence), payload)):
+                raise WireError("a frame does not carry our MAC", where=f"frame {sequence}")
+            del self._buffer[:end]
+            self._received += 1
+            try:
+                messages.append(self._decoder.decode(payload))
+            except msgspec.MsgspecError as error:
+                raise WireError("a message is not of our vocabulary", where=str(error)) from error
+        return messages

@@ -1,0 +1,181 @@
+"""What lead, agents and ranks say to each other: the specification.
+
+Three parties, two channels, one vocabulary.
+
+* rank ⇄ agent: a Unix stream socket in a 0700 directory; the agent checks the peer's uid (SO_PEERCRED).
+* agent ⇄ lead: TCP. HMAC-SHA256 challenge in both directions over the token of `RUN/control/lead.json`,
+  then every frame carries a sequence number and a MAC (`framing.py`).
+* besides, one mapped control page a node (`control_page.py`), so that a rank's poll is one memory read.
+
+A message is a msgpack map with its kind under `"type"`. Unknown kinds, unknown fields and wrong types are
+refused, and the channel is closed. None carries a path that a peer acts upon, a pickle, or a command line.
+
+A generation (one start of all ranks) goes, in the good case:
+
+```
+agent → lead   AgentReady(node, node_id, free_port)
+lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume, epoch)
+rank  → lead   RankStarted, then Progress at most every 0.2 s (and at once at the first)
+   a preemption:
+lead  → agent  StopRequest(request_id, deadline_s)      → into the control page
+rank  → lead   SaveStarted, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the rename)
+   or the end of training:
+rank  → lead   Finished (every rank)
+agent → lead   NodeExited(exit_code, detail)
+lead  → agent  Shutdown
+```
+
+Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
+"""
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "AgentReady",
+    "Finished",
+    "FromAgent",
+    "FromRank",
+    "Launch",
+    "NodeExited",
+    "Progress",
+    "RankStarted",
+    "SaveFailed",
+    "SaveStarted",
+    "Saved",
+    "Shutdown",
+    "SignalSeen",
+    "StopRequest",
+    "Stopped",
+    "ToAgent",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """A closed, typed map; the class name is its `type`."""
+
+
+# ---- lead → agent
+
+
+class Launch(_Message):
+    """Start the trainer ranks of this node."""
+
+    generation: int
+    epoch: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    resume: str
+    """Name of the checkpoint directory to resume from, or empty: from the start."""
+
+
+class StopRequest(_Message):
+    """Save at the next safe point. Relayed to the ranks through the control page."""
+
+    request_id: int
+    stop: bool
+    """True: stop after the save. False: save and go on (an operator's USR1)."""
+    deadline_s: float
+    """Seconds from now, by the receiver's monotonic clock."""
+
+
+class Shutdown(_Message):
+    """Kill what still runs on this node and exit."""
+
+
+# ---- agent → lead
+
+
+class AgentReady(_Message):
+    """The agent's first word: who it is, and a port that was free a moment ago."""
+
+    node: str
+    node_id: int
+    """Its place in the allocation, from 0 (SLURM_NODEID)."""
+    address: str
+    """Where other nodes reach it."""
+    free_port: int
+
+
+class SignalSeen(_Message):
+    """Slurm signalled this node's step. A hint to look, never a cause by itself."""
+
+    node: str
+    signal: int
+
+
+class NodeExited(_Message):
+    """The launcher of this node's ranks ended."""
+
+    node: str
+    exit_code: int
+    detail: str
+    """Last lines of the first failed rank's stderr, or what killed it."""
+
+
+# ---- rank → lead, through its agent
+
+
+class RankStarted(_Message):
+    rank: int
+    pid: int
+
+
+class Progress(_Message):
+    """Where a rank is: the safe point it has just passed."""
+
+    rank: int
+    step: int
+    phase: Literal["generate", "score", "advantage", "update", "step_end"]
+    index: int
+    safe_points: int
+    """Safe points passed since the start of this generation."""
+    new_rollouts: int
+    """Rollouts sampled (not replayed) since the start of this generation."""
+    metrics: dict[str, float] = {}
+    """At a step's end: reward, kl, loss, tokens per second."""
+
+
+class SaveStarted(_Message):
+    rank: int
+    request_id: int
+    step: int
+    safe_point: int
+
+
+class Saved(_Message):
+    """Rank 0: the checkpoint is renamed into place and durable."""
+
+    rank: int
+    request_id: int
+    """0: a periodic save."""
+    name: str
+    seconds: float
+    num_bytes: int
+
+
+class SaveFailed(_Message):
+    rank: int
+    request_id: int
+    reason: str
+
+
+class Stopped(_Message):
+    """This rank leaves because it was asked to."""
+
+    rank: int
+    request_id: int
+
+
+class Finished(_Message):
+    """This rank has done all steps."""
+
+    rank: int
+    step: int
+
+
+ToAgent = Launch | StopRequest | Shutdown
+FromRank = RankStarted | Progress | SaveStarted | Saved | SaveFailed | Stopped | Finished
+FromAgent = AgentReady | SignalSeen | NodeExited | FromRank
