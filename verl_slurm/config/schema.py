@@ -31,7 +31,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Frozen, keyword-only, closed: the manner of every section."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True):
     """Which models train, and which one rewards."""
 
     path: str = "builtin:tiny"
@@ -41,7 +41,7 @@ class ModelConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class DataConfig(_Section):
+class DataConfig(_Section, frozen=True):
     """The prompts. A root of `*.jsonl` files, one object a line."""
 
     root: str = "builtin:arithmetic"
@@ -52,7 +52,7 @@ class DataConfig(_Section):
     shuffle: bool = True
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(_Section, frozen=True):
     """How the policy is sampled."""
 
     engine: Literal["hf"] = "hf"
@@ -62,7 +62,7 @@ class RolloutConfig(_Section):
     temperature: PositiveFloat = 1.0
 
 
-class TrainConfig(_Section):
+class TrainConfig(_Section, frozen=True):
     """PPO. Symbols as in Schulman et al. 2017 (arXiv:1707.06347) and 2015 (GAE, arXiv:1506.02438)."""
 
     algorithm: Literal["ppo"] = "ppo"
@@ -93,7 +93,7 @@ class TrainConfig(_Section):
     """Steps in the controller's window."""
 
 
-class DistributedConfig(_Section):
+class DistributedConfig(_Section, frozen=True):
     """The shape of the job."""
 
     dp_size: Positive = 2
@@ -114,7 +114,7 @@ class DistributedConfig(_Section):
         return self.world_size // self.nodes
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(_Section, frozen=True):
     """What is saved, when, and where a run starts from."""
 
     every_steps: Positive = 1000
@@ -126,7 +126,7 @@ class CheckpointConfig(_Section):
     keep_last: Positive = 3
 
 
-class SlurmConfig(_Section):
+class SlurmConfig(_Section, frozen=True):
     """What is asked of Slurm."""
 
     partition: str | None = None
@@ -143,7 +143,7 @@ class SlurmConfig(_Section):
     """Further sbatch options by their long names, e.g. {constraint: a100}."""
 
 
-class DaemonConfig(_Section):
+class DaemonConfig(_Section, frozen=True):
     """How patient the daemon is."""
 
     save_margin_s: PositiveFloat = 3.0
@@ -160,7 +160,7 @@ class DaemonConfig(_Section):
     """From the start of the ranks to their first word."""
 
 
-class RunConfig(_Section):
+class RunConfig(_Section, frozen=True):
     """A whole run."""
 
     name: str = "run"

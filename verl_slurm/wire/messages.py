@@ -21,6 +21,7 @@ lead  → agent  StopRequest(request_id, deadline_s)      → into the control p
 rank  → lead   SaveStarted, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the rename)
    or the end of training:
 rank  → lead   Finished (every rank)
+               or, where no start could help: Refused(exit_code, reason)
 agent → lead   NodeExited(exit_code, detail)
 lead  → agent  Shutdown
 ```
@@ -41,6 +42,7 @@ __all__ = [
     "NodeExited",
     "Progress",
     "RankStarted",
+    "Refused",
     "SaveFailed",
     "SaveStarted",
     "Saved",
@@ -162,6 +164,14 @@ class SaveFailed(_Message):
     reason: str
 
 
+class Refused(_Message):
+    """This rank ends because of something that another start would not change (a `VerlSlurmError`)."""
+
+    rank: int
+    exit_code: int
+    reason: str
+
+
 class Stopped(_Message):
     """This rank leaves because it was asked to."""
 
@@ -177,5 +187,5 @@ class Finished(_Message):
 
 
 ToAgent = Launch | StopRequest | Shutdown
-FromRank = RankStarted | Progress | SaveStarted | Saved | SaveFailed | Stopped | Finished
+FromRank = RankStarted | Progress | SaveStarted | Saved | SaveFailed | Refused | Stopped | Finished
 FromAgent = AgentReady | SignalSeen | NodeExited | FromRank

@@ -1,0 +1,61 @@
+# `make demo` runs the main job for real; `make test` passes the tests. Both set up what they need.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where there is an NVIDIA driver, the CUDA build of torch; else the CPU build (an unpinned torch pulls gigabytes).
+FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
+SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
+N ?= 100
+
+.PHONY: help setup slurm demo test check campaign clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+setup: $(BIN)/.ready slurm ## a virtual environment with pinned packages, and Slurm's Debian packages
+
+# The stamp carries the flavour, so a driver that appears later brings its torch.
+$(BIN)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "verl-slurm needs Python 3.11 or later; found $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 10; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { [ "$$(id -u)" = 0 ] || [ -n "$(SUDO)" ] || { echo "the Python module venv is missing: apt-get install python3-venv"; exit 10; }; \
+	    $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq python3-venv; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt torch || \
+	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt \
+	    --extra-index-url https://download.pytorch.org/whl/$(FLAVOUR) torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt -e '.[dev]'
+	touch $@
+
+# RUNLEVEL=1 keeps Debian from starting the daemons: the embedded cluster starts its own.
+slurm:
+	@if command -v slurmctld slurmd munged sbatch >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
+	  echo "Slurm is not here and cannot be installed (no apt-get, or neither root nor sudo): going on without it."; \
+	else echo "installing Slurm's Debian packages ..."; $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; fi
+
+demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
+	$(BIN)/verl-slurm demo
+
+test: setup ## all tests, the real-Slurm ones included
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests without torch and Slurm
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -m 'not slurm and not torch'
+
+campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
+	VERL_SLURM_CAMPAIGN=$(N) $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+
+clean: ## the virtual environment and caches, nothing of a run
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,50 @@
+"""`verl-slurmd`: the daemon's entry. argv in, exit code out."""
+
+import argparse
+import os
+import resource
+import sys
+from pathlib import Path
+
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = ["main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verl-slurmd", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    lead = commands.add_parser(
+        "lead", help="be the batch process of a job: the last line of an sbatch script"
+    )
+    lead.add_argument(
+        "--run", type=Path, required=True, help="the run directory, made by `verl-slurm submit`"
+    )
+    agent = commands.add_parser("agent", help="be one node's agent; the lead starts these")
+    agent.add_argument("--run", type=Path, required=True)
+    agent.add_argument("--epoch", type=int, required=True)
+    return parser
+
+
+def main() -> int:
+    """Run what argv names; a `VerlSlurmError` becomes one line on stderr and its exit code."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold the channel's token
+    args = _parser().parse_args()
+    from verl_slurm_daemon.agent import run_agent
+    from verl_slurm_daemon.lead import run_lead
+
+    try:
+        if args.command == "lead":
+            return int(run_lead(args.run.resolve()))
+        return int(run_agent(args.run.resolve(), args.epoch))
+    except VerlSlurmError as error:
+        print(f"verl-slurmd: {error.one_line()}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.CANCELLED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What a lead may do. Data without behaviour; `policy.decide` makes them, `effects` carries them out."""
+
+import msgspec
+
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = [
+    "Action",
+    "AskCause",
+    "Exit",
+    "Note",
+    "Pause",
+    "RequestSave",
+    "Requeue",
+    "StartGeneration",
+    "TakeDown",
+    "Verify",
+]
+
+
+class _Action(msgspec.Struct, frozen=True):
+    """Base: frozen, compared by value."""
+
+
+class StartGeneration(_Action):
+    """Start one step: an agent on every node, all ranks. Also arms the start timeout."""
+
+    generation: int
+
+
+class AskCause(_Action):
+    """Ask Slurm what is going on. `trigger`: what made us ask."""
+
+    trigger: str
+
+
+class RequestSave(_Action):
+    """Ask all ranks to save at the next safe point."""
+
+    request_id: int
+    stop: bool
+    seconds_left: float | None
+    """Arms `SaveDeadline` at this much less the margin; None: no deadline."""
+
+
+class Verify(_Action):
+    """Read a committed checkpoint back, every byte."""
+
+    name: str
+
+
+class TakeDown(_Action):
+    """End the step: `Shutdown` to the agents, then kill what stays. Ends in `GenerationEnded`."""
+
+
+class Pause(_Action):
+    """Wait before the next generation, then `BackoffOver`."""
+
+    seconds: float
+
+
+class Requeue(_Action):
+    """Ask Slurm to run this job again."""
+
+
+class Exit(_Action):
+    code: ExitCode
+    reason: str
+
+
+class Note(_Action):
+    """A line for the journal (`events.jsonl`) and for the log."""
+
+    event: str
+    fields: dict[str, str | int | float | bool | None]
+
+
+Action = AskCause | Exit | Note | Pause | Requeue | RequestSave | StartGeneration | TakeDown | Verify

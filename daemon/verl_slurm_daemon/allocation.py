@@ -1,0 +1,180 @@
+"""What a lead runs in: a Slurm job, or (without Slurm) this machine. One contract, two kinds.
+
+Obligations of an `Allocation`: every method is bounded in time and never raises for a scheduler that does not
+answer: it says so in its result, because a lead must go on saving while slurmctld is away.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+import psutil
+from verl_slurm.slurm.cause import Cause, CauseKind, decide_cause
+from verl_slurm.slurm.environment import SlurmJob
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.fence import Epoch
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
+from verl_slurm_daemon.launcher import agent_argv, step_argv
+
+__all__ = ["Allocation", "LocalAllocation", "SlurmAllocation", "find_allocation"]
+
+
+class Allocation(Protocol):
+    """See the module. Called by: `lead`, `effects`."""
+
+    job_id: str
+    restart: int
+
+    async def address(self) -> str:
+        """Where the agents reach this process."""
+
+    async def cause(self, trigger: str) -> CauseKnown:
+        """Why `trigger` happened."""
+
+    async def seconds_left(self) -> float | None:
+        """Until the allocation's end; None: unknown or none."""
+
+    async def requeue(self) -> RequeueAnswered:
+        """Ask for another life of this run."""
+
+    async def still_alive(self, owner: Epoch) -> str:
+        """Why `owner`, another incarnation, may still be at work; empty: it is not."""
+
+    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+        """Start the agents; the step is over when all these processes are."""
+
+
+class SlurmAllocation:
+    """The job that this process is the batch process of."""
+
+    def __init__(self, job: SlurmJob, config: RunConfig, paths: RunPaths) -> None:
+        self.job_id, self.restart = str(job.job_id), job.restart_count
+        self._job, self._config, self._paths = job, config, paths
+        self._client = SlurmClient()
+
+    async def address(self) -> str:
+        # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
+        return await self._client.node_addr(self._job.node_name)
+
+    async def cause(self, trigger: str) -> CauseKnown:
+        try:
+            facts = await self._client.job(self._job.job_id)
+        except VerlSlurmError as error:
+            return CauseKnown(CauseKind.UNKNOWN, f"{trigger}; Slurm did not say: {error}", None)
+        cause = decide_cause(
+            trigger,
+            facts,
+            own_restarts=self.restart,
+            signal_lead_s=self._config.slurm.signal_lead_s,
+            now=datetime.now(UTC),
+        )
+        return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", _seconds_left(cause))
+
+    async def seconds_left(self) -> float | None:
+        try:
+            facts = await self._client.job(self._job.job_id)
+        except VerlSlurmError:
+            return None
+        return (facts.end_time - datetime.now(UTC)).total_seconds() if facts.end_time else None
+
+    async def requeue(self) -> RequeueAnswered:
+        try:
+            outcome = await self._client.requeue(
+                self._job.job_id, self._config.daemon.requeue_delay_s, own_restarts=self.restart
+            )
+        except VerlSlurmError as error:
+            return RequeueAnswered(False, str(error))
+        return RequeueAnswered(outcome.will_run_again, f"{outcome.kind}: {outcome.detail}")
+
+    async def still_alive(self, owner: Epoch) -> str:
+        if owner.job_id == self.job_id:
+            return ""  # our own former life: Slurm does not start a job before it has cleaned up after it
+        if not owner.job_id.isdigit():
+            return ""  # it ran without Slurm, on a machine that is not ours to ask
+        try:
+            facts = await self._client.job(int(owner.job_id))
+        except VerlSlurmError:
+            return ""  # Slurm has forgotten the job: it ended long ago
+        alive = {"RUNNING", "COMPLETING", "SUSPENDED", "PENDING", "CONFIGURING"} & {facts.state}
+        return f"job {owner.job_id} is {facts.state}" if alive else ""
+
+    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+        argv = step_argv("srun", self._config, agent_argv(sys.executable, self._paths, epoch))
+        # Slurm's notices are the lead's and the agents' to hear; srun would forward them or die of them.
+        return [await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL)]
+
+
+def _seconds_left(cause: Cause) -> float | None:
+    return None if cause.deadline is None else (cause.deadline - datetime.now(UTC)).total_seconds()
+
+
+class LocalAllocation:
+    """No Slurm: the "nodes" are agents on this machine, and a requeue is a new life of this very process.
+
+    Signals stand for Slurm's events, so that the same path can be tried on a laptop: SIGUSR2 is a preemption with
+    `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
+    """
+
+    PREEMPTION_GRACE_S = 30.0
+    CANCEL_GRACE_S = 10.0
+
+    def __init__(self, config: RunConfig, paths: RunPaths) -> None:
+        self.job_id = os.environ.get("SUBMITIT_LOCAL_JOB_ID") or f"local-{os.getpid()}"
+        self.restart = int(os.environ.get("VERL_SLURM_LOCAL_RESTART") or 0)
+        self._config, self._paths = config, paths
+
+    async def address(self) -> str:
+        return "127.0.0.1"
+
+    async def cause(self, trigger: str) -> CauseKnown:
+        signal = trigger.split(" ", 1)[0]
+        if signal == "SIGUSR2":
+            return CauseKnown(CauseKind.PREEMPTION, f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
+        if signal in ("SIGTERM", "SIGINT"):
+            return CauseKnown(CauseKind.CANCEL, f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
+        if signal == "SIGUSR1":
+            return CauseKnown(CauseKind.OPERATOR, f"{trigger}; no Slurm", None)
+        return CauseKnown(CauseKind.UNKNOWN, f"{trigger}; no Slurm", None)
+
+    async def seconds_left(self) -> float | None:
+        return None
+
+    async def requeue(self) -> RequeueAnswered:
+        return RequeueAnswered(True, "no Slurm: the next incarnation starts in place of this one")
+
+    async def still_alive(self, owner: Epoch) -> str:
+        if owner.host != socket.gethostname() or owner.pid == os.getpid():
+            return ""
+        try:
+            process = psutil.Process(owner.pid)
+            started = datetime.fromtimestamp(process.create_time(), UTC)
+        except psutil.NoSuchProcess:
+            return ""
+        # A process that is younger than the claim only has the same number.
+        same = started <= datetime.fromisoformat(owner.taken) + timedelta(seconds=1)
+        return f"process {owner.pid} of job {owner.job_id} lives" if same else ""
+
+    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+        argv = agent_argv(sys.executable, self._paths, epoch)
+        return [
+            await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"local{node}"},
+                start_new_session=True,
+            )
+            for node in range(self._config.distributed.nodes)
+        ]
+
+
+def find_allocation(config: RunConfig, paths: RunPaths) -> Allocation:
+    """The Slurm job of this process, or this machine."""
+    job = SlurmJob.from_environ(dict(os.environ))
+    return LocalAllocation(config, paths) if job is None else SlurmAllocation(job, config, paths)

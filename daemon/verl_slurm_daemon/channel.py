@@ -1,0 +1,168 @@
+"""The TCP channel between lead and agents: sockets here, bytes and rules in `verl_slurm.wire.framing`."""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+
+from verl_slurm.errors import WireError
+from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
+from verl_slurm.wire.messages import FromAgent, ToAgent
+
+__all__ = ["AgentLink", "LeadLink", "connect", "serve"]
+
+_HANDSHAKE_S = 5.0
+_READ_BYTES = 64 * 1024
+
+
+class AgentLink:
+    """The lead's end of one agent's connection. Called by: `effects`."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
+    ) -> None:
+        self._reader, self._writer, self._framer = reader, writer, framer
+
+    @property
+    def peer_host(self) -> str:
+        return str(self._writer.get_extra_info("peername")[0])
+
+    def send(self, message: ToAgent) -> None:
+        """Hand one message to the kernel; a link that is broken says so by ending, not here."""
+        if not self._writer.is_closing():
+            self._writer.write(self._framer.encode(message))
+
+    async def messages(self, deliver: Callable[[FromAgent], None]) -> None:
+        """Give every message to `deliver` until the link ends."""
+        while data := await self._reader.read(_READ_BYTES):
+            for message in self._framer.feed(data):
+                deliver(message)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def serve(
+    host: str, token: bytes, epoch: int, max_links: int, on_link: Callable[[AgentLink], Awaitable[None]]
+) -> tuple[asyncio.Server, int]:
+    """Listen on a free port. `on_link` runs for each peer that proved it knows the token.
+
+    Args:
+        host: what the agents will be told. A loopback address is listened on alone; for any other, all
+            interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
+
+    Peers that do not finish the handshake in 5 s are dropped; at most `max_links` are held at once, so that
+    silent strangers cannot crowd out an agent for longer than that.
+    """
+    held = 0
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal held
+        if held >= max_links:
+            writer.close()
+            return
+        held += 1
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                key = await _greet_agent(reader, writer, token, epoch)
+            framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
+            await on_link(AgentLink(reader, writer, framer))
+        except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError):
+            pass  # a stranger, or an agent that died: its absence is noticed where it is waited for
+        finally:
+            held -= 1
+            await _close(writer)
+
+    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - whoever connects must know the token
+    server = await asyncio.start_server(
+        on_connection, host if host.startswith("127.") else everywhere, port=0
+    )
+    port = int(server.sockets[0].getsockname()[1])
+    return server, port
+
+
+async def _greet_agent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int
+) -> bytes:
+    nonce_lead = secrets.token_bytes(NONCE_BYTES)
+    writer.write(HELLO + nonce_lead)
+    answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
+    nonce_agent, theirs = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(theirs, proof(token, b"agent", epoch, nonce_lead, nonce_agent)):
+        raise WireError("a peer does not know the token")
+    writer.write(proof(token, b"lead", epoch, nonce_agent, nonce_lead))
+    return session_key(token, epoch, nonce_lead, nonce_agent)
+
+
+class LeadLink:
+    """The agent's end. Called by: `agent`."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
+    ) -> None:
+        self._reader, self._writer, self._framer = reader, writer, framer
+
+    @property
+    def own_host(self) -> str:
+        """The address of this node on the network that reaches the lead: the one to rendezvous on."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    def send(self, message: FromAgent) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(self._framer.encode(message))
+
+    async def messages(self, deliver: Callable[[ToAgent], None]) -> None:
+        """Give every message to `deliver` until the lead is gone."""
+        try:
+            while data := await self._reader.read(_READ_BYTES):
+                for message in self._framer.feed(data):
+                    deliver(message)  # type: ignore[arg-type]
+        except ConnectionError:
+            return
+
+    async def close(self) -> None:
+        """Send what is still in the buffer, bounded, and close."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._writer.drain()
+                self._writer.close()
+                await self._writer.wait_closed()
+        except (TimeoutError, OSError):
+            return
+
+
+async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
+    """Connect to the lead and prove, both ways, knowledge of the token.
+
+    Raises:
+        WireError: the lead is not the one of this token and epoch.
+    """
+    async with asyncio.timeout(_HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            key = await _greet_lead(reader, writer, token, epoch, f"{host}:{port}")
+        except BaseException:
+            await _close(writer)
+            raise
+    return LeadLink(reader, writer, Framer(key, b"A", ToAgent))
+
+
+async def _greet_lead(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int, where: str
+) -> bytes:
+    hello = await reader.readexactly(len(HELLO) + NONCE_BYTES)
+    if not hello.startswith(HELLO):
+        raise WireError("the peer is not a lead", where=where, expected=HELLO.decode())
+    nonce_lead, nonce_agent = hello[len(HELLO) :], secrets.token_bytes(NONCE_BYTES)
+    writer.write(nonce_agent + proof(token, b"agent", epoch, nonce_lead, nonce_agent))
+    theirs = await reader.readexactly(PROOF_BYTES)
+    if not hmac.compare_digest(theirs, proof(token, b"lead", epoch, nonce_agent, nonce_lead)):
+        raise WireError("the lead does not know the token", where=where)
+    return session_key(token, epoch, nonce_lead, nonce_agent)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()

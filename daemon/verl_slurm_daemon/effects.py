@@ -1,0 +1,253 @@
+"""The only file in which a lead acts: starts steps, talks to agents, asks Slurm, reads checkpoints back.
+
+Every effect runs as a task of its own and reports by an event; none is waited for in the loop, so a hanging
+`scontrol` or a slow disk never delays the next decision.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, assert_never
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.wire.messages import (
+    AgentReady,
+    FromAgent,
+    FromRank,
+    Launch,
+    NodeExited,
+    Shutdown,
+    SignalSeen,
+    StopRequest,
+)
+from verl_slurm_daemon import actions as act
+from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.allocation import Allocation
+from verl_slurm_daemon.channel import AgentLink, serve
+from verl_slurm_daemon.journal import Journal, read_events, stuck_starts
+from verl_slurm_daemon.lead_address import LeadAddress, write_lead_address
+from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
+
+__all__ = ["Effects"]
+
+_GOODBYE_S = 5.0
+"""From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
+
+
+class Effects:
+    """The hands of one lead. Called by: `lead`.
+
+    Args:
+        post: where events go.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        allocation: Allocation,
+        journal: Journal,
+        epoch: int,
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self._paths, self._config, self._allocation = paths, config, allocation
+        self._journal, self._epoch, self._post = journal, epoch, post
+        self._generation = 0
+        self._links: dict[str, AgentLink] = {}
+        self._ready: dict[str, AgentReady] = {}
+        self._all_ready = asyncio.Event()
+        self._listeners: set[asyncio.Task[None]] = set()
+        self._step: list[asyncio.subprocess.Process] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.exit: tuple[ExitCode, str] | None = None
+
+    async def open(self) -> None:
+        """Listen for agents and publish where."""
+        token = secrets.token_bytes(32)
+        # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
+        links = 2 * self._config.distributed.nodes + 4
+        host = await self._allocation.address()
+        self._server, port = await serve(host, token, self._epoch, links, self._on_link)
+        address = LeadAddress(epoch=self._epoch, host=host, port=port, token=token.hex())
+        write_lead_address(self._paths, address)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        self._paths.lead_address.unlink(missing_ok=True)
+
+    def perform(self, action: act.Action) -> None:
+        match action:
+            case act.Note(event, fields):
+                self._journal.event(event, **fields)
+            case act.StartGeneration(generation):
+                self._spawn(self._run_generation(generation))
+            case act.AskCause(trigger):
+                self._spawn(self._ask_cause(trigger))
+            case act.RequestSave():
+                self._request_save(action)
+            case act.Verify(name):
+                self._spawn(self._verify(name))
+            case act.TakeDown():
+                self._spawn(self._take_down())
+            case act.Pause(seconds):
+                self._spawn(self._pause(seconds))
+            case act.Requeue():
+                self._spawn(self._requeue())
+            case act.Exit(code, reason):
+                self.exit = (code, reason)
+            case _:
+                assert_never(action)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # An effect that breaks must not leave the lead waiting for its event for ever.
+            self._journal.event("internal", error=f"{type(error).__name__}: {error}")
+            if self.exit is None:
+                code = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
+                self.exit = (code, str(error))
+                self._post(ev.SignalArrived("internal", "effects"))
+
+    # ---- a generation, from start to end
+
+    async def _run_generation(self, generation: int) -> None:
+        self._generation = generation
+        self._links, self._ready, self._listeners = {}, {}, set()
+        self._all_ready = asyncio.Event()
+        point = await asyncio.to_thread(find_resume_point, self._paths, self._config)
+        for line in point.reasons:
+            self._journal.event("resume", reason=line)
+        self._journal.event(
+            "generation", number=generation, resume=point.name or None, progress=point.progress
+        )
+        self._step = await self._allocation.start_step(self._epoch)
+        self._spawn(self._launch_when_ready(generation, point))
+        codes = [await process.wait() for process in self._step]
+        if self._listeners:  # what the agents said last is still in the sockets
+            await asyncio.wait(self._listeners, timeout=1.0)
+        for link in self._links.values():
+            link.close()
+        self._post(ev.GenerationEnded(max(codes, key=abs)))
+
+    async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
+        try:
+            async with asyncio.timeout(self._config.daemon.start_timeout_s):
+                await self._all_ready.wait()
+        except TimeoutError:
+            if generation == self._generation:
+                self._post(ev.StartTimedOut(generation))
+            return
+        nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
+        for node_rank, ready in enumerate(nodes):
+            self._links[ready.node].send(
+                Launch(
+                    generation=generation,
+                    epoch=self._epoch,
+                    node_rank=node_rank,
+                    master_addr=nodes[0].address,
+                    master_port=nodes[0].free_port,
+                    resume=point.name,
+                )
+            )
+        await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
+        if generation == self._generation:
+            self._post(ev.StartTimedOut(generation))
+
+    async def _on_link(self, link: AgentLink) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._listeners.add(task)
+        node = ""
+        said_goodbye = False
+
+        def deliver(message: FromAgent) -> None:
+            nonlocal node, said_goodbye
+            match message:
+                case AgentReady():
+                    node = message.node
+                    self._links[node], self._ready[node] = link, message
+                    if len(self._ready) == self._config.distributed.nodes:
+                        self._all_ready.set()
+                case SignalSeen():
+                    self._post(ev.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}"))
+                case NodeExited():
+                    said_goodbye = True
+                    if message.exit_code != 0:
+                        self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
+                case _:
+                    rank_message: FromRank = message
+                    self._post(ev.RankSaid(rank_message))
+
+        try:
+            await link.messages(deliver)
+        except (OSError, VerlSlurmError) as error:
+            self._journal.event("link", node=node, error=str(error))
+        if node and not said_goodbye:
+            self._post(ev.NodeFailed(node, "the agent is gone without a word"))
+
+    async def _take_down(self) -> None:
+        for link in self._links.values():
+            link.send(Shutdown())
+        for end in (None, signal.SIGTERM, signal.SIGKILL):
+            alive = [process for process in self._step if process.returncode is None]
+            if not alive:
+                return
+            for process in alive:
+                if end is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(end)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await asyncio.gather(*(process.wait() for process in alive))
+
+    # ---- saves
+
+    def _request_save(self, action: act.RequestSave) -> None:
+        left = action.seconds_left
+        request = StopRequest(
+            request_id=action.request_id, stop=action.stop, deadline_s=max(left or 0.0, 0.0)
+        )
+        for link in self._links.values():
+            link.send(request)
+        self._journal.event(
+            "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
+        )
+        if left is not None:
+            self._spawn(self._deadline(left - self._config.daemon.save_margin_s))
+
+    async def _deadline(self, seconds: float) -> None:
+        await asyncio.sleep(max(0.0, seconds))
+        self._post(ev.SaveDeadline())
+
+    async def _verify(self, name: str) -> None:
+        good, detail = await asyncio.to_thread(read_back, self._paths, name)
+        self._post(ev.Verified(name, good, detail))
+
+    # ---- the scheduler
+
+    async def _ask_cause(self, trigger: str) -> None:
+        self._post(await self._allocation.cause(trigger))
+
+    async def _requeue(self) -> None:
+        answer = await self._allocation.requeue()
+        self._journal.event("requeue", accepted=answer.accepted, detail=answer.detail)
+        self._post(answer)
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)  # the back-off itself
+        stuck = stuck_starts(read_events(self._paths))
+        self._post(ev.BackoffOver(stuck))

@@ -1,0 +1,106 @@
+"""What can happen to a lead. Data without behaviour; `sources` make them, `policy.decide` reads them."""
+
+import msgspec
+from verl_slurm.slurm.cause import CauseKind
+
+from verl_slurm.wire.messages import FromRank
+
+__all__ = [
+    "BackoffOver",
+    "CauseKnown",
+    "Event",
+    "GenerationEnded",
+    "NodeFailed",
+    "RankSaid",
+    "Ready",
+    "RequeueAnswered",
+    "SaveDeadline",
+    "SignalArrived",
+    "StartTimedOut",
+    "Verified",
+]
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """Base: frozen, compared by value."""
+
+
+class Ready(_Event):
+    """The checks at the start are done; `world_size` ranks may be launched."""
+
+    world_size: int
+
+
+class SignalArrived(_Event):
+    """A signal reached the lead or one of its steps. Never a cause by itself."""
+
+    signal: str
+    where: str
+
+
+class CauseKnown(_Event):
+    """What Slurm answered when it was asked why."""
+
+    kind: CauseKind
+    evidence: str
+    seconds_left: float | None
+    """Until the job is killed; None where Slurm gives no deadline."""
+
+
+class RankSaid(_Event):
+    message: FromRank
+
+
+class NodeFailed(_Event):
+    """An agent reported its ranks dead, or its link broke."""
+
+    node: str
+    detail: str
+
+
+class GenerationEnded(_Event):
+    """The step with the agents is gone: no process of ours is left on any node."""
+
+    exit_code: int
+
+
+class Verified(_Event):
+    """A committed save was read back."""
+
+    name: str
+    good: bool
+    detail: str
+
+
+class SaveDeadline(_Event):
+    """So little time is left that the requeue must be asked for now."""
+
+
+class StartTimedOut(_Event):
+    generation: int
+
+
+class BackoffOver(_Event):
+    """The pause after a crash is over. `stuck`: how many starts in a row brought nothing new."""
+
+    stuck: int
+
+
+class RequeueAnswered(_Event):
+    accepted: bool
+    detail: str
+
+
+Event = (
+    Ready
+    | SignalArrived
+    | CauseKnown
+    | RankSaid
+    | NodeFailed
+    | GenerationEnded
+    | Verified
+    | SaveDeadline
+    | StartTimedOut
+    | BackoffOver
+    | RequeueAnswered
+)

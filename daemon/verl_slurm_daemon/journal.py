@@ -1,0 +1,131 @@
+"""What happened to a run, for people and for programs: `events.jsonl`, `status.json` and the log.
+
+`events.jsonl` is append-only, one JSON object a line, durable before the act it announces: `time` (UTC),
+`event`, `epoch`, `job_id`, then the fields of the event. It is also the daemon's memory over restarts: how
+often a run started without getting anywhere is counted in it.
+"""
+
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.files import append_line, write_file
+from verl_slurm.paths import RunPaths
+
+__all__ = ["Journal", "Status", "read_events", "stuck_starts"]
+
+_LOUD = frozenset({"crash", "corrupt", "degraded", "save_failed", "refused", "held"})
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The snapshot behind `verl-slurm status`. Steps count from 0: `step` are done."""
+
+    state: str = "starting"
+    job_id: str = ""
+    epoch: int = 0
+    generation: int = 0
+    restarts: int = 0
+    step: int = 0
+    steps: int = 0
+    phase: str = ""
+    index: int = 0
+    metrics: dict[str, float] = {}
+    last_checkpoint: str = ""
+    last_checkpoint_time: str = ""
+    cause: str = ""
+    updated: str = ""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Journal:
+    """One lead's pen. Called by: `lead`, `effects`."""
+
+    def __init__(self, paths: RunPaths, *, epoch: int, job_id: str) -> None:
+        self._paths, self._epoch, self._job_id = paths, epoch, job_id
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Write one event down, durably, and say it in the log.
+
+        A full or broken log must not stop a save: standard output is best effort, the journal is not, and
+        where the journal cannot be written the error is said on standard output and the lead goes on.
+        """
+        record = {"time": _now(), "event": event, "epoch": self._epoch, "job_id": self._job_id, **fields}
+        try:
+            append_line(self._paths.events, msgspec.json.encode(record))
+        except OSError as error:
+            self._say(f"cannot write {self._paths.events}: {error}", loud=True)
+        told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
+        self._say(f"{event:<10} {told}", loud=event in _LOUD)
+
+    def _say(self, text: str, *, loud: bool = False) -> None:
+        line = f"{_now()} verl-slurm[{self._epoch}] {'!! ' if loud else ''}{text}\n"
+        try:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            return
+
+    def status(self, status: Status) -> None:
+        """Replace the snapshot. Best effort: it informs, nothing depends on it."""
+        status.updated = _now()
+        try:
+            write_file(self._paths.status, msgspec.json.encode(status))
+        except OSError:
+            return
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return f'"{text[:300]}"' if " " in text else text[:300]
+
+
+def read_events(paths: RunPaths) -> list[dict[str, Any]]:
+    """All events of a run, oldest first. A last line cut by a power loss is left out.
+
+    Raises:
+        CheckpointCorrupt: another line than the last is not JSON.
+    """
+    try:
+        lines = paths.events.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            events.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.MsgspecError as error:
+            if number == len(lines):  # no newline behind it: the write was cut
+                break
+            raise CheckpointCorrupt(
+                "the journal of the run is damaged",
+                where=f"{paths.events}:{number}",
+                found=str(error),
+                remedy="move the damaged line aside by hand; the run itself is in checkpoints/",
+            ) from error
+    return events
+
+
+def stuck_starts(events: list[dict[str, Any]]) -> int:
+    """How many generations in a row, up to now, crashed without anything new to show.
+
+    A generation's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger). A
+    crashed one was stuck where the following start, or the one being decided on, began at the same place. A
+    preempted or requeued generation is nobody's fault and does not count.
+    """
+    stuck, last = 0, None
+    for event in events:
+        if event["event"] == "generation":
+            if event.get("progress") != last:
+                stuck, last = 0, event.get("progress")
+        elif event["event"] == "crash":
+            stuck += 1
+    return stuck

@@ -1,0 +1,157 @@
+"""One lead a job: gathers what happens, lets the policy decide, and has it done. The order of a life, top to bottom.
+
+1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened.
+2. The data set is held against its fingerprint, starts without progress are counted.
+3. Generations, until the policy says `Exit`.
+4. The end is written down; where this was a requeue outside Slurm, the next life begins in this process.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from verl_slurm.checkpoint.fingerprint import check_dataset
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import Fenced, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import read_epoch, take_epoch
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.wire.messages import Progress, Saved
+from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
+from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.journal import Journal, Status, read_events, stuck_starts
+from verl_slurm_daemon.policy import Limits, Model, decide
+from verl_slurm_daemon.states import State
+
+__all__ = ["run_lead"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_STATUS_EVERY_S = 0.5
+
+
+class Lead:
+    """See the module. Called by: `run_lead`."""
+
+    def __init__(self, paths: RunPaths, config: RunConfig, allocation: Allocation) -> None:
+        self._paths, self._config, self._allocation = paths, config, allocation
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        limits = Limits(
+            crash_budget=config.daemon.crash_budget,
+            backoff_s=config.daemon.backoff_s,
+            no_progress_limit=config.daemon.no_progress_limit,
+        )
+        self._model = Model(limits)
+        self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)
+        self._status_due = 0.0
+
+    async def run(self) -> ExitCode:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            name = signal.Signals(number).name
+            loop.add_signal_handler(number, self._events.put_nowait, ev.SignalArrived(name, "lead"))
+        await self._refuse_if_owned()
+        owner = take_epoch(self._paths, job_id=self._allocation.job_id, restart=self._allocation.restart)
+        journal = Journal(self._paths, epoch=owner.epoch, job_id=self._allocation.job_id)
+        self._status.epoch = owner.epoch
+        nodes = os.environ.get("SLURM_JOB_NODELIST", owner.host)
+        journal.event("started", restart=owner.restart, nodes=nodes, pid=owner.pid)
+        effects = Effects(
+            self._paths, self._config, self._allocation, journal, owner.epoch, self._events.put_nowait
+        )
+        try:
+            code, reason = await self._live(journal, effects)
+        except VerlSlurmError as error:
+            code, reason = error.exit_code, str(error)
+        finally:
+            await effects.close()
+        self._status.state = State.ENDED
+        journal.event("ended", exit_code=int(code), exit=code.name, reason=reason)
+        journal.status(self._status)
+        return code
+
+    async def _refuse_if_owned(self) -> None:
+        owner = read_epoch(self._paths)
+        alive = "" if owner is None else await self._allocation.still_alive(owner)
+        if alive:
+            raise Fenced(
+                "another job works on this run",
+                where=self._paths.root,
+                found=alive,
+                remedy=f"wait for it, or verl-slurm cancel {self._paths.root}",
+            )
+
+    async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
+        stuck = stuck_starts(read_events(self._paths))
+        if stuck >= self._config.daemon.no_progress_limit:
+            journal.event("held", stuck=stuck, reason="every start crashed at the same place")
+            return ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
+        await asyncio.to_thread(check_dataset, self._paths, Path(self._config.data.root))
+        await effects.open()
+        clock = asyncio.create_task(self._watch_the_clock())
+        self._events.put_nowait(ev.Ready(self._config.distributed.world_size))
+        try:
+            while effects.exit is None:
+                event = await self._events.get()
+                decision = decide(self._model, event)
+                self._model = decision.model
+                self._note(event, journal)
+                for action in decision.actions:
+                    effects.perform(action)
+        finally:
+            clock.cancel()
+        return effects.exit
+
+    async def _watch_the_clock(self) -> None:
+        """Slurm's warning may be lost (a signal to a dead step, a newer Slurm): the time limit is watched as well."""
+        lead_s = self._config.slurm.signal_lead_s
+        while (left := await self._allocation.seconds_left()) is not None:
+            if left <= lead_s:
+                self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
+                return
+            # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
+            await asyncio.sleep(max(left - 0.75 * lead_s, 1.0))
+
+    def _note(self, event: ev.Event, journal: Journal) -> None:
+        """Keep the snapshot for `verl-slurm status`."""
+        status, model = self._status, self._model
+        changed = status.state != model.state or status.generation != model.generation
+        status.state, status.generation, status.cause = model.state, model.generation, model.cause
+        match event:
+            case ev.RankSaid(Progress() as message) if message.rank == 0:
+                status.step, status.phase, status.index = message.step, message.phase, message.index
+                status.metrics = message.metrics or status.metrics
+                changed = changed or message.phase == "step_end"
+            case ev.RankSaid(Saved() as message):
+                changed = True
+            case ev.Verified(name, good, _) if good:
+                status.last_checkpoint, changed = name, True
+                status.last_checkpoint_time = status.updated
+        now = asyncio.get_running_loop().time()
+        if changed or now >= self._status_due:
+            self._status_due = now + _STATUS_EVERY_S
+            journal.status(status)
+
+
+def run_lead(root: Path) -> ExitCode:
+    """The lead of this job, from start to end."""
+    paths = RunPaths(root)
+    config = load_resolved(paths.run_yaml)
+    for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
+        private_dir(directory)
+    allocation = find_allocation(config, paths)
+    code = asyncio.run(_run(paths, config, allocation))
+    if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
+        os.environ["VERL_SLURM_LOCAL_RESTART"] = str(allocation.restart + 1)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(root)])
+    return code
+
+
+async def _run(paths: RunPaths, config: RunConfig, allocation: Allocation) -> ExitCode:
+    return await Lead(paths, config, allocation).run()

@@ -1,0 +1,29 @@
+"""`RUN/control/lead.json`, 0600: where the living lead listens, and the token that opens the door.
+
+A file, because argv, job comments and `--export` are public on a cluster.
+"""
+
+import msgspec
+
+from verl_slurm.files import read_private, write_file
+from verl_slurm.paths import RunPaths
+
+__all__ = ["LeadAddress", "read_lead_address", "write_lead_address"]
+
+
+class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    epoch: int
+    host: str
+    port: int
+    token: str
+    """64 hexadecimal digits, made anew for each incarnation."""
+
+
+def write_lead_address(paths: RunPaths, address: LeadAddress) -> None:
+    """Publish it to the agents. Called by: `lead`."""
+    write_file(paths.lead_address, msgspec.json.encode(address))
+
+
+def read_lead_address(paths: RunPaths) -> LeadAddress:
+    """Read it, refusing a file that others could have read or written. Called by: `agent`."""
+    return msgspec.json.decode(read_private(paths.lead_address), type=LeadAddress)

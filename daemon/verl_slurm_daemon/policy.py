@@ -1,0 +1,305 @@
+"""What a lead does about what happens: one pure function from (model, event) to (model, actions).
+
+No clock, no process, no Slurm and no file in here; whatever these know arrives in an event. So every line of
+the table of causes is a unit test, and a journal can be replayed through the same function.
+
+Three rules stand above the rest:
+
+1. A cancel is final. It turns any intention to requeue into an intention to leave, in every state in which the
+   requeue has not been asked for yet; and `effects` reads the job's state once more before it asks.
+2. The requeue is asked for before the deadline whether or not the save is done: a run without a fresh
+   checkpoint loses a little (the ledger keeps the rollouts), a job that Slurm has ended loses its place.
+3. All ranks done is the end, whatever was asked for in between.
+"""
+
+from enum import StrEnum
+from typing import assert_never
+
+import msgspec
+from verl_slurm.slurm.cause import CauseKind
+
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.wire.messages import (
+    Finished,
+    FromRank,
+    Progress,
+    RankStarted,
+    Refused,
+    Saved,
+    SaveFailed,
+    SaveStarted,
+    Stopped,
+)
+from verl_slurm_daemon import actions as act
+from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.states import NEXT, State
+
+__all__ = ["Decision", "Intent", "Limits", "Model", "decide"]
+
+
+class Intent(StrEnum):
+    """What is to happen when the ranks are gone."""
+
+    REQUEUE = "requeue"
+    CANCELLED = "cancelled"
+    ALREADY_REQUEUED = "already requeued"
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The patience that the user configured (`DaemonConfig`)."""
+
+    crash_budget: int
+    backoff_s: float
+    no_progress_limit: int
+
+
+class Model(msgspec.Struct, frozen=True):
+    """All that a decision may depend on."""
+
+    limits: Limits
+    state: State = State.STARTING
+    world_size: int = 0
+    generation: int = 0
+    crashes: int = 0
+    request_id: int = 0
+    intent: Intent | None = None
+    cause: str = ""
+    asking: bool = False
+    finished: frozenset[int] = frozenset()
+    failure: str = ""
+    """Why the present generation is being taken down; empty: it is not."""
+    step_gone: bool = True
+    requeue: ev.RequeueAnswered | None = None
+
+
+class Decision(msgspec.Struct, frozen=True):
+    model: Model
+    actions: tuple[act.Action, ...] = ()
+
+
+_EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
+_BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
+_TRAINING = (State.LAUNCHING, State.RUNNING)
+
+
+def decide(model: Model, event: ev.Event) -> Decision:
+    """What follows from `event`.
+
+    Raises:
+        AssertionError: the policy made a transition that `states.NEXT` does not have: our bug.
+    """
+    decision = _decide(model, event)
+    after = decision.model.state
+    assert after is model.state or after in NEXT[model.state], f"{model.state} -> {after} on {event}"
+    return decision
+
+
+def _decide(model: Model, event: ev.Event) -> Decision:
+    match event:
+        case ev.Ready(world_size):
+            return _launch(msgspec.structs.replace(model, world_size=world_size))
+        case ev.SignalArrived(signal, where):
+            return _on_signal(model, signal, where)
+        case ev.CauseKnown():
+            return _on_cause(msgspec.structs.replace(model, asking=False), event)
+        case ev.RankSaid(message):
+            return _on_rank(model, message)
+        case ev.NodeFailed(node, detail):
+            return _on_failure(model, f"node {node}: {detail}")
+        case ev.StartTimedOut(generation):
+            if model.state is State.LAUNCHING and generation == model.generation:
+                return _on_failure(model, "the ranks did not start in time")
+            return Decision(model)
+        case ev.GenerationEnded(exit_code):
+            return _on_generation_ended(model, exit_code)
+        case ev.Verified(name, good, detail):
+            return _on_verified(model, name, good, detail)
+        case ev.SaveDeadline():
+            if model.state in (State.SAVING, State.CHECKING):
+                note = act.Note("degraded", {"reason": "the deadline is near and the save is not verified"})
+                return _leave(model, note)
+            return Decision(model)
+        case ev.BackoffOver(stuck):
+            return _on_backoff_over(model, stuck)
+        case ev.RequeueAnswered():
+            return _maybe_exit(msgspec.structs.replace(model, requeue=event))
+        case _:
+            assert_never(event)
+
+
+def _launch(model: Model, *notes: act.Note) -> Decision:
+    generation = model.generation + 1
+    after = msgspec.structs.replace(
+        model, state=State.LAUNCHING, generation=generation, finished=frozenset(), failure="", step_gone=False
+    )
+    return Decision(after, (*notes, act.StartGeneration(generation)))
+
+
+def _on_signal(model: Model, signal: str, where: str) -> Decision:
+    # Slurm signals every step of a job at once; one question answers them all. Once the ranks were asked to
+    # stop, only the lead's own signals can bring news (a cancel in the middle of the save).
+    settled = model.state in (State.LEAVING, State.ENDED)
+    stale = model.state in (State.SAVING, State.CHECKING) and where != "lead"
+    if model.asking or settled or stale:
+        return Decision(model)
+    return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(f"{signal} to {where}"),))
+
+
+def _on_cause(model: Model, event: ev.CauseKnown) -> Decision:
+    facts: dict[str, str | int | float | bool | None] = {
+        "cause": event.kind.value,
+        "evidence": event.evidence,
+        "seconds_left": None if event.seconds_left is None else round(event.seconds_left, 1),
+    }
+    note = act.Note("cause", facts)
+    match event.kind:
+        case CauseKind.UNKNOWN:
+            return Decision(model, (note,))
+        case CauseKind.OPERATOR:
+            return _operator_save(model, note)
+        case CauseKind.PREEMPTION | CauseKind.TIME_LIMIT:
+            intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
+        case CauseKind.CANCEL:
+            intent = Intent.CANCELLED
+        case CauseKind.REQUEUED | CauseKind.NODE_LOST:
+            intent = Intent.ALREADY_REQUEUED
+        case _:
+            assert_never(event.kind)
+    model = msgspec.structs.replace(model, intent=intent, cause=event.kind.value)
+    if model.state in _BEFORE_RANKS or (model.state is State.RUNNING and event.kind is CauseKind.NODE_LOST):
+        return _leave(model, note)  # nobody there who could save
+    if model.state is State.RUNNING:
+        request_id = model.request_id + 1
+        model = msgspec.structs.replace(model, state=State.SAVING, request_id=request_id)
+        return Decision(model, (note, act.RequestSave(request_id, True, event.seconds_left)))
+    return Decision(model, (note,))
+
+
+def _operator_save(model: Model, note: act.Note) -> Decision:
+    if model.state is not State.RUNNING:
+        return Decision(model, (note, act.Note("ignored", {"reason": f"no save while {model.state}"})))
+    request_id = model.request_id + 1
+    after = msgspec.structs.replace(model, request_id=request_id)
+    return Decision(after, (note, act.RequestSave(request_id, False, None)))
+
+
+def _on_rank(model: Model, message: FromRank) -> Decision:
+    match message:
+        case RankStarted() | SaveStarted() | Stopped():
+            return Decision(model)
+        case Progress():
+            if model.state is State.LAUNCHING:
+                note = act.Note(
+                    "training", {"step": message.step, "phase": message.phase, "index": message.index}
+                )
+                return Decision(msgspec.structs.replace(model, state=State.RUNNING), (note,))
+            return Decision(model)
+        case Saved():
+            facts: dict[str, str | int | float | bool | None] = {
+                "name": message.name,
+                "seconds": round(message.seconds, 3),
+                "num_bytes": message.num_bytes,
+                "emergency": message.request_id > 0,
+            }
+            actions = (act.Note("saved", facts), act.Verify(message.name))
+            if model.state is State.SAVING and message.request_id == model.request_id:
+                return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
+            return Decision(model, actions)
+        case SaveFailed():
+            note = act.Note("save_failed", {"rank": message.rank, "reason": message.reason})
+            if model.state is State.SAVING and message.request_id == model.request_id:
+                return _leave(model, note)
+            return Decision(model, (note,))
+        case Refused():
+            note = act.Note("refused", {"rank": message.rank, "reason": message.reason})
+            if model.state in _TRAINING:
+                model = msgspec.structs.replace(model, failure=f"{message.exit_code}|{message.reason}")
+                return Decision(model, (note, act.TakeDown()))
+            return Decision(model, (note,))
+        case Finished():
+            return Decision(msgspec.structs.replace(model, finished=model.finished | {message.rank}))
+        case _:
+            assert_never(message)
+
+
+def _on_failure(model: Model, detail: str) -> Decision:
+    """A node is dead, or silent. The others are taken down too: ranks cannot go on without one another."""
+    if model.state not in (*_TRAINING, State.SAVING) or model.failure or _all_finished(model):
+        return Decision(model)
+    return Decision(msgspec.structs.replace(model, failure=detail), (act.TakeDown(),))
+
+
+def _on_generation_ended(model: Model, exit_code: int) -> Decision:
+    model = msgspec.structs.replace(model, step_gone=True)
+    if _all_finished(model) and model.state is not State.ENDED:
+        return _exit(model, ExitCode.OK, "all steps are done")
+    match model.state:
+        case State.LAUNCHING | State.RUNNING:
+            return _on_crash(model, model.failure or f"the step ended with {exit_code}")
+        case State.SAVING:
+            return _leave(
+                model, act.Note("degraded", {"reason": model.failure or "the ranks left before the save"})
+            )
+        case State.CHECKING:
+            return Decision(model)
+        case _:
+            return _maybe_exit(model)
+
+
+def _on_crash(model: Model, detail: str) -> Decision:
+    code, _, reason = detail.partition("|")
+    if reason and code.isdigit():  # the trainer refused: trying again would change nothing
+        return _exit(model, ExitCode(int(code)), reason)
+    crashes = model.crashes + 1
+    note = act.Note("crash", {"detail": detail, "crashes": crashes, "budget": model.limits.crash_budget})
+    model = msgspec.structs.replace(model, crashes=crashes)
+    if crashes > model.limits.crash_budget:
+        return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="crash"), note)
+    pause = act.Pause(model.limits.backoff_s * 2 ** min(crashes - 1, 6))
+    return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
+
+
+def _on_backoff_over(model: Model, stuck: int) -> Decision:
+    if model.state is not State.PAUSED:
+        return Decision(model)
+    if stuck >= model.limits.no_progress_limit:
+        return _exit(model, ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new")
+    return _launch(model)
+
+
+def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
+    note = act.Note("verified" if good else "corrupt", {"name": name, "detail": detail})
+    if model.state is State.CHECKING:
+        return _leave(model, note)
+    return Decision(model, (note,))
+
+
+def _leave(model: Model, *notes: act.Note) -> Decision:
+    """Take the step down and, where that is the intent, ask for the requeue at the same time."""
+    actions: list[act.Action] = list(notes)
+    if model.intent is Intent.REQUEUE:
+        actions.append(act.Requeue())
+    if not model.step_gone:
+        actions.append(act.TakeDown())
+    after = msgspec.structs.replace(model, state=State.LEAVING)
+    exit_now = _maybe_exit(after)
+    return Decision(exit_now.model, (*actions, *exit_now.actions))
+
+
+def _maybe_exit(model: Model) -> Decision:
+    if model.state is not State.LEAVING or not model.step_gone:
+        return Decision(model)
+    if model.intent in _EXIT_OF:
+        return _exit(model, _EXIT_OF[model.intent], f"{model.cause}: {model.intent}")
+    if model.requeue is None:
+        return Decision(model)
+    code = ExitCode.REQUEUED if model.requeue.accepted else ExitCode.REQUEUE_FAILED
+    return _exit(model, code, model.requeue.detail)
+
+
+def _exit(model: Model, code: ExitCode, reason: str) -> Decision:
+    return Decision(msgspec.structs.replace(model, state=State.ENDED), (act.Exit(code, reason),))
+
+
+def _all_finished(model: Model) -> bool:
+    return model.world_size > 0 and len(model.finished) == model.world_size

@@ -1,0 +1,77 @@
+"""Children: started so that a warning does not kill them, ended so that nothing of them stays.
+
+Slurm sends its warnings (SIGTERM, SIGUSR1, SIGCONT) to EVERY process of a step. Ranks and their launcher start with
+these ignored, which exec and fork hand on; whoever is to be told is told through the control page. Ending
+them is then a matter of SIGKILL to the whole tree: torchrun puts its workers into sessions of their own, so process
+groups do not reach them; the agent is their subreaper, so the tree stays below it whoever dies in between.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+
+import psutil
+
+__all__ = ["become_subreaper", "child_setup", "kill_tree", "tail"]
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def child_setup() -> None:
+    """Between fork and exec of a launcher: survive warnings, but not the agent."""
+    for number in WARNINGS:
+        signal.signal(number, signal.SIG_IGN)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Make orphans below us our children, so that `kill_tree` finds them."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_tree(patience_s: float = 3.0) -> list[int]:
+    """SIGKILL everything below this process; returns who did not die in time (state D: Slurm's to wait for).
+
+    Repeats while it finds someone new: a process may fork between the look and the kill.
+    """
+    stubborn: set[int] = set()
+    while True:
+        children = [c for c in _children() if c.pid not in stubborn]
+        if not children:
+            return sorted(stubborn)
+        for child in children:
+            try:
+                child.kill()
+            except psutil.NoSuchProcess:
+                continue
+        _, alive = psutil.wait_procs(children, timeout=patience_s)
+        stubborn |= {child.pid for child in alive}
+
+
+def _children() -> Iterable[psutil.Process]:
+    try:
+        return [c for c in psutil.Process(os.getpid()).children(recursive=True) if _lives(c)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tail(path: str | os.PathLike[str], limit: int = 4096) -> str:
+    """The last bytes of a log, for an error's detail; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+            return file.read(limit).decode("utf-8", "replace")
+    except OSError:
+        return ""

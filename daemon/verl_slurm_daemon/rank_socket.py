@@ -1,0 +1,84 @@
+"""The agent's side of its ranks' line: a SEQPACKET socket and the control page in a private directory."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
+from verl_slurm.wire.messages import FromRank
+
+__all__ = ["RankSocket"]
+
+_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+
+
+def _control_root() -> str | None:
+    """A node-local place; short, because a Unix socket's path may have 108 bytes."""
+    for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}"):
+        if candidate and len(candidate) < 60 and os.access(candidate, os.W_OK | os.X_OK):
+            return candidate
+    return None  # tempfile's choice, normally /tmp; mkdtemp makes it 0700 under a name nobody can guess
+
+
+class RankSocket:
+    """Accepts this node's ranks and hands on what they say.
+
+    Args:
+        deliver: called with each message.
+        max_ranks: connections held at once; a rank uses one.
+    """
+
+    def __init__(self, deliver: Callable[[FromRank], None], max_ranks: int) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="verl-slurm-", dir=_control_root()))
+        self.page = ControlPage.create(self.directory / PAGE_NAME)
+        self._deliver, self._max_ranks = deliver, max_ranks
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self.directory / SOCKET_NAME))
+        self._listener.listen(max_ranks)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            if _UCRED.unpack(credentials)[1] != os.geteuid() or len(self._tasks) >= self._max_ranks:
+                connection.close()
+                continue
+            task = asyncio.create_task(self._listen(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with connection, contextlib.suppress(ConnectionError):
+            connection.setblocking(False)
+            while packet := await loop.sock_recv(connection, MAX_MESSAGE):
+                try:
+                    self._deliver(self._decoder.decode(packet))
+                except msgspec.MsgspecError:
+                    return  # not of our vocabulary: this peer has nothing more to say to us
+
+    async def drain(self) -> None:
+        """Wait, bounded, until every rank that has left has been heard to the end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._listener.close()
+        self.page.close()
+        shutil.rmtree(self.directory, ignore_errors=True)

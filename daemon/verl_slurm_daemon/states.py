@@ -1,0 +1,50 @@
+"""The states of a lead, and which may follow which. The policy fills in when; this page says what is possible.
+
+```
+STARTING ──▶ LAUNCHING ──▶ RUNNING ──▶ SAVING ──▶ CHECKING ──▶ LEAVING ──▶ ENDED
+   │            │  ▲          │           │           │           ▲
+   │            │  └─ PAUSED ◀┤ (crash)   └───────────┴───────────┤   (no time, or the save failed)
+   │            └─────────────┴───────────────────────────────────┘   (nothing to save, or the end)
+   └──────────────────────────────────────────────────────────────▶ ENDED  (refused at the start)
+```
+
+From every state before LEAVING, ENDED is reached at once where nothing is left to take down: all ranks finished,
+the trainer refused, or there was no progress.
+
+* STARTING: fenced in, choosing what to resume from.
+* LAUNCHING: the step with the agents is started; no rank has passed a safe point yet.
+* RUNNING: every rank trains. An operator's save happens here, without leaving the state.
+* SAVING: the ranks were asked to save and to stop.
+* CHECKING: the save is committed and is being read back.
+* PAUSED: after a crash, before the next generation.
+* LEAVING: the step is being taken down; then requeue, or not, and out.
+* ENDED: an exit code is decided.
+"""
+
+from enum import StrEnum
+
+__all__ = ["NEXT", "State"]
+
+
+class State(StrEnum):
+    STARTING = "starting"
+    LAUNCHING = "launching"
+    RUNNING = "running"
+    SAVING = "saving"
+    CHECKING = "checking"
+    PAUSED = "paused"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+NEXT: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.LAUNCHING, State.ENDED}),
+    State.LAUNCHING: frozenset({State.RUNNING, State.PAUSED, State.LEAVING, State.ENDED}),
+    State.RUNNING: frozenset({State.SAVING, State.PAUSED, State.LEAVING, State.ENDED}),
+    State.SAVING: frozenset({State.CHECKING, State.LEAVING, State.ENDED}),
+    State.CHECKING: frozenset({State.LEAVING, State.ENDED}),
+    State.PAUSED: frozenset({State.LAUNCHING, State.LEAVING, State.ENDED}),
+    State.LEAVING: frozenset({State.ENDED}),
+    State.ENDED: frozenset(),
+}
+"""A state may also follow itself. `policy.decide` is checked against this table after every event."""

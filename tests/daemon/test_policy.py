@@ -1,0 +1,257 @@
+"""The table of causes, row by row, as the pure function sees it."""
+
+import pytest
+from verl_slurm.slurm.cause import CauseKind
+from verl_slurm_daemon import actions as act
+from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.policy import Intent, Limits, Model, decide
+from verl_slurm_daemon.states import NEXT, State
+
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.wire.messages import Finished, Progress, Refused, Saved, SaveFailed
+
+LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
+
+
+def progress(rank: int = 0) -> ev.RankSaid:
+    return ev.RankSaid(Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16))
+
+
+def saved(request_id: int) -> ev.RankSaid:
+    return ev.RankSaid(
+        Saved(rank=0, request_id=request_id, name="step_000003_sp0002", seconds=0.1, num_bytes=9)
+    )
+
+
+def cause(kind: CauseKind, left: float | None = 25.0) -> ev.CauseKnown:
+    return ev.CauseKnown(kind, "as seen", left)
+
+
+class Story:
+    """Feeds events one after the other and keeps what was done."""
+
+    def __init__(self, *events: ev.Event) -> None:
+        self.model, self.actions = Model(LIMITS), []
+        for event in events:
+            self.then(event)
+
+    def then(self, event: ev.Event) -> list[act.Action]:
+        decision = decide(self.model, event)
+        self.model = decision.model
+        self.actions += decision.actions
+        return list(decision.actions)
+
+
+def training() -> Story:
+    return Story(ev.Ready(2), progress())
+
+
+def kinds(actions: list[act.Action]) -> list[type]:
+    return [type(a) for a in actions if not isinstance(a, act.Note)]
+
+
+def test_a_start_launches_the_first_generation_and_the_first_progress_makes_it_running() -> None:
+    story = Story(ev.Ready(2))
+    assert story.model.state is State.LAUNCHING
+    assert kinds(story.actions) == [act.StartGeneration]
+    story.then(progress())
+    assert story.model.state is State.RUNNING
+
+
+def test_a_signal_alone_changes_nothing_but_asks_slurm_and_only_once() -> None:
+    story = training()
+    assert kinds(story.then(ev.SignalArrived("SIGUSR1", "lead"))) == [act.AskCause]
+    assert story.model.state is State.RUNNING
+    assert story.then(ev.SignalArrived("SIGTERM", "node n1")) == []
+
+
+@pytest.mark.parametrize("kind", [CauseKind.PREEMPTION, CauseKind.TIME_LIMIT])
+def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: CauseKind) -> None:
+    story = training()
+    assert story.then(cause(kind))[-1] == act.RequestSave(1, True, 25.0)
+    assert kinds(story.then(saved(1))) == [act.Verify]
+    assert story.then(ev.GenerationEnded(0)) == []
+    assert kinds(story.then(ev.Verified("step_000003_sp0002", True, ""))) == [act.Requeue]
+    last = story.then(ev.RequeueAnswered(True, "starts in 10 s"))
+    assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
+
+
+def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
+    story = training()
+    story.then(cause(CauseKind.PREEMPTION))
+    assert kinds(story.then(ev.SaveDeadline())) == [act.Requeue, act.TakeDown]
+    story.then(ev.RequeueAnswered(True, "ok"))
+    assert story.model.state is State.LEAVING
+    assert kinds(story.then(ev.GenerationEnded(9))) == [act.Exit]
+
+
+def test_a_failed_save_still_requeues() -> None:
+    story = training()
+    story.then(cause(CauseKind.PREEMPTION))
+    failed = ev.RankSaid(SaveFailed(rank=1, request_id=1, reason="no space"))
+    assert kinds(story.then(failed)) == [act.Requeue, act.TakeDown]
+
+
+def test_ranks_that_die_in_the_save_still_get_the_job_requeued() -> None:
+    story = training()
+    story.then(cause(CauseKind.PREEMPTION))
+    assert kinds(story.then(ev.NodeFailed("n2", "killed"))) == [act.TakeDown]
+    assert kinds(story.then(ev.GenerationEnded(1))) == [act.Requeue]
+
+
+def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() -> None:
+    story = training()
+    story.then(cause(CauseKind.PREEMPTION))
+    story.then(saved(1))
+    actions = story.then(ev.Verified("step_000003_sp0002", False, "actor/x: sha256"))
+    assert actions[0].event == "corrupt"  # type: ignore[union-attr]
+    assert act.Requeue() in actions
+
+
+def test_a_cancel_saves_and_never_requeues() -> None:
+    story = training()
+    story.then(cause(CauseKind.CANCEL, 15.0))
+    story.then(saved(1))
+    story.then(ev.Verified("step_000003_sp0002", True, ""))
+    story.then(ev.GenerationEnded(0))
+    assert act.Requeue() not in story.actions
+    assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("when", ["saving", "checking"])
+def test_a_cancel_in_the_middle_of_a_preemption_wins(when: str) -> None:
+    story = training()
+    story.then(cause(CauseKind.PREEMPTION))
+    if when == "checking":
+        story.then(saved(1))
+    assert kinds(story.then(ev.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
+    story.then(cause(CauseKind.CANCEL))
+    story.then(ev.SaveDeadline())
+    story.then(ev.GenerationEnded(0))
+    assert act.Requeue() not in story.actions
+    assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
+
+
+def test_a_preemption_after_a_cancel_does_not_revive_the_job() -> None:
+    story = training()
+    story.then(cause(CauseKind.CANCEL))
+    story.then(cause(CauseKind.PREEMPTION))
+    assert story.model.intent is Intent.CANCELLED
+
+
+def test_a_job_that_somebody_requeued_is_not_requeued_again() -> None:
+    story = training()
+    story.then(cause(CauseKind.REQUEUED))
+    story.then(saved(1))
+    story.then(ev.GenerationEnded(0))
+    story.then(ev.Verified("step_000003_sp0002", True, ""))
+    assert act.Requeue() not in story.actions
+    assert story.actions[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
+
+
+def test_an_operators_signal_saves_and_training_goes_on() -> None:
+    story = training()
+    assert story.then(cause(CauseKind.OPERATOR, None))[-1] == act.RequestSave(1, False, None)
+    story.then(saved(1))
+    story.then(ev.Verified("step_000003_sp0002", True, ""))
+    assert story.model.state is State.RUNNING
+
+
+def test_an_unknown_cause_is_written_down_and_training_goes_on() -> None:
+    story = training()
+    assert kinds(story.then(cause(CauseKind.UNKNOWN, None))) == []
+    assert story.model.state is State.RUNNING
+
+
+def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
+    story = Story(ev.Ready(2))
+    assert kinds(story.then(cause(CauseKind.PREEMPTION))) == [act.Requeue, act.TakeDown]
+
+
+def test_a_crash_takes_the_step_down_waits_and_starts_the_next_generation() -> None:
+    story = training()
+    assert kinds(story.then(ev.NodeFailed("n2", "rank 1 was killed"))) == [act.TakeDown]
+    assert story.then(ev.NodeFailed("n1", "connection reset")) == []
+    assert story.then(ev.GenerationEnded(22))[-1] == act.Pause(1.0)
+    assert story.then(ev.BackoffOver(0))[-1] == act.StartGeneration(2)
+
+
+def test_the_back_off_doubles_and_the_spent_budget_asks_for_another_allocation() -> None:
+    story = training()
+    assert story.then(ev.GenerationEnded(1))[-1] == act.Pause(1.0)
+    story.then(ev.BackoffOver(0))
+    assert story.then(ev.GenerationEnded(1))[-1] == act.Pause(2.0)
+    story.then(ev.BackoffOver(1))
+    assert kinds(story.then(ev.GenerationEnded(1))) == [act.Requeue]
+
+
+def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
+    story = training()
+    story.then(ev.GenerationEnded(1))
+    (end,) = story.then(ev.BackoffOver(3))
+    assert isinstance(end, act.Exit)
+    assert end.code is ExitCode.NO_PROGRESS
+
+
+def test_what_the_trainer_refuses_is_not_tried_again() -> None:
+    story = Story(ev.Ready(2))
+    refused = Refused(rank=0, exit_code=int(ExitCode.SCHEMA), reason="another layout")
+    assert kinds(story.then(ev.RankSaid(refused))) == [act.TakeDown]
+    assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
+
+
+def test_a_preemption_during_the_pause_requeues_at_once() -> None:
+    story = training()
+    story.then(ev.GenerationEnded(1))
+    assert kinds(story.then(cause(CauseKind.PREEMPTION))) == [act.Requeue]
+
+
+def test_all_ranks_done_is_the_end_whatever_was_asked_for() -> None:
+    story = training()
+    story.then(cause(CauseKind.PREEMPTION))
+    for rank in (0, 1):
+        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+    assert story.then(ev.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
+
+
+def test_a_lost_node_is_left_to_slurm() -> None:
+    story = training()
+    assert kinds(story.then(cause(CauseKind.NODE_LOST, None))) == [act.TakeDown]
+    assert story.then(ev.GenerationEnded(1))[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
+
+
+def test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing() -> None:
+    story = Story(ev.Ready(2))
+    assert story.then(ev.StartTimedOut(7)) == []
+    assert kinds(story.then(ev.StartTimedOut(1))) == [act.TakeDown]
+    assert story.then(ev.GenerationEnded(0))[-1] == act.Pause(1.0)
+
+
+def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
+    """All reachable models within four events: `decide` raises where a transition is not in the table."""
+    alphabet: list[ev.Event] = [
+        ev.SignalArrived("SIGTERM", "lead"),
+        *(cause(kind) for kind in CauseKind),
+        progress(),
+        saved(1),
+        saved(0),
+        ev.RankSaid(SaveFailed(rank=0, request_id=1, reason="x")),
+        ev.RankSaid(Refused(rank=0, exit_code=15, reason="x")),
+        ev.RankSaid(Finished(rank=0, step=1)),
+        ev.RankSaid(Finished(rank=1, step=1)),
+        ev.NodeFailed("n", "x"),
+        ev.GenerationEnded(1),
+        ev.Verified("s", True, ""),
+        ev.SaveDeadline(),
+        ev.StartTimedOut(1),
+        ev.BackoffOver(0),
+        ev.RequeueAnswered(True, ""),
+        ev.RequeueAnswered(False, ""),
+    ]
+    frontier, seen = {Story(ev.Ready(2)).model}, set()
+    for _ in range(4):
+        reached = {decide(model, event).model for model in frontier for event in alphabet}
+        seen |= frontier
+        frontier = reached - seen
+    states = {model.state for model in seen | frontier}
+    assert states == set(NEXT) - {State.STARTING}

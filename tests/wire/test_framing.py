@@ -1,0 +1,69 @@
+"""What the channel between lead and agents refuses."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_slurm.errors import WireError
+from verl_slurm.wire.framing import MAX_FRAME, Framer, proof, session_key
+from verl_slurm.wire.messages import FromAgent, NodeExited, Shutdown, StopRequest, ToAgent
+
+TOKEN = b"t" * 32
+KEY = session_key(TOKEN, 3, b"l" * 32, b"a" * 32)
+
+
+def pair() -> tuple[Framer, Framer]:
+    return Framer(KEY, b"L", FromAgent), Framer(KEY, b"A", ToAgent)
+
+
+@given(st.integers(1, 60))
+def test_messages_arrive_whole_and_in_order_however_the_bytes_are_cut(size: int) -> None:
+    lead, agent = pair()
+    sent = [StopRequest(request_id=n, stop=True, deadline_s=1.5) for n in range(4)] + [Shutdown()]
+    data = b"".join(lead.encode(m) for m in sent)
+    got = [m for i in range(0, len(data), size) for m in agent.feed(data[i : i + size])]
+    assert got == sent
+
+
+def test_a_replayed_frame_is_refused() -> None:
+    lead, agent = pair()
+    frame = lead.encode(Shutdown())
+    agent.feed(frame)
+    with pytest.raises(WireError, match="out of order"):
+        agent.feed(frame)
+
+
+def test_a_frame_cannot_be_reflected_to_its_sender() -> None:
+    lead, _ = pair()
+    with pytest.raises(WireError, match="MAC"):
+        Framer(KEY, b"L", ToAgent).feed(lead.encode(Shutdown()))
+
+
+@given(st.integers(0, 200), st.integers(0, 7))
+def test_a_flipped_bit_never_becomes_a_message(position: int, bit: int) -> None:
+    lead, agent = pair()
+    frame = bytearray(lead.encode(StopRequest(request_id=1, stop=False, deadline_s=0.0)))
+    frame[position % len(frame)] ^= 1 << bit
+    try:
+        assert agent.feed(bytes(frame)) == []  # a longer length only waits for more
+    except WireError:
+        pass
+
+
+def test_a_large_frame_is_refused_before_it_is_read() -> None:
+    _, agent = pair()
+    with pytest.raises(WireError, match="too large"):
+        agent.feed((MAX_FRAME + 1).to_bytes(4, "big") + bytes(40))
+
+
+def test_a_message_of_the_other_direction_is_not_of_the_vocabulary() -> None:
+    forger = Framer(KEY, b"L", FromAgent)
+    with pytest.raises(WireError, match="vocabulary"):
+        Framer(KEY, b"A", ToAgent).feed(forger.encode(NodeExited(node="n", exit_code=0, detail="")))
+
+
+def test_proofs_differ_by_role_epoch_and_nonce() -> None:
+    a, b = b"a" * 32, b"b" * 32
+    proofs = {proof(TOKEN, b"agent", 1, a, b), proof(TOKEN, b"lead", 1, a, b)}
+    proofs |= {proof(TOKEN, b"agent", 2, a, b), proof(TOKEN, b"agent", 1, b, a)}
+    assert len(proofs) == 4
