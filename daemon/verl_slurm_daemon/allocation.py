@@ -11,6 +11,7 @@ import sys
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
+import msgspec
 import psutil
 from verl_slurm.slurm.cause import Cause, CauseKind, decide_cause
 from verl_slurm.slurm.environment import SlurmJob
@@ -23,7 +24,14 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import agent_argv, step_argv
 
-__all__ = ["Allocation", "LocalAllocation", "SlurmAllocation", "find_allocation"]
+__all__ = ["Allocation", "LocalAllocation", "Outlook", "SlurmAllocation", "find_allocation"]
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    seconds_left: float | None
+    """Until the allocation's end; None: unknown, or none."""
+    preempted: bool
+    """A preemption has begun; its warning may have come before anybody listened."""
 
 
 class Allocation(Protocol):
@@ -38,8 +46,8 @@ class Allocation(Protocol):
     async def cause(self, trigger: str) -> CauseKnown:
         """Why `trigger` happened."""
 
-    async def seconds_left(self) -> float | None:
-        """Until the allocation's end; None: unknown or none."""
+    async def outlook(self) -> Outlook:
+        """How long the allocation lasts, as the scheduler has it now."""
 
     async def requeue(self) -> RequeueAnswered:
         """Ask for another life of this run."""
@@ -77,12 +85,13 @@ class SlurmAllocation:
         )
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", _seconds_left(cause))
 
-    async def seconds_left(self) -> float | None:
+    async def outlook(self) -> Outlook:
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError:
-            return None
-        return (facts.end_time - datetime.now(UTC)).total_seconds() if facts.end_time else None
+            return Outlook(None, False)
+        left = (facts.end_time - datetime.now(UTC)).total_seconds() if facts.end_time else None
+        return Outlook(left, facts.preempt_time is not None)
 
     async def requeue(self) -> RequeueAnswered:
         try:
@@ -143,8 +152,8 @@ class LocalAllocation:
             return CauseKnown(CauseKind.OPERATOR, f"{trigger}; no Slurm", None)
         return CauseKnown(CauseKind.UNKNOWN, f"{trigger}; no Slurm", None)
 
-    async def seconds_left(self) -> float | None:
-        return None
+    async def outlook(self) -> Outlook:
+        return Outlook(None, False)
 
     async def requeue(self) -> RequeueAnswered:
         return RequeueAnswered(True, "no Slurm: the next incarnation starts in place of this one")

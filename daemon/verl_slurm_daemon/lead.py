@@ -33,6 +33,8 @@ __all__ = ["run_lead"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _STATUS_EVERY_S = 0.5
+_LOOK_AGAIN_S = 300.0
+"""Where Slurm gave no end: no limit, or no answer."""
 
 
 class Lead:
@@ -108,14 +110,16 @@ class Lead:
         return effects.exit
 
     async def _watch_the_clock(self) -> None:
-        """Slurm's warning may be lost (a signal to a dead step, a newer Slurm): the time limit is watched as well."""
+        """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""
         lead_s = self._config.slurm.signal_lead_s
-        while (left := await self._allocation.seconds_left()) is not None:
-            if left <= lead_s:
+        while True:
+            outlook = await self._allocation.outlook()
+            if outlook.preempted or (outlook.seconds_left is not None and outlook.seconds_left <= lead_s):
                 self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
                 return
             # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
-            await asyncio.sleep(max(left - 0.75 * lead_s, 1.0))
+            left = outlook.seconds_left
+            await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
 
     def _note(self, event: ev.Event, journal: Journal) -> None:
         """Keep the snapshot for `verl-slurm status`."""

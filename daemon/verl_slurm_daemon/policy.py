@@ -69,6 +69,8 @@ class Model(msgspec.Struct, frozen=True):
     failure: str = ""
     """Why the present generation is being taken down; empty: it is not."""
     step_gone: bool = True
+    fresh: bool = False
+    """This generation has sampled a rollout of its own: it is past everything that was replayed."""
     requeue: ev.RequeueAnswered | None = None
 
 
@@ -130,7 +132,7 @@ def _decide(model: Model, event: ev.Event) -> Decision:
 def _launch(model: Model, *notes: act.Note) -> Decision:
     generation = model.generation + 1
     after = msgspec.structs.replace(
-        model, state=State.LAUNCHING, generation=generation, finished=frozenset(), failure="", step_gone=False
+        model, state=State.LAUNCHING, generation=generation, finished=frozenset(), failure="", step_gone=False, fresh=False
     )
     return Decision(after, (*notes, act.StartGeneration(generation)))
 
@@ -188,12 +190,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
         case RankStarted() | SaveStarted() | Stopped():
             return Decision(model)
         case Progress():
-            if model.state is State.LAUNCHING:
-                note = act.Note(
-                    "training", {"step": message.step, "phase": message.phase, "index": message.index}
-                )
-                return Decision(msgspec.structs.replace(model, state=State.RUNNING), (note,))
-            return Decision(model)
+            return _on_progress(model, message)
         case Saved():
             facts: dict[str, str | int | float | bool | None] = {
                 "name": message.name,
@@ -220,6 +217,22 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             return Decision(msgspec.structs.replace(model, finished=model.finished | {message.rank}))
         case _:
             assert_never(message)
+
+
+def _on_progress(model: Model, message: Progress) -> Decision:
+    where: dict[str, str | int | float | bool | None] = {
+        "step": message.step,
+        "phase": message.phase,
+        "index": message.index,
+    }
+    notes = []
+    if model.state is State.LAUNCHING:
+        model = msgspec.structs.replace(model, state=State.RUNNING)
+        notes.append(act.Note("training", where))
+    if message.new_rollouts > 0 and not model.fresh:
+        model = msgspec.structs.replace(model, fresh=True)
+        notes.append(act.Note("first_rollout", where))
+    return Decision(model, tuple(notes))
 
 
 def _on_failure(model: Model, detail: str) -> Decision:

@@ -1,0 +1,200 @@
+"""A run on the embedded cluster, as a test holds it: submit it, wait for what it does, disturb it, compare it.
+
+Waiting is for events (the journal and the status file, by inotify), never for time.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.parse import JobFacts, parse_job
+from verl_slurm.submit.follow import follow_lines
+from verl_slurm.submit.record import Event, read_events, read_status
+
+ROOT = Path(__file__).parent.parent
+
+# A run of seconds: every phase is there, nothing is long.
+SMALL = (
+    "train.steps=6",
+    "train.batch_size_per_device=32",
+    "train.mini_batch_size_per_device=16",
+    "train.micro_batch_size_per_device=16",
+    "train.ppo_epochs=2",
+    "rollout.micro_batch_size_per_device=4",
+    "checkpoint.every_steps=4",
+    "checkpoint.runtime_every_steps=4",
+    "daemon.requeue_delay_s=2",
+    "daemon.backoff_s=0.2",
+    "slurm.time_limit_min=20",
+)
+
+
+class LiveRun:
+    """One run and its job."""
+
+    def __init__(self, cluster: DevCluster, root: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> None:
+        self.cluster, self.paths = cluster, RunPaths(root)
+        self._argv = [str(ROOT / config), f"run_dir={root}", *overrides]
+        self.job_id = ""
+
+    def env(self) -> dict[str, str]:
+        return {**os.environ, **self.cluster.env()}
+
+    def cli(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """`verl-slurm ...` as a person would type it."""
+        return subprocess.run(
+            [sys.executable, "-m", "verl_slurm.cli", *argv],
+            env=self.env(),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=check,
+        )
+
+    def slurm(self, *argv: str, check: bool = True) -> str:
+        """A Slurm command, aimed at the cluster of this run."""
+        done = subprocess.run(
+            argv, env=self.cluster.client_env(), capture_output=True, text=True, timeout=60, check=check
+        )
+        return done.stdout
+
+    def submit(self, *more: str) -> "LiveRun":
+        done = self.cli("submit", *self._argv, "--cluster", "slurm", "--json", *more, check=False)
+        assert done.returncode == 0, done.stderr
+        self.job_id = msgspec.json.decode(done.stdout)["job_id"]
+        return self
+
+    def facts(self) -> JobFacts:
+        """The job as Slurm has it now."""
+        return parse_job(self.slurm("scontrol", "-o", "show", "job", self.job_id))
+
+    def events(self, name: str | None = None) -> list[Event]:
+        return [e for e in read_events(self.paths) if name is None or e["event"] == name]
+
+    def status(self) -> dict[str, Any]:
+        return read_status(self.paths)
+
+    def wait(self, until: Callable[[], Any], timeout_s: float = 150.0) -> Any:
+        """Wait, woken by the journal and the status file, until `until()` is true; return what it gave."""
+        if found := until():
+            return found
+        seen: list[Any] = []
+
+        class _Found(Exception):
+            pass
+
+        def look() -> None:
+            if found := until():
+                seen.append(found)
+                raise _Found
+
+        try:
+            lines = follow_lines(
+                self.paths.events, 0, silence_s=timeout_s, beside=self.paths.status, on_beside=look
+            )
+            for line in lines:
+                if line is None:
+                    break
+                look()
+        except _Found:
+            return seen[0]
+        raise AssertionError(f"nothing for {timeout_s} s; so far:\n{self.story()}")
+
+    def wait_event(self, name: str, *, after: int = 0, timeout_s: float = 150.0, **wanted: object) -> Event:
+        """The first event of that name behind the first `after` ones."""
+
+        def there() -> Event | None:
+            for event in read_events(self.paths)[after:]:
+                if event["event"] == "ended" and name != "ended" and event["exit_code"] not in (0, 25):
+                    raise AssertionError(f"the run ended:\n{self.story()}")
+                if event["event"] == name and all(event.get(k) == v for k, v in wanted.items()):
+                    return event
+            return None
+
+        found: Event = self.wait(there, timeout_s)
+        return found
+
+    def wait_phase(self, phase: str, *, step: int = 1, index: int = 1) -> dict[str, Any]:
+        """Until rank 0 is in the middle of that phase of a step."""
+
+        def there() -> dict[str, Any] | None:
+            now = self.status()
+            right = now.get("state") == "running" and now.get("phase") == phase
+            return now if right and now["step"] >= step and now["index"] >= index else None
+
+        found: dict[str, Any] = self.wait(there)
+        return found
+
+    def wait_end(self, exit_code: int = 0, timeout_s: float = 240.0) -> Event:
+        """Until the last lead has said how the run ended, and Slurm has it that way too."""
+        ended = self.wait_event("ended", timeout_s=timeout_s, exit_code=exit_code)
+        return ended
+
+    def ranks(self, node: str | None = None) -> list[psutil.Process]:
+        """The trainer processes of this run, on one node or on all."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                argv, env = process.cmdline(), process.environ()
+            except psutil.Error:
+                continue
+            mine = "verl_slurm.trainer" in argv and str(self.paths.root) in argv and "RANK" in env
+            if mine and node in (None, env.get("SLURMD_NODENAME")):
+                found.append(process)
+        return found
+
+    def processes(self, node: str) -> list[psutil.Process]:
+        """Everything of this run on one node: lead, agent, launcher, ranks."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                argv, env = process.cmdline(), process.environ()
+            except psutil.Error:
+                continue
+            if str(self.paths.root) in argv and env.get("SLURMD_NODENAME") == node:
+                found.append(process)
+        return found
+
+    def kill(self, processes: list[psutil.Process]) -> None:
+        assert processes, "nobody there to kill"
+        for process in processes:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+
+    def story(self) -> str:
+        try:
+            events = [str(event) for event in read_events(self.paths)]
+        except VerlSlurmError as error:
+            events = [str(error)]
+        logs = sorted(self.paths.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)[-2:]
+        return "\n".join([*events, *(f"--- {log}\n{log.read_text()[-2000:]}" for log in logs)])
+
+    def cancel(self) -> None:
+        if self.job_id:
+            self.slurm("scancel", self.job_id, check=False)
+
+
+
+
+def same_weights(a: Path, b: Path) -> tuple[bool, str]:
+    """`verl-slurm compare A B`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_slurm.cli", "compare", str(a), str(b)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,94 @@
+"""One run, interrupted again and again at random moments in every way we know, ends with the weights of its twin.
+
+`make campaign N=200` for a longer one. The seed is printed; `VERL_SLURM_SEED=...` repeats the choices.
+"""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SMALL, LiveRun, same_weights
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.faults import preempt
+from verl_slurm.runtime_state import ledger
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(0)]
+
+_WAYS = ("preempt", "requeue", "save", "kill_rank", "kill_rank", "kill_node", "kill_lead_node")
+_STEPS_EACH = 1.2
+"""Steps of training that one interruption leaves room for, on average."""
+
+
+def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> None:
+    batch_host = run.facts().batch_host
+    assert batch_host is not None
+    match way:
+        case "preempt":
+            preempt(cluster, int(run.job_id), hold_s=1)
+        case "requeue":
+            run.slurm("scontrol", "requeue", run.job_id)
+        case "save":
+            run.slurm("scancel", "-b", "-s", "USR1", run.job_id)
+        case "kill_rank":
+            run.kill(run.ranks()[-1:])
+        case "kill_node":
+            others = {p.environ()["SLURMD_NODENAME"] for p in run.ranks()} - {batch_host}
+            run.kill(run.processes(others.pop()))
+        case "kill_lead_node":
+            run.kill(run.processes(batch_host))
+
+
+def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
+    cluster: DevCluster, tmp_path: Path
+) -> None:
+    wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 25)
+    seed = int(os.environ.get("VERL_SLURM_SEED") or random.randrange(2**32))
+    dice = random.Random(seed)
+    print(f"\ncampaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
+    steps = max(8, round(_STEPS_EACH * wanted))
+    overrides = (
+        *SMALL,
+        f"train.steps={steps}",
+        "checkpoint.every_steps=3",
+        "checkpoint.runtime_every_steps=3",
+        "daemon.crash_budget=1000",
+        "daemon.requeue_delay_s=1",
+        "slurm.time_limit_min=1000",
+        "checkpoint.keep_last=1000",  # nothing is pruned from the ledger, so that it can be counted at the end
+    )
+    twin = LiveRun(cluster, tmp_path / "twin", *overrides).submit()
+    twin.wait_end()
+    run = LiveRun(cluster, tmp_path / "run", *overrides).submit()
+    done: list[str] = []
+    try:
+        while len(done) < wanted:
+            # Wait until training moves again; a generation that was already disturbed is not news.
+            before = len(run.events("training"))
+            way = dice.choice(_WAYS)
+            time.sleep(dice.uniform(0.0, 1.5))  # the random moment itself
+            if run.events("ended") and run.events("ended")[-1]["exit_code"] == 0:
+                break
+            print(f"  {len(done) + 1:3} {way:14} {run.status().get('step')} {run.status().get('phase')}", flush=True)
+            _interrupt(run, way, cluster)
+            done.append(way)
+            if way == "save":
+                continue
+            run.wait(lambda before=before: len(run.events("training")) > before or _finished(run))
+        run.wait_end(timeout_s=300)
+    finally:
+        run.cancel()
+    assert len(done) >= wanted, f"the run was over after {len(done)} interruptions: give it more steps"
+    same, said = same_weights(run.paths.root, twin.paths.root)
+    assert same, f"seed {seed}: {said}\n{run.story()}"
+    stats, of_twin = ledger.stats(run.paths), ledger.stats(twin.paths)
+    assert stats.duplicates == (), f"seed {seed}: generated twice"
+    assert (stats.rollouts, stats.tokens) == (of_twin.rollouts, of_twin.tokens), f"seed {seed}"
+    print(f"  {len(done)} interruptions, {stats} (twin: {of_twin})")
+
+
+def _finished(run: LiveRun) -> bool:
+    ended = run.events("ended")
+    return bool(ended) and ended[-1]["exit_code"] == 0

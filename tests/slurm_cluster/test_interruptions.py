@@ -1,0 +1,184 @@
+"""The table of causes on a real Slurm: what was done, read back from Slurm, and weights equal bit for bit after it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SMALL, LiveRun, same_weights
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.runtime_state import ledger
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+
+@pytest.fixture(scope="module")
+def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """The same run, undisturbed."""
+    run = LiveRun(cluster, tmp_path_factory.mktemp("twin") / "run", *SMALL).submit()
+    run.wait_end()
+    assert len(run.events("generation")) == 1, run.story()
+    return run
+
+
+@pytest.fixture
+def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
+    live = LiveRun(cluster, tmp_path / "run", *SMALL)
+    yield live
+    live.cancel()
+
+
+def ends_like(run: LiveRun, twin: LiveRun) -> None:
+    """The run goes on to its end, with the twin's weights, and nothing was generated twice."""
+    run.wait_end()
+    same, said = same_weights(run.paths.root, twin.paths.root)
+    assert same, said
+    stats = ledger.stats(run.paths)
+    assert stats.duplicates == (), run.story()
+
+
+@pytest.mark.parametrize("phase", ["generate", "update"])
+def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
+    run: LiveRun, twin: LiveRun, cluster: DevCluster, phase: str
+) -> None:
+    run.submit()
+    run.wait_phase(phase)
+    preempt(cluster, int(run.job_id), hold_s=1)
+    cause = run.wait_event("cause")
+    assert cause["cause"] == "preemption", run.story()
+    saved = run.wait_event("saved", emergency=True)
+    assert "_sp" in saved["name"], "a save in the middle of a step"
+    run.wait_event("verified", name=saved["name"])
+    run.wait_event("ended", exit_code=25)
+    run.wait_event("generation", resume=saved["name"])
+    assert run.facts().restarts == 1
+    ends_like(run, twin)
+
+
+def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun, twin: LiveRun) -> None:
+    # Slurm counts limits in minutes: a limit of one, and a warning long before it, come soonest.
+    run._argv += ["slurm.time_limit_min=2", "slurm.signal_lead_s=100", "train.steps=6"]
+    run.submit()
+    cause = run.wait_event("cause")
+    assert cause["cause"] == "time_limit", run.story()
+    run.wait_event("verified")
+    run.wait_event("ended", exit_code=25)
+    assert run.facts().restarts == 1
+    run.slurm("scontrol", "update", f"jobid={run.job_id}", "TimeLimit=20")
+    ends_like(run, twin)
+
+
+def test_a_cancelled_job_is_saved_and_stays_cancelled(run: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("generate")
+    run.slurm("scancel", run.job_id)
+    ended = run.wait_event("ended", exit_code=23)
+    assert ended["exit"] == "CANCELLED"
+    assert run.events("cause")[-1]["cause"] == "cancel"
+    assert not run.events("requeue")
+    assert run.events("verified"), "there was time for a save"
+    run.slurm("scontrol", "ping")
+    facts = run.facts()
+    assert facts.state in {"COMPLETING", "CANCELLED"}
+    assert facts.restarts == 0
+
+
+def test_an_operators_requeue_saves_and_is_not_requeued_twice(run: LiveRun, twin: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("update")
+    run.slurm("scontrol", "requeue", run.job_id)
+    cause = run.wait_event("cause")
+    assert cause["cause"] == "requeued", run.story()
+    run.wait_event("ended", exit_code=25)
+    assert not run.events("requeue")
+    assert run.facts().restarts == 1
+    ends_like(run, twin)
+
+
+def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("generate")
+    run.slurm("scancel", "-b", "-s", "USR1", run.job_id)
+    assert run.wait_event("cause")["cause"] == "operator"
+    saved = run.wait_event("saved", emergency=True)
+    run.wait_event("verified", name=saved["name"])
+    ends_like(run, twin)
+    assert len(run.events("generation")) == 1
+    assert run.facts().restarts == 0
+
+
+def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveRun, twin: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("update", step=2)
+    run.kill(run.ranks()[:1])
+    run.wait_event("crash")
+    run.wait_event("generation", number=2)
+    ends_like(run, twin)
+    assert run.facts().restarts == 0, "restarted in place, not through the queue"
+
+
+def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(run: LiveRun, twin: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("generate")
+    nodes = {p.environ()["SLURMD_NODENAME"] for p in run.ranks()} - {run.facts().batch_host}
+    run.kill(run.processes(nodes.pop()))
+    run.wait_event("crash")
+    ends_like(run, twin)
+
+
+def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(run: LiveRun, twin: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("generate")
+    batch_host = run.facts().batch_host
+    assert batch_host is not None
+    run.kill(run.processes(batch_host))
+    orphaned = run.wait_event("orphaned")
+    assert orphaned["accepted"], run.story()
+    ends_like(run, twin)
+    assert run.facts().restarts == 1
+
+
+def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
+    run: LiveRun, twin: LiveRun, cluster: DevCluster
+) -> None:
+    run.submit()
+    run.wait_phase("generate")
+    lost = run.facts().batch_host
+    assert lost is not None
+    fail_node(cluster, lost)
+    try:
+        run.wait_event("started", restart=1)
+        assert lost not in run.events("started")[-1]["nodes"].split(",")
+        ends_like(run, twin)
+    finally:
+        restore_node(cluster, lost)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
+    run: LiveRun, twin: LiveRun, damage: str
+) -> None:
+    run.submit()
+    run.wait_phase("generate", step=1)
+    run.slurm("scancel", "-b", "-s", "USR1", run.job_id)
+    first = run.wait_event("verified")
+    run.wait_phase("update", step=2)
+    run.slurm("scancel", run.job_id)
+    run.wait_event("ended", exit_code=23)
+    newest = run.events("verified")[-1]["name"]
+    assert newest != first["name"]
+    victim = next(path for path in (run.paths.checkpoints / newest / "actor").iterdir() if path.stat().st_size > 99)
+    if damage == "remove":
+        victim.unlink()
+    else:
+        data = bytearray(victim.read_bytes())
+        data = data[: len(data) // 2] if damage == "truncate" else data[:50] + bytes([data[50] ^ 1]) + data[51:]
+        victim.write_bytes(data)
+    run.submit()
+    resumed = run.wait_event("generation", after=len(run.events()) - 1)
+    assert resumed["resume"] == first["name"], run.story()
+    said = " ".join(event["reason"] for event in run.events("resume"))
+    assert f"actor/{victim.name}" in said
+    assert newest in said
+    ends_like(run, twin)

@@ -1,0 +1,230 @@
+"""The main job, shown for real: submit, preempt in mid-step, save, requeue, resume, and the proof.
+
+Two runs of one configuration. The first is preempted by a more urgent job in the middle of a step's generation; the
+second, its twin, is left alone. `verl-slurm compare` then holds all weights of the two against each other. Without
+Slurm the same happens on submitit's local executor, a signal standing for the preemption, and the demo says so.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.devcluster.faults import preempt
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import read_epoch
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.compare import Comparison, compare_runs
+from verl_slurm.submit.follow import follow_run
+from verl_slurm.submit.record import Event, read_events
+from verl_slurm.submit.submission import carry_out, plan_submission
+
+__all__ = ["DemoResult", "Timing", "run_demo", "timings"]
+
+_PREEMPT_AT_STEP = 4
+_PREEMPT_AT_INDEX = 2
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of the preempted run went, in seconds. Of the events in its journal."""
+
+    cause_to_saved: float
+    saved_to_verified: float
+    verified_to_requeued: float
+    requeued_to_started: float
+    started_to_training: float
+    cause_to_first_rollout: float
+
+
+class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the demo found. Called by: cli.demo, tests."""
+
+    cluster: str
+    interrupted_run: str
+    undisturbed_run: str
+    preempted_at: str
+    checkpoint: str
+    timing: Timing
+    interrupted_s: float
+    undisturbed_s: float
+    first_reward: float
+    last_reward: float
+    comparison: Comparison
+
+
+class Teller(msgspec.Struct, frozen=True):
+    """How the demo speaks; the CLI gives it voices."""
+
+    say: Callable[[str], None]
+    event: Callable[[Event], None]
+    status: Callable[[Event], None]
+
+
+def run_demo(config: Path, overrides: list[str], directory: Path, tell: Teller) -> DemoResult:
+    """The whole of it.
+
+    Args:
+        config: the configuration to run.
+        overrides: `key=value` words for both runs.
+        directory: where the two runs are made.
+
+    Raises:
+        VerlSlurmError: a run did not end well; what it said has been told.
+    """
+    with _cluster(directory, tell) as cluster:
+        kind = "local" if cluster is None else "slurm"
+        tell.say(f"1. the run that will be preempted, on {'a real Slurm' if cluster else 'this machine, no Slurm'}")
+        interrupted = directory / "interrupted"
+        strike = _Preemption(cluster, RunPaths(interrupted), tell)
+        began = time.monotonic()
+        _run(config, [*overrides, f"run_dir={interrupted}", "name=interrupted"], kind, tell, strike)
+        between = time.monotonic()
+        tell.say("2. its twin, undisturbed")
+        undisturbed = directory / "undisturbed"
+        _run(config, [*overrides, f"run_dir={undisturbed}", "name=undisturbed"], kind, tell, None)
+        ended = time.monotonic()
+    tell.say("3. the proof: every weight of the two, bit for bit")
+    comparison = compare_runs(interrupted, undisturbed)
+    events = read_events(RunPaths(interrupted))
+    rewards = _rewards(RunPaths(interrupted))
+    saved = next(e for e in events if e["event"] == "saved" and e.get("emergency"))
+    return DemoResult(
+        cluster=kind,
+        interrupted_run=str(interrupted),
+        undisturbed_run=str(undisturbed),
+        preempted_at=strike.where,
+        checkpoint=saved["name"],
+        timing=timings(events),
+        interrupted_s=round(between - began, 1),
+        undisturbed_s=round(ended - between, 1),
+        first_reward=rewards[0],
+        last_reward=rewards[-1],
+        comparison=comparison,
+    )
+
+
+@contextmanager
+def _cluster(directory: Path, tell: Teller) -> Iterator[DevCluster | None]:
+    """The embedded cluster of four nodes, or None where Slurm is not to be had."""
+    if any(shutil.which(program, path=_SBIN) is None for program in ("slurmctld", "slurmd", "munged", "sbatch")):
+        tell.say("Slurm is not installed and could not be: on submitit's local executor instead.")
+        yield None
+        return
+    cluster = DevCluster(directory / "cluster")
+    before = os.environ.get("SLURM_CONF")
+    try:
+        status = cluster.start(ClusterOptions(nodes=4))
+        tell.say(f"Slurm {status.slurm_version}: {len(status.nodes)} nodes, up in {status.seconds:.1f} s")
+        os.environ.update(cluster.env())
+        yield cluster
+    finally:
+        cluster.stop()
+        if before is None:
+            os.environ.pop("SLURM_CONF", None)
+        else:
+            os.environ["SLURM_CONF"] = before
+
+
+_SBIN = f"{os.defpath}:/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
+
+
+class _Preemption:
+    """Watches the status of a run and preempts it once, in the middle of a step's generation."""
+
+    def __init__(self, cluster: DevCluster | None, paths: RunPaths, tell: Teller) -> None:
+        self._cluster, self._paths, self._tell = cluster, paths, tell
+        self.where = ""
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        middle = status.get("phase") == "generate" and status.get("index", 0) >= _PREEMPT_AT_INDEX
+        if self.where or status.get("state") != "running" or status.get("step", 0) < _PREEMPT_AT_STEP or not middle:
+            return
+        self.where = f"step {status['step']}, generation micro-batch {status['index']}"
+        if self._cluster is None:
+            owner = read_epoch(self._paths)
+            assert owner is not None, "a running run has an owner"
+            self._tell.say(f"   preempting at {self.where}: SIGUSR2 stands for it")
+            os.kill(owner.pid, signal.SIGUSR2)
+        else:
+            self._tell.say(f"   preempting at {self.where}: a more urgent job wants the nodes")
+            preempt(self._cluster, int(status["job_id"]))
+
+
+def _run(
+    config: Path, overrides: list[str], kind: str, tell: Teller, strike: Callable[[Event], None] | None
+) -> None:
+    plan = plan_submission(config, overrides, cluster="slurm" if kind == "slurm" else "local")
+    submitted = carry_out(plan)
+    tell.say(f"   job {submitted.job_id}, {submitted.run_dir}")
+    paths = RunPaths(submitted.run_dir)
+
+    def on_status(status: Event) -> None:
+        tell.status(status)
+        if strike is not None:
+            strike(status)
+
+    code = follow_run(paths, 0, tell.event, on_status)
+    if code is not ExitCode.OK:
+        failure = VerlSlurmError(
+            "the run did not end well", where=paths.root, found=code.description, remedy=f"see {paths.logs}"
+        )
+        failure.exit_code = code
+        raise failure
+
+
+def _rewards(paths: RunPaths) -> list[float]:
+    """The mean reward of the first and the last steps, from the newest checkpoint's metric history."""
+    from verl_slurm.checkpoint.catalog import list_checkpoints
+
+    newest = list_checkpoints(paths)[0]
+    metadata = msgspec.json.decode((newest.path / "metadata.json").read_bytes())
+    return [row["reward"] for row in metadata["history"]]
+
+
+def timings(events: list[Event]) -> Timing:
+    """The stations of the first preemption of a run. Pure.
+
+    Raises:
+        StopIteration: there was none, or the run did not come back.
+    """
+    moments: dict[str, float] = {}
+
+    def at(name: str, after: str | None = None, **wanted: object) -> None:
+        since = moments.get(after, 0.0) if after else 0.0
+        moments[name] = next(
+            t
+            for event in events
+            if event["event"] == name
+            and (t := datetime.fromisoformat(event["time"]).timestamp()) >= since
+            and all(event.get(key) == value for key, value in wanted.items())
+        )
+
+    at("cause", cause="preemption")
+    at("saved", after="cause", emergency=True)
+    at("verified", after="saved")
+    at("requeue", after="cause", accepted=True)
+    at("started", after="requeue")
+    at("training", after="started")
+    at("first_rollout", after="started")
+
+    def between(first: str, second: str) -> float:
+        return round(moments[second] - moments[first], 3)
+
+    return Timing(
+        cause_to_saved=between("cause", "saved"),
+        saved_to_verified=between("saved", "verified"),
+        verified_to_requeued=between("verified", "requeue"),
+        requeued_to_started=between("requeue", "started"),
+        started_to_training=between("started", "training"),
+        cause_to_first_rollout=between("cause", "first_rollout"),
+    )
