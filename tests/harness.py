@@ -42,7 +42,9 @@ SMALL = (
 class LiveRun:
     """One run and its job."""
 
-    def __init__(self, cluster: DevCluster, root: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> None:
+    def __init__(
+        self, cluster: DevCluster, root: Path, *overrides: str, config: str = "configs/quickstart.yaml"
+    ) -> None:
         self.cluster, self.paths = cluster, RunPaths(root)
         self._argv = [str(ROOT / config), f"run_dir={root}", *overrides]
         self.job_id = ""
@@ -184,8 +186,6 @@ class LiveRun:
     def cancel(self) -> None:
         if self.job_id:
             self.slurm("scancel", self.job_id, check=False)
-
-
 
 
 def same_weights(a: Path, b: Path) -> tuple[bool, str]:

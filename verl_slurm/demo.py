@@ -83,7 +83,9 @@ def run_demo(config: Path, overrides: list[str], directory: Path, tell: Teller) 
     """
     with _cluster(directory, tell) as cluster:
         kind = "local" if cluster is None else "slurm"
-        tell.say(f"1. the run that will be preempted, on {'a real Slurm' if cluster else 'this machine, no Slurm'}")
+        tell.say(
+            f"1. the run that will be preempted, on {'a real Slurm' if cluster else 'this machine, no Slurm'}"
+        )
         interrupted = directory / "interrupted"
         strike = _Preemption(cluster, RunPaths(interrupted), tell)
         began = time.monotonic()
@@ -116,7 +118,9 @@ def run_demo(config: Path, overrides: list[str], directory: Path, tell: Teller) 
 @contextmanager
 def _cluster(directory: Path, tell: Teller) -> Iterator[DevCluster | None]:
     """The embedded cluster of four nodes, or None where Slurm is not to be had."""
-    if any(shutil.which(program, path=_SBIN) is None for program in ("slurmctld", "slurmd", "munged", "sbatch")):
+    if any(
+        shutil.which(program, path=_SBIN) is None for program in ("slurmctld", "slurmd", "munged", "sbatch")
+    ):
         tell.say("Slurm is not installed and could not be: on submitit's local executor instead.")
         yield None
         return
@@ -147,7 +151,12 @@ class _Preemption:
 
     def __call__(self, status: dict[str, Any]) -> None:
         middle = status.get("phase") == "generate" and status.get("index", 0) >= _PREEMPT_AT_INDEX
-        if self.where or status.get("state") != "running" or status.get("step", 0) < _PREEMPT_AT_STEP or not middle:
+        if (
+            self.where
+            or status.get("state") != "running"
+            or status.get("step", 0) < _PREEMPT_AT_STEP
+            or not middle
+        ):
             return
         self.where = f"step {status['step']}, generation micro-batch {status['index']}"
         if self._cluster is None:

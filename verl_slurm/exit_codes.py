@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
 
     description: str
 
-    def __new__(cls, value: int, description: str) -> "ExitCode":
+    def __new__(cls, value: int, description: str = "") -> "ExitCode":
         member = int.__new__(cls, value)
         member._value_ = value
         member.description = description

@@ -22,19 +22,19 @@ class _Action(msgspec.Struct, frozen=True):
     """Base: frozen, compared by value."""
 
 
-class StartGeneration(_Action):
+class StartGeneration(_Action, frozen=True):
     """Start one step: an agent on every node, all ranks. Also arms the start timeout."""
 
     generation: int
 
 
-class AskCause(_Action):
+class AskCause(_Action, frozen=True):
     """Ask Slurm what is going on. `trigger`: what made us ask."""
 
     trigger: str
 
 
-class RequestSave(_Action):
+class RequestSave(_Action, frozen=True):
     """Ask all ranks to save at the next safe point."""
 
     request_id: int
@@ -43,32 +43,32 @@ class RequestSave(_Action):
     """Arms `SaveDeadline` at this much less the margin; None: no deadline."""
 
 
-class Verify(_Action):
+class Verify(_Action, frozen=True):
     """Read a committed checkpoint back, every byte."""
 
     name: str
 
 
-class TakeDown(_Action):
+class TakeDown(_Action, frozen=True):
     """End the step: `Shutdown` to the agents, then kill what stays. Ends in `GenerationEnded`."""
 
 
-class Pause(_Action):
+class Pause(_Action, frozen=True):
     """Wait before the next generation, then `BackoffOver`."""
 
     seconds: float
 
 
-class Requeue(_Action):
+class Requeue(_Action, frozen=True):
     """Ask Slurm to run this job again."""
 
 
-class Exit(_Action):
+class Exit(_Action, frozen=True):
     code: ExitCode
     reason: str
 
 
-class Note(_Action):
+class Note(_Action, frozen=True):
     """A line for the journal (`events.jsonl`) and for the log."""
 
     event: str

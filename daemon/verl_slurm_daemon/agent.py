@@ -69,7 +69,6 @@ class Agent:
                 node=self._node,
                 node_id=self._node_id,
                 address=self._link.own_host,
-                pid=os.getpid(),
                 free_port=_free_port(self._link.own_host),
             )
         )

@@ -13,18 +13,28 @@ from typing import Protocol
 
 import msgspec
 import psutil
-from verl_slurm.slurm.cause import Cause, CauseKind, decide_cause
-from verl_slurm.slurm.environment import SlurmJob
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.cause import Cause, Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import agent_argv, step_argv
 
 __all__ = ["Allocation", "LocalAllocation", "Outlook", "SlurmAllocation", "find_allocation"]
+
+
+_TRIGGERS: dict[str, Trigger] = {
+    "SIGUSR1": "warning",
+    "SIGUSR2": "warning",
+    "TIMER": "warning",
+    "SIGTERM": "term",
+    "SIGINT": "term",
+}
+"""SIGCONT is left out: it also follows every `scontrol resume`, and is then no reason to save."""
 
 
 class Outlook(msgspec.Struct, frozen=True):
@@ -75,9 +85,9 @@ class SlurmAllocation:
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:
-            return CauseKnown(CauseKind.UNKNOWN, f"{trigger}; Slurm did not say: {error}", None)
+            return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
         cause = decide_cause(
-            trigger,
+            _TRIGGERS.get(trigger.split(" ", 1)[0], "poll"),
             facts,
             own_restarts=self.restart,
             signal_lead_s=self._config.slurm.signal_lead_s,
@@ -145,12 +155,12 @@ class LocalAllocation:
     async def cause(self, trigger: str) -> CauseKnown:
         signal = trigger.split(" ", 1)[0]
         if signal == "SIGUSR2":
-            return CauseKnown(CauseKind.PREEMPTION, f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
+            return CauseKnown("preemption", f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
         if signal in ("SIGTERM", "SIGINT"):
-            return CauseKnown(CauseKind.CANCEL, f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
+            return CauseKnown("cancel", f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
         if signal == "SIGUSR1":
-            return CauseKnown(CauseKind.OPERATOR, f"{trigger}; no Slurm", None)
-        return CauseKnown(CauseKind.UNKNOWN, f"{trigger}; no Slurm", None)
+            return CauseKnown("operator", f"{trigger}; no Slurm", None)
+        return CauseKnown("unknown", f"{trigger}; no Slurm", None)
 
     async def outlook(self) -> Outlook:
         return Outlook(None, False)

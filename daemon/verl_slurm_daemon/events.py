@@ -1,8 +1,8 @@
 """What can happen to a lead. Data without behaviour; `sources` make them, `policy.decide` reads them."""
 
 import msgspec
-from verl_slurm.slurm.cause import CauseKind
 
+from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import FromRank
 
 __all__ = [
@@ -25,20 +25,20 @@ class _Event(msgspec.Struct, frozen=True):
     """Base: frozen, compared by value."""
 
 
-class Ready(_Event):
+class Ready(_Event, frozen=True):
     """The checks at the start are done; `world_size` ranks may be launched."""
 
     world_size: int
 
 
-class SignalArrived(_Event):
+class SignalArrived(_Event, frozen=True):
     """A signal reached the lead or one of its steps. Never a cause by itself."""
 
     signal: str
     where: str
 
 
-class CauseKnown(_Event):
+class CauseKnown(_Event, frozen=True):
     """What Slurm answered when it was asked why."""
 
     kind: CauseKind
@@ -47,24 +47,24 @@ class CauseKnown(_Event):
     """Until the job is killed; None where Slurm gives no deadline."""
 
 
-class RankSaid(_Event):
+class RankSaid(_Event, frozen=True):
     message: FromRank
 
 
-class NodeFailed(_Event):
+class NodeFailed(_Event, frozen=True):
     """An agent reported its ranks dead, or its link broke."""
 
     node: str
     detail: str
 
 
-class GenerationEnded(_Event):
+class GenerationEnded(_Event, frozen=True):
     """The step with the agents is gone: no process of ours is left on any node."""
 
     exit_code: int
 
 
-class Verified(_Event):
+class Verified(_Event, frozen=True):
     """A committed save was read back."""
 
     name: str
@@ -72,21 +72,21 @@ class Verified(_Event):
     detail: str
 
 
-class SaveDeadline(_Event):
+class SaveDeadline(_Event, frozen=True):
     """So little time is left that the requeue must be asked for now."""
 
 
-class StartTimedOut(_Event):
+class StartTimedOut(_Event, frozen=True):
     generation: int
 
 
-class BackoffOver(_Event):
+class BackoffOver(_Event, frozen=True):
     """The pause after a crash is over. `stuck`: how many starts in a row brought nothing new."""
 
     stuck: int
 
 
-class RequeueAnswered(_Event):
+class RequeueAnswered(_Event, frozen=True):
     accepted: bool
     detail: str
 

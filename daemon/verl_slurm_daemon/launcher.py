@@ -58,6 +58,7 @@ def launcher_argv(python: str, config: RunConfig, paths: RunPaths, launch: Launc
         "--max-restarts=0",
         "--signals-to-handle=SIGQUIT",
         "-m",
+        "--",  # else torchrun takes --run for an abbreviation of its own --run-path
         "verl_slurm.trainer",
         "--run",
         str(paths.root),

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from verl_slurm.checkpoint.fingerprint import check_dataset
-
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
@@ -153,7 +152,7 @@ def run_lead(root: Path) -> ExitCode:
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
         os.environ["VERL_SLURM_LOCAL_RESTART"] = str(allocation.restart + 1)
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(root)])
+        os.execv(sys.executable, [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(root)])  # noqa: S606
     return code
 
 

@@ -9,10 +9,9 @@ import asyncio
 import os
 import sys
 
-from verl_slurm.slurm.environment import SlurmJob
-
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.allocation import SlurmAllocation
 from verl_slurm_daemon.journal import Journal
 
@@ -29,6 +28,6 @@ async def requeue_as_orphan(paths: RunPaths, config: RunConfig, epoch: int, node
         return
     await asyncio.sleep(_TURN_S * node_id)  # a turn in a row, not a wait for something
     answer = await SlurmAllocation(job, config, paths).requeue()
-    journal = Journal(paths, epoch=epoch, job_id=job.job_id)
+    journal = Journal(paths, epoch=epoch, job_id=str(job.job_id))
     journal.event("orphaned", node_id=node_id, accepted=answer.accepted, detail=answer.detail)
     sys.stdout.flush()

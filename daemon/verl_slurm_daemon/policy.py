@@ -16,7 +16,6 @@ from enum import StrEnum
 from typing import assert_never
 
 import msgspec
-from verl_slurm.slurm.cause import CauseKind
 
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.wire.messages import (
@@ -132,7 +131,13 @@ def _decide(model: Model, event: ev.Event) -> Decision:
 def _launch(model: Model, *notes: act.Note) -> Decision:
     generation = model.generation + 1
     after = msgspec.structs.replace(
-        model, state=State.LAUNCHING, generation=generation, finished=frozenset(), failure="", step_gone=False, fresh=False
+        model,
+        state=State.LAUNCHING,
+        generation=generation,
+        finished=frozenset(),
+        failure="",
+        step_gone=False,
+        fresh=False,
     )
     return Decision(after, (*notes, act.StartGeneration(generation)))
 
@@ -149,26 +154,28 @@ def _on_signal(model: Model, signal: str, where: str) -> Decision:
 
 def _on_cause(model: Model, event: ev.CauseKnown) -> Decision:
     facts: dict[str, str | int | float | bool | None] = {
-        "cause": event.kind.value,
+        "cause": event.kind,
         "evidence": event.evidence,
         "seconds_left": None if event.seconds_left is None else round(event.seconds_left, 1),
     }
     note = act.Note("cause", facts)
     match event.kind:
-        case CauseKind.UNKNOWN:
+        case "none":
+            return Decision(model)
+        case "unknown" | "suspended":
             return Decision(model, (note,))
-        case CauseKind.OPERATOR:
+        case "operator":
             return _operator_save(model, note)
-        case CauseKind.PREEMPTION | CauseKind.TIME_LIMIT:
+        case "preemption" | "time_limit":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
-        case CauseKind.CANCEL:
+        case "cancel":
             intent = Intent.CANCELLED
-        case CauseKind.REQUEUED | CauseKind.NODE_LOST:
+        case "requeued" | "node_lost":
             intent = Intent.ALREADY_REQUEUED
         case _:
             assert_never(event.kind)
-    model = msgspec.structs.replace(model, intent=intent, cause=event.kind.value)
-    if model.state in _BEFORE_RANKS or (model.state is State.RUNNING and event.kind is CauseKind.NODE_LOST):
+    model = msgspec.structs.replace(model, intent=intent, cause=event.kind)
+    if model.state in _BEFORE_RANKS or (model.state is State.RUNNING and event.kind == "node_lost"):
         return _leave(model, note)  # nobody there who could save
     if model.state is State.RUNNING:
         request_id = model.request_id + 1

@@ -2,7 +2,9 @@
 
 import msgspec
 
-from verl_slurm.checkpoint.recover import choose_resume, set_aside
+from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
@@ -21,6 +23,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
 
 def find_resume_point(paths: RunPaths, config: RunConfig) -> ResumePoint:
     """Verify from the newest back and take the first that is good; sets corrupt ones aside."""
+    sweep(paths)
     choice = choose_resume(paths, config.checkpoint.resume_from)
     name = choice.name or ""
     journaled = sum(f.stat().st_size for f in paths.ledger.glob("*.ledger")) if paths.ledger.is_dir() else 0
@@ -33,5 +36,5 @@ def read_back(paths: RunPaths, name: str) -> tuple[bool, str]:
     if verdict.ok:
         return True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
     detail = "; ".join(f"{problem.path}: {problem.what}" for problem in verdict.problems[:3])
-    set_aside(paths, name, detail)
+    move_to_quarantine(paths.checkpoints / name, [detail])
     return False, detail

@@ -71,7 +71,10 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
             time.sleep(dice.uniform(0.0, 1.5))  # the random moment itself
             if run.events("ended") and run.events("ended")[-1]["exit_code"] == 0:
                 break
-            print(f"  {len(done) + 1:3} {way:14} {run.status().get('step')} {run.status().get('phase')}", flush=True)
+            print(
+                f"  {len(done) + 1:3} {way:14} {run.status().get('step')} {run.status().get('phase')}",
+                flush=True,
+            )
             _interrupt(run, way, cluster)
             done.append(way)
             if way == "save":

@@ -118,7 +118,9 @@ def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveR
     assert run.facts().restarts == 0, "restarted in place, not through the queue"
 
 
-def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(run: LiveRun, twin: LiveRun) -> None:
+def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
+    run: LiveRun, twin: LiveRun
+) -> None:
     run.submit()
     run.wait_phase("generate")
     nodes = {p.environ()["SLURMD_NODENAME"] for p in run.ranks()} - {run.facts().batch_host}
@@ -127,7 +129,9 @@ def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(run:
     ends_like(run, twin)
 
 
-def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(run: LiveRun, twin: LiveRun) -> None:
+def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
+    run: LiveRun, twin: LiveRun
+) -> None:
     run.submit()
     run.wait_phase("generate")
     batch_host = run.facts().batch_host
@@ -168,12 +172,16 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
     run.wait_event("ended", exit_code=23)
     newest = run.events("verified")[-1]["name"]
     assert newest != first["name"]
-    victim = next(path for path in (run.paths.checkpoints / newest / "actor").iterdir() if path.stat().st_size > 99)
+    victim = next(
+        path for path in (run.paths.checkpoints / newest / "actor").iterdir() if path.stat().st_size > 99
+    )
     if damage == "remove":
         victim.unlink()
     else:
         data = bytearray(victim.read_bytes())
-        data = data[: len(data) // 2] if damage == "truncate" else data[:50] + bytes([data[50] ^ 1]) + data[51:]
+        data = (
+            data[: len(data) // 2] if damage == "truncate" else data[:50] + bytes([data[50] ^ 1]) + data[51:]
+        )
         victim.write_bytes(data)
     run.submit()
     resumed = run.wait_event("generation", after=len(run.events()) - 1)

@@ -61,7 +61,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 # ---- lead → agent
 
 
-class Launch(_Message):
+class Launch(_Message, frozen=True, kw_only=True):
     """Start the trainer ranks of this node."""
 
     generation: int
@@ -73,7 +73,7 @@ class Launch(_Message):
     """Name of the checkpoint directory to resume from, or empty: from the start."""
 
 
-class StopRequest(_Message):
+class StopRequest(_Message, frozen=True, kw_only=True):
     """Save at the next safe point. Relayed to the ranks through the control page."""
 
     request_id: int
@@ -83,14 +83,14 @@ class StopRequest(_Message):
     """Seconds from now, by the receiver's monotonic clock."""
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True, kw_only=True):
     """Kill what still runs on this node and exit."""
 
 
 # ---- agent → lead
 
 
-class AgentReady(_Message):
+class AgentReady(_Message, frozen=True, kw_only=True):
     """The agent's first word: who it is, and a port that was free a moment ago."""
 
     node: str
@@ -101,14 +101,14 @@ class AgentReady(_Message):
     free_port: int
 
 
-class SignalSeen(_Message):
+class SignalSeen(_Message, frozen=True, kw_only=True):
     """Slurm signalled this node's step. A hint to look, never a cause by itself."""
 
     node: str
     signal: int
 
 
-class NodeExited(_Message):
+class NodeExited(_Message, frozen=True, kw_only=True):
     """The launcher of this node's ranks ended."""
 
     node: str
@@ -120,12 +120,12 @@ class NodeExited(_Message):
 # ---- rank → lead, through its agent
 
 
-class RankStarted(_Message):
+class RankStarted(_Message, frozen=True, kw_only=True):
     rank: int
     pid: int
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True, kw_only=True):
     """Where a rank is: the safe point it has just passed."""
 
     rank: int
@@ -140,14 +140,14 @@ class Progress(_Message):
     """At a step's end: reward, kl, loss, tokens per second."""
 
 
-class SaveStarted(_Message):
+class SaveStarted(_Message, frozen=True, kw_only=True):
     rank: int
     request_id: int
     step: int
     safe_point: int
 
 
-class Saved(_Message):
+class Saved(_Message, frozen=True, kw_only=True):
     """Rank 0: the checkpoint is renamed into place and durable."""
 
     rank: int
@@ -158,13 +158,13 @@ class Saved(_Message):
     num_bytes: int
 
 
-class SaveFailed(_Message):
+class SaveFailed(_Message, frozen=True, kw_only=True):
     rank: int
     request_id: int
     reason: str
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True, kw_only=True):
     """This rank ends because of something that another start would not change (a `VerlSlurmError`)."""
 
     rank: int
@@ -172,14 +172,14 @@ class Refused(_Message):
     reason: str
 
 
-class Stopped(_Message):
+class Stopped(_Message, frozen=True, kw_only=True):
     """This rank leaves because it was asked to."""
 
     rank: int
     request_id: int
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True, kw_only=True):
     """This rank has done all steps."""
 
     rank: int

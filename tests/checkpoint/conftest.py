@@ -1,0 +1,87 @@
+"""A small but whole checkpoint, made through the real commit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.checkpoint.commit import Staging, begin, commit, seal
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.schema import current_schema, render_schema
+from verl_slurm.paths import RunPaths
+
+FILES = {
+    "config.yaml": b"name: run\n",
+    "metadata.json": b"{}",
+    "orchestration.json": b"{}",
+    "scheduler.json": b"{}",
+    SCHEMA_VERSION: render_schema(current_schema()),
+    "actor/.metadata": b"meta",
+    "actor/__0_0.distcp": b"actor weights" * 100,
+    "critic/__0_0.distcp": b"critic weights" * 100,
+    "optimizer/__0_0.distcp": b"moments" * 100,
+    "runtime_state.rank_0000.msgpack.zst": b"state 0",
+    "runtime_state.rank_0001.msgpack.zst": b"state 1",
+}
+
+
+def owns_it() -> None:
+    """An epoch check that finds nothing wrong."""
+
+
+def stage(paths: RunPaths, step: int, safe_point: int = 0, files: dict[str, bytes] = FILES) -> Staging:
+    staging = begin(paths, step, safe_point)
+    for name, data in files.items():
+        path = staging.directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    return staging
+
+
+def manifest_of(staging: Staging, **changes: object) -> Manifest:
+    files = sorted(
+        p.relative_to(staging.directory).as_posix() for p in staging.directory.rglob("*") if p.is_file()
+    )
+    fields: dict[str, object] = {
+        "name": staging.final.name,
+        "step": staging.step,
+        "safe_point": staging.safe_point,
+        "phase": "update" if staging.safe_point else "step_end",
+        "epoch": 1,
+        "parent": None,
+        "schema_id": current_schema().schema_id,
+        "dataset_fingerprint": "0" * 64,
+        "world_size": 2,
+        "topology": Topology(dp=2),
+        "files": tuple(seal(staging.directory, files)),
+        "created_utc": "2025-01-01T00:00:00Z",
+        "save_seconds": 0.5,
+    }
+    return Manifest(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
+def save(paths: RunPaths) -> Callable[..., Path]:
+    """`save(step, safe_point=0, **manifest_changes)` → the committed directory."""
+
+    def make(step: int, safe_point: int = 0, files: dict[str, bytes] = FILES, **changes: object) -> Path:
+        staging = stage(paths, step, safe_point, files)
+        return commit(staging, manifest_of(staging, **changes), epoch_check=owns_it)
+
+    return make
+
+
+@pytest.fixture
+def staged(paths: RunPaths) -> Callable[..., tuple[Staging, Manifest]]:
+    """`staged(step)` → a sealed staging directory and its manifest, not committed."""
+
+    def make(step: int, safe_point: int = 0, **changes: object) -> tuple[Staging, Manifest]:
+        staging = stage(paths, step, safe_point)
+        return staging, manifest_of(staging, **changes)
+
+    return make

@@ -1,0 +1,90 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.checkpoint.retention import PrunePlan, Reasoned, plan_prune
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.paths import RunPaths
+
+Save = Callable[..., Path]
+
+
+def names(paths: RunPaths) -> list[str]:
+    return sorted(p.name for p in paths.checkpoints.iterdir() if p.name.startswith("step"))
+
+
+def test_it_removes_what_the_plan_drops_oldest_first(save: Save, paths: RunPaths) -> None:
+    for step in (1, 2, 3, 4):
+        save(step)
+    (paths.checkpoints / "notes.txt").write_bytes(b"mine")
+    plan = plan_prune(list_checkpoints(paths), 2)
+    assert apply_prune(paths, plan) == ["step_000001", "step_000002"]
+    assert names(paths) == ["step_000003", "step_000004"]
+    assert (paths.checkpoints / "notes.txt").exists()
+    assert apply_prune(paths, plan) == []
+
+
+def test_nothing_is_removed_while_no_kept_one_verifies(save: Save, paths: RunPaths) -> None:
+    for step in (1, 2):
+        save(step)
+    (paths.checkpoint(2) / "config.yaml").write_bytes(b"")
+    assert apply_prune(paths, plan_prune(list_checkpoints(paths), 1)) == []
+    assert choose_resume(paths, "auto").name == "step_000001"
+
+
+def test_killed_at_any_point_the_newest_verified_one_is_still_there(
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(step)
+    plan = plan_prune(list_checkpoints(paths), 1)
+    nth, code = 0, 9
+    while code != 0:
+        nth += 1
+        pid = os.fork()
+        if pid == 0:
+            count = [0]
+
+            def wrap(
+                real: Callable[..., object], count: list[int] = count, nth: int = nth
+            ) -> Callable[..., object]:
+                def call(*args: object, **kwargs: object) -> object:
+                    count[0] += 1
+                    if count[0] == nth:
+                        os._exit(9)
+                    return real(*args, **kwargs)
+
+                return call
+
+            try:
+                for name in ("rename", "unlink", "rmdir", "fsync"):
+                    monkeypatch.setattr(os, name, wrap(getattr(os, name)))
+                apply_prune(paths, plan)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in {0, 9}
+        assert choose_resume(paths, "auto", move_damaged=False).name == "step_000003"
+        for info in list_checkpoints(paths):
+            assert info.kind == "torn" or verify(info.path).ok
+    sweep(paths)
+    assert names(paths) == ["step_000003"]
+    assert nth > 2
+
+
+def test_a_plan_that_names_no_checkpoint_is_refused(save: Save, paths: RunPaths) -> None:
+    save(1)
+    plan = PrunePlan(
+        keep=(Reasoned(name="step_000001", reason=""),),
+        drop=(Reasoned(name="../../home", reason=""),),
+        assured=True,
+    )
+    with pytest.raises(ValueError, match="no checkpoint's name"):
+        apply_prune(paths, plan)

@@ -1,0 +1,40 @@
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.recover import set_aside
+from verl_slurm.paths import RunPaths
+
+Save = Callable[..., Path]
+
+
+def test_entries_are_classed_and_the_newest_comes_first(
+    save: Save, staged: Callable[..., object], paths: RunPaths
+) -> None:
+    for step, safe_point in ((2, 0), (10, 0), (2, 11), (3, 0), (4, 0)):
+        save(step, safe_point)
+    (paths.checkpoint(3) / "manifest.json").write_bytes(b"{}")
+    set_aside(paths, "step_000004", "a test")
+    staged(11)
+    (paths.checkpoints / "step_000005").write_bytes(b"a file")
+    (paths.checkpoints / "step_000006").symlink_to(paths.checkpoint(2))
+    (paths.checkpoints / "step-7.tmp").mkdir()
+    found = [(i.kind, i.step, i.safe_point) for i in list_checkpoints(paths)]
+    assert found == [
+        ("committed", 10, 0),
+        ("committed", 2, 11),
+        ("committed", 2, 0),
+        ("torn", 11, 0),
+        ("torn", 3, 0),
+        ("quarantined", 4, 0),
+        ("foreign", -1, -1),
+        ("foreign", -1, -1),
+        ("foreign", -1, -1),
+    ]
+    newest = list_checkpoints(paths)[0]
+    assert (newest.epoch, newest.world_size, newest.phase) == (1, 2, "step_end")
+    assert newest.num_bytes > 0
+
+
+def test_no_directory_is_an_empty_catalog(paths: RunPaths) -> None:
+    assert list_checkpoints(paths) == []

@@ -1,0 +1,73 @@
+import re
+
+import pytest
+
+from verl_slurm.checkpoint import format as specification
+from verl_slurm.checkpoint.format import (
+    REQUIRED_DIRECTORIES,
+    REQUIRED_FILES,
+    STAGING_NAME,
+    FileEntry,
+    Manifest,
+    Topology,
+    missing_parts,
+    path_problem,
+)
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
+
+
+def manifest(*paths: str, world_size: int = 1) -> Manifest:
+    return Manifest(
+        name="step_000001",
+        step=1,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id="",
+        dataset_fingerprint="",
+        world_size=world_size,
+        topology=Topology(dp=world_size),
+        files=tuple(FileEntry(path=p, size=0, sha256="0" * 64) for p in paths),
+        created_utc="",
+        save_seconds=0.0,
+    )
+
+
+def test_the_specification_names_every_part_the_code_requires() -> None:
+    text = specification.__doc__ or ""
+    tree = text.split("```")[1]
+    for name in REQUIRED_FILES:
+        assert name in tree
+    for name in REQUIRED_DIRECTORIES:
+        assert f"{name}/" in tree
+    for name in re.findall(r"MAX_\w+", text):
+        assert hasattr(specification, name)
+    for name in re.findall(r"^  (step_\S+)/", tree, re.MULTILINE):
+        assert CHECKPOINT_NAME.fullmatch(name)
+
+
+def test_a_staging_name_is_never_a_checkpoints_name_and_the_other_way_round() -> None:
+    paths = RunPaths("run")
+    for final in (paths.checkpoint(1), paths.checkpoint(12, 7)):
+        name = paths.staging(final, "0123456789abcdef").name
+        assert STAGING_NAME.fullmatch(name)
+        assert not CHECKPOINT_NAME.fullmatch(name)
+        assert not STAGING_NAME.fullmatch(final.name)
+
+
+@pytest.mark.parametrize("path", ["config.yaml", "actor/.metadata", "actor/__0_0.distcp", "a/b/c/d/e/f/g/h"])
+def test_plain_paths_are_fine(path: str) -> None:
+    assert path_problem(path) is None
+
+
+@pytest.mark.parametrize(
+    "path", ["..", "a/..", "/a", "a/", "a//b", "a b", "é", "a\n", "manifest.json", "a/" * 8 + "b"]
+)
+def test_other_paths_are_refused_with_a_reason(path: str) -> None:
+    assert path_problem(path)
+
+
+def test_missing_parts_are_named_for_every_rank() -> None:
+    parts = missing_parts(manifest("actor/x", "runtime_state.rank_0000.msgpack.zst", world_size=2))
+    assert set(parts) == {*REQUIRED_FILES, "runtime_state.rank_0001.msgpack.zst", "critic/", "optimizer/"}

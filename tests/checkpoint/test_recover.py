@@ -1,0 +1,176 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.checkpoint.recover import choose_resume, set_aside
+from verl_slurm.checkpoint.schema import Migration, SchemaVersion, current_schema, schema_of
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.errors import CheckpointCorrupt, NotFound, SchemaMismatch
+from verl_slurm.paths import RunPaths
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def older_schema() -> SchemaVersion:
+    """Ours with a field less, a field more, a type changed and a class more."""
+    classes = {name: dict(fields) for name, fields in current_schema().classes.items()}
+    del classes["RuntimeState"]["kl_window"]
+    classes["RuntimeState"]["kl_sum"] = "float"
+    classes["RuntimeState"]["step"] = "str"
+    classes["Sampler"] = {"offset": "int"}
+    return schema_of(classes, "0.0.9")
+
+
+def test_auto_takes_the_newest_that_verifies(save: Save, paths: RunPaths) -> None:
+    save(1)
+    save(2)
+    newest = save(2, 5)
+    choice = choose_resume(paths, "auto")
+    assert (choice.name, choice.path) == ("step_000002_sp0005", newest)
+    assert choice.manifest is not None
+    assert choice.manifest.safe_point == 5
+    assert choice.migrations == ()
+    assert choice.reasons[-1] == "step_000002_sp0005 is the newest checkpoint that verifies"
+
+
+@pytest.mark.parametrize("fault", ["truncated", "bit", "removed", "manifest"])
+def test_a_damaged_newest_is_set_aside_with_its_reason_and_the_one_before_is_taken(
+    save: Save, paths: RunPaths, fault: str
+) -> None:
+    save(1)
+    newest = save(2)
+    name = "manifest.json" if fault == "manifest" else "actor/__0_0.distcp"
+    victim = newest / name
+    data = bytearray(victim.read_bytes())
+    if fault in {"removed", "manifest"}:
+        victim.unlink()
+    elif fault == "bit":
+        data[17] ^= 4
+        victim.write_bytes(data)
+    else:
+        victim.write_bytes(data[:100])
+    choice = choose_resume(paths, "auto")
+    assert choice.name == "step_000001"
+    assert choice.reasons[0].startswith(f"step_000002: {name}")
+    assert not newest.exists()
+    (moved,) = choice.set_aside
+    assert moved.parent == paths.quarantine
+    assert (moved / "config.yaml").exists()
+    reason = json.loads((paths.quarantine / f"{moved.name}.reason.json").read_text())
+    assert any(name in line for line in reason["reasons"])
+
+
+def test_looking_only_moves_nothing(save: Save, paths: RunPaths) -> None:
+    save(1)
+    newest = save(2)
+    (newest / "config.yaml").write_bytes(b"")
+    choice = choose_resume(paths, "auto", move_damaged=False)
+    assert choice.name == "step_000001"
+    assert newest.exists()
+    assert choice.set_aside == ()
+
+
+def test_auto_without_a_checkpoint_and_null_start_from_the_beginning(save: Save, paths: RunPaths) -> None:
+    assert choose_resume(paths, "auto").name is None
+    save(1)
+    assert choose_resume(paths, None).name is None
+
+
+def test_when_everything_is_damaged_the_run_starts_over_and_says_so(save: Save, paths: RunPaths) -> None:
+    for step in (1, 2):
+        (save(step) / "config.yaml").unlink()
+    choice = choose_resume(paths, "auto")
+    assert choice.name is None
+    assert choice.reasons[-1] == "no checkpoint verifies"
+    assert len(choice.set_aside) == 2
+
+
+def test_what_cannot_be_judged_is_passed_over_but_never_thrown_away(save: Save, paths: RunPaths) -> None:
+    save(1)
+    newest = save(2)
+    (newest / "config.yaml").chmod(0o622)
+    assert choose_resume(paths, "auto").name == "step_000001"
+    assert newest.exists()
+    (paths.checkpoint(1) / "config.yaml").chmod(0o622)
+    with pytest.raises(CheckpointCorrupt, match=r"config\.yaml: may be written by others"):
+        choose_resume(paths, "auto")
+    assert newest.exists()
+
+
+def test_the_latest_hint_is_not_believed(save: Save, paths: RunPaths) -> None:
+    save(1)
+    save(2)
+    paths.latest.write_text("step_000001\n")
+    assert choose_resume(paths, "auto").name == "step_000002"
+
+
+def test_an_explicit_path_or_name_is_taken_when_it_verifies(
+    save: Save, paths: RunPaths, tmp_path: Path
+) -> None:
+    older = save(1)
+    save(2)
+    assert choose_resume(paths, str(older)).name == "step_000001"
+    assert choose_resume(paths, "step_000001").path == older
+    (tmp_path / "link").symlink_to(older)
+    assert choose_resume(paths, str(tmp_path / "link")).path == older
+
+
+def test_an_explicit_one_that_does_not_verify_is_an_error_and_stays(save: Save, paths: RunPaths) -> None:
+    save(1)
+    newest = save(2)
+    (newest / "config.yaml").write_bytes(b"")
+    with pytest.raises(CheckpointCorrupt, match=r"config\.yaml: size 0, expected 10"):
+        choose_resume(paths, str(newest))
+    assert newest.exists()
+    with pytest.raises(NotFound):
+        choose_resume(paths, "step_000077")
+
+
+def test_another_schema_is_refused_with_its_exact_differences(
+    save: Save, paths: RunPaths, older_schema: SchemaVersion
+) -> None:
+    save(1)
+    newer = schema_of(dict(older_schema.classes), "0.2.0")
+    with pytest.raises(SchemaMismatch) as caught:
+        choose_resume(paths, "auto", newer)
+    assert str(caught.value.found).split(": ", 1)[1].split("; ") == [
+        "RuntimeState.kl_sum: not in the checkpoint (float)",
+        "RuntimeState.kl_window: only in the checkpoint (list[float])",
+        "RuntimeState.step: int in the checkpoint, str here",
+        "Sampler: not in the checkpoint",
+    ]
+    assert paths.checkpoint(1).exists()
+
+
+def test_a_registered_migration_makes_another_schema_usable(
+    save: Save, paths: RunPaths, older_schema: SchemaVersion
+) -> None:
+    save(1)
+    step = Migration(
+        source=current_schema().schema_id,
+        target=older_schema.schema_id,
+        what="kl_window becomes kl_sum",
+        upgrade=lambda header: header,
+    )
+    choice = choose_resume(paths, "auto", older_schema, migrations=[step])
+    assert choice.name == "step_000001"
+    assert choice.migrations == (step,)
+
+
+def test_a_schema_file_that_is_not_the_manifests_is_refused(save: Save, paths: RunPaths) -> None:
+    save(1, schema_id="0" * 64)
+    with pytest.raises(CheckpointCorrupt, match="disagree"):
+        choose_resume(paths, "auto")
+
+
+def test_setting_aside_by_name_moves_it_and_a_second_time_is_nothing(save: Save, paths: RunPaths) -> None:
+    save(1)
+    moved = set_aside(paths, "step_000001", "did not read back")
+    assert moved is not None
+    assert {p.path for p in verify(moved).problems} == {"."}  # only its name is another
+    assert set_aside(paths, "step_000001", "did not read back") is None
+    with pytest.raises(ValueError, match="no checkpoint's name"):
+        set_aside(paths, "../step_000001", "x")

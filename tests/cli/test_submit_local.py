@@ -1,0 +1,196 @@
+"""A run on this machine through submitit's local executor, with a stub lead: from submit to the end."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.exit_codes import ExitCode
+
+Cli = Callable[..., Any]
+LOCAL = ("--cluster", "local")
+
+
+def wait_for_event(run: Path, event: str) -> dict[str, Any]:
+    """Block until the run's journal has this event."""
+    from verl_slurm.submit.follow import follow_lines
+
+    for line in follow_lines(run / "events.jsonl", silence_s=60.0):
+        assert line is not None, f"no {event} for a minute"
+        found: dict[str, Any] = json.loads(line)
+        if found["event"] == event:
+            return found
+    raise AssertionError
+
+
+def test_a_run_is_made_private_and_told_to_its_end(workplace: Path, cli: Cli) -> None:
+    result = cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+    run = workplace / "runs" / "demo-quick"
+    assert result.code == 0
+    assert f"run directory  {run}" in result.out
+    assert f"verl-slurm watch {run}" in result.out
+    assert "runs on here, epoch 1" in result.out
+    assert "ended with 0, done" in result.out
+    for path in [run, *run.rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_the_resolved_config_is_kept_with_absolute_paths(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", "name=demo-quick", "train.steps=7", *LOCAL, "--wait")
+    run = workplace / "runs" / "demo-quick"
+    config = load_resolved(run / "run.yaml")
+    assert config.train.steps == 7
+    assert config.data.root == str(workplace / "data")
+    assert config.model.path == str(workplace / "model")
+    assert config.run_dir == str(run)
+
+
+def test_json_says_the_same_to_a_script(workplace: Path, cli: Cli) -> None:
+    result = cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--json", "--wait")
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert lines[0]["cluster"] == "local"
+    assert lines[0]["new_run"] is True
+    assert int(lines[0]["job_id"]) > 1
+    assert [line["event"] for line in lines[1:]] == ["submitted", "started", "ended"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("demo-crash", ExitCode.CRASHED), ("demo-mute", ExitCode.CRASHED)])
+def test_wait_ends_with_the_run_s_own_code(workplace: Path, cli: Cli, name: str, code: ExitCode) -> None:
+    result = cli("submit", "config.yaml", f"name={name}", *LOCAL, "--wait")
+    assert result.code == code
+
+
+def test_the_lead_is_the_process_that_submitit_started_with_a_clean_environment(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    result = cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--json", "--wait")
+    run = workplace / "runs" / "demo-quick"
+    job_id = json.loads(result.out.splitlines()[0])["job_id"]
+    _, parent, *_ = (run / "pid").read_text().split()
+    assert parent == job_id
+    environment = json.loads((run / "environment.json").read_text())
+    left = {name for name in environment if name.startswith(("SLURM_", "SBATCH_"))}
+    assert left == {"SLURM_CONF"}
+    assert os.getsid(os.getpid()) != int(job_id)
+
+
+def test_cancel_ends_the_job_for_good(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", *LOCAL)
+    run = workplace / "runs" / "demo"
+    wait_for_event(run, "started")
+    controller = psutil.Process(int(cli("status", run, "--json").json["job_id"]))
+    assert cli("cancel", run).code == 0
+    assert cli("watch", run).code == ExitCode.CANCELLED
+    psutil.wait_procs([controller], timeout=20)
+    state = cli("status", run, "--json").json
+    assert (state["job_state"], state["job_over"]) == ("GONE", True)
+    assert "ended with 23" in state["ended"]
+    result = cli("cancel", run)
+    assert result.code == ExitCode.NOT_FOUND
+    assert "no living job" in result.error
+
+
+def test_requeue_ends_one_life_and_watch_follows_into_the_next(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", *LOCAL)
+    run = workplace / "runs" / "demo"
+    wait_for_event(run, "started")
+    assert cli("requeue", run).code == 0
+    result = cli("watch", run)
+    assert result.code == 0
+    told = result.out
+    assert told.index("ended with 25") < told.index("start 2") < told.index("ended with 0")
+
+
+def test_a_run_with_a_living_job_is_not_submitted_again(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", *LOCAL)
+    run = workplace / "runs" / "demo"
+    wait_for_event(run, "started")
+    result = cli("submit", "config.yaml", *LOCAL)
+    assert result.code == ExitCode.FENCED
+    assert "the run has a job already" in result.error
+    cli("cancel", run)
+
+
+def test_the_same_run_goes_on_with_other_slurm_settings_only(workplace: Path, cli: Cli) -> None:
+    base = ("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+    cli(*base)
+    run = workplace / "runs" / "demo-quick"
+    again = cli(*base, "slurm.time_limit_min=99", "--json")
+    assert json.loads(again.out.splitlines()[0])["changed"] == ["slurm.time_limit_min"]
+    assert load_resolved(run / "run.yaml").slurm.time_limit_min == 99
+    before = (run / "run.yaml").read_bytes()
+    refused = cli(*base, "train.actor_lr=0.5", "seed=3")
+    assert refused.code == ExitCode.CONFIG
+    assert "seed: 0 -> 3; train.actor_lr: 0.001 -> 0.5" in refused.error
+    assert (run / "run.yaml").read_bytes() == before
+
+
+def test_a_run_directory_is_a_configuration_too(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+    result = cli("submit", "runs/demo-quick", *LOCAL, "--wait")
+    assert result.code == 0
+    assert "goes on" in result.out
+
+
+def test_changed_data_is_refused_with_the_files_until_it_is_accepted(workplace: Path, cli: Cli) -> None:
+    base = ("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+    cli(*base)
+    run = workplace / "runs" / "demo-quick"
+    (workplace / "data" / "train.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    (workplace / "data" / "more.jsonl").write_text('{"prompt": "3+3=", "answer": "6"}\n')
+    before = (run / ".dataset_fingerprint").read_bytes()
+    refused = cli(*base)
+    assert refused.code == ExitCode.DATASET_DRIFT
+    assert "more.jsonl" in refused.error
+    assert "train.jsonl" in refused.error
+    assert "--force-resume" in refused.error
+    unconfirmed = cli(*base, "--force-resume")
+    assert unconfirmed.code == ExitCode.DATASET_DRIFT
+    assert "--yes" in unconfirmed.err
+    assert (run / ".dataset_fingerprint").read_bytes() == before
+    drift = cli("fingerprint", run, "--json")
+    assert drift.code == ExitCode.DATASET_DRIFT
+    assert (drift.json["added"], drift.json["changed"]) == (["more.jsonl"], ["train.jsonl"])
+    accepted = cli(*base, "--force-resume", "--yes")
+    assert accepted.code == 0
+    assert "goes on with changed data, as asked: 1 added, 0 removed, 1 changed" in accepted.out
+    assert cli("fingerprint", run).code == 0
+
+
+def test_prepare_only_makes_the_run_and_says_how_to_sbatch_it(workplace: Path, cli: Cli) -> None:
+    result = cli("submit", "config.yaml", "--prepare-only", *LOCAL)
+    run = workplace / "runs" / "demo"
+    assert result.code == 0
+    assert "sbatch --cpus-per-task=1" in result.out
+    assert f"sbatch/two_nodes.sbatch {run}" in result.out
+    assert (run / "run.yaml").exists()
+    status = cli("status", run)
+    assert "none yet" in status.out
+
+
+def test_logs_are_shown_without_their_escape_sequences(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+    result = cli("logs", "runs/demo-quick")
+    assert "the stub lead prints \\x1b[31mred" in result.out
+    assert "\x1b" not in result.out
+    assert "_0_log.out" in cli("logs", "--all", "runs/demo-quick").out
+    missing = cli("logs", "--node", "0", "runs/demo-quick")
+    assert missing.code == ExitCode.NOT_FOUND
+
+
+def test_list_shows_the_runs_below_a_directory(workplace: Path, cli: Cli) -> None:
+    assert "no runs in" in cli("list", workplace).out
+    cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
+    found = cli("list", "--json").json
+    assert [Path(run["run_dir"]).name for run in found] == ["demo-quick"]
+    assert "demo-quick" in cli("list", "runs").out
+    assert "no checkpoints" in cli("list", "runs/demo-quick").out

@@ -1,0 +1,223 @@
+"""The configuration file: what is read, what is refused, and with which line."""
+
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_slurm.config.checks import OWN_OPTIONS, complaints
+from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
+from verl_slurm.config.schema import RunConfig, SlurmConfig
+from verl_slurm.errors import ConfigError, NotFound
+from verl_slurm.exit_codes import ExitCode
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def refusal(text: bytes | str, *overrides: str) -> str:
+    raw = text.encode() if isinstance(text, str) else text
+    with pytest.raises(ConfigError) as caught:
+        parse_config(raw, "my.yaml", overrides)
+    assert caught.value.exit_code is ExitCode.CONFIG
+    line = caught.value.one_line()
+    assert "\n" not in line
+    assert "; " in line, "an error without a remedy"
+    return line
+
+
+def test_an_empty_file_is_the_defaults() -> None:
+    assert parse_config(b"", "my.yaml") == RunConfig()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_example_in_configs_loads(path: Path) -> None:
+    assert load(path).name
+
+
+def test_overrides_are_typed_and_win_over_the_file() -> None:
+    config = parse_config(
+        b"train:\n  steps: 3\n", "my.yaml", ["train.steps=5", "train.actor_lr=1e-4", "deterministic=false"]
+    )
+    assert (config.train.steps, config.train.actor_lr, config.deterministic) == (5, 1e-4, False)
+
+
+def test_a_later_override_wins() -> None:
+    assert parse_config(b"", "my.yaml", ["seed=1", "seed=2"]).seed == 2
+
+
+def test_text_keys_take_an_override_as_it_stands() -> None:
+    config = parse_config(b"", "my.yaml", ["slurm.account=007", "name=12", "slurm.partition=null"])
+    assert (config.slurm.account, config.name, config.slurm.partition) == ("007", "12", None)
+
+
+def test_sbatch_options_are_free_form() -> None:
+    config = parse_config(b"", "my.yaml", ["slurm.extra={exclusive: true}", "slurm.extra.constraint=a100"])
+    assert config.slurm.extra == {"exclusive": True, "constraint": "a100"}
+
+
+def test_a_section_heading_without_lines_is_the_defaults() -> None:
+    assert parse_config(b"slurm:\n", "my.yaml").slurm == SlurmConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "right"),
+    [
+        ("train:\n  stepz: 3\n", "my.yaml:2: train.stepz", "train.steps"),
+        ("trian:\n  steps: 3\n", "my.yaml:1: trian", "train"),
+        ("steps: 3\n", "my.yaml:1: steps", "train.steps"),
+        ("slurm:\n  time_limit: 3\n", "my.yaml:2: slurm.time_limit", "slurm.time_limit_min"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(text: str, wrong: str, right: str) -> None:
+    assert f"no such key: {wrong} (expected {right})" in refusal(text)
+
+
+def test_an_unknown_override_is_refused_with_the_nearest_known_key() -> None:
+    assert "train.stepz (expected train.steps)" in refusal("", "train.stepz=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train:\n  steps: '3'\n", ["my.yaml:2: train.steps", "found '3', text", "expected int"]),
+        ("train:\n  steps: 0\n", ["my.yaml:2: train.steps", "found 0", "expected int >= 1"]),
+        ("train:\n  steps: 1.5\n", ["found 1.5", "expected int"]),
+        ("train: 5\n", ["my.yaml:1: train", "found 5"]),
+        ("deterministic: yes\n", ["found 'yes', text", "expected bool", "true or false"]),
+        ("seed: 010\n", ["found '010', text", "expected int"]),
+        ("seed: 1:30\n", ["found '1:30', text", "expected int"]),
+        ("train:\n  actor_lr: .inf\n", ["found '.inf', text", "expected float"]),
+        ("train:\n  actor_lr: 1e999\n", ["too large", "1e999"]),
+        ("model:\n  dtype: float16\n", ["found 'float16'", "expected float32 or bfloat16"]),
+        ("slurm:\n  extra:\n    constraint: [a]\n", ["slurm.extra"]),
+    ],
+)
+def test_a_wrong_type_is_refused_with_place_and_both_sides(text: str, parts: list[str]) -> None:
+    line = refusal(text)
+    for part in parts:
+        assert part in line
+
+
+def test_a_wrong_override_names_itself() -> None:
+    line = refusal("", "train.steps=many")
+    assert "override train.steps=many" in line
+    assert "expected int" in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &x 1\nb: *x\n",
+        "seed: !!python/object/apply:os.system ['id']\n",
+        "seed: !!int 3\n",
+        "seed: 1\nseed: 2\n",
+        "train: {steps: 1, steps: 2}\n",
+        "- 1\n",
+        "just words\n",
+        "seed: 1\n---\nseed: 2\n",
+        "a: [\n",
+        "\tseed: 1\n",
+        "seed: 1\n  b: 2\n",
+        "[" * 50_000,
+        "a: {b: " * 50,
+        "? [x]\n: 1\n",
+        b"\xff\xfe\x00",
+        b"seed: \x00\n",
+        b"# " + b"x" * (1 << 20),
+    ],
+    ids=itertools.count(),
+)
+def test_yaml_beyond_the_plain_part_is_refused(text: str | bytes) -> None:
+    refusal(text)
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").mkdir()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "my.yaml")
+
+
+def test_a_missing_file_is_refused_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").touch()
+    with pytest.raises(ConfigError, match=r"no such configuration.*quickstart\.yaml"):
+        load(tmp_path / "quikstart.yaml")
+
+
+def test_a_word_that_is_no_override_is_refused() -> None:
+    assert "not an override: steps" in refusal("", "steps")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["name=../up"], "name"),
+        (["name=-rf"], "name"),
+        (["run_dir=runs/{user}"], "run_dir"),
+        (["data.root="], "data.root"),
+        (["model.reward=arithmetic"], "model.reward"),
+        (["distributed.tp_size=2"], "distributed.tp_size"),
+        (["distributed.dp_size=3"], "distributed.nodes"),
+        (["distributed.device=cuda"], "slurm.gpus_per_node"),
+        (["train.mini_batch_size_per_device=33"], "train.mini_batch_size_per_device"),
+        (["train.warmup_steps=31"], "train.warmup_steps"),
+        (["slurm.time_limit_min=2"], "slurm.signal_lead_s"),
+        (["daemon.save_margin_s=120"], "daemon.save_margin_s"),
+        (["slurm.partition=a b"], "slurm.partition"),
+        (["slurm.account=--wrap"], "slurm.account"),
+        (["slurm.extra.output=x"], "slurm.extra.output"),
+        (['slurm.extra.comment="x\\n#SBATCH --uid=0"'], "slurm.extra.comment"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(overrides: list[str], key: str) -> None:
+    assert f"my.yaml: {key} " in refusal("", *overrides)
+
+
+def test_an_option_that_submit_sets_itself_is_always_refused() -> None:
+    for option in OWN_OPTIONS:
+        config = RunConfig(slurm=SlurmConfig(extra={option: True}))
+        assert [c.key for c in complaints(config)] == [f"slurm.extra.{option}"]
+
+
+def test_a_dumped_config_is_read_back_the_same() -> None:
+    config = parse_config(
+        b"",
+        "my.yaml",
+        ["name=1e3", "slurm.account=no", 'data.root=/d/"x" y', "train.actor_lr=1e-9", "seed=3"],
+    )
+    assert parse_config(dump(config), "again") == config
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lr=st.floats(min_value=1e-300, max_value=1e300),
+    path=st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=30),
+    note=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=30),
+)
+def test_any_value_survives_a_dump(lr: float, path: str, note: str) -> None:
+    config = RunConfig(slurm=SlurmConfig(extra={"comment": note}))
+    config = msgspec.structs.replace(
+        config,
+        train=msgspec.structs.replace(config.train, actor_lr=lr),
+        data=msgspec.structs.replace(config.data, root="/" + path),
+    )
+    assert parse_config(dump(config), "again") == config
+
+
+def test_differences_name_the_dotted_keys() -> None:
+    old = RunConfig()
+    new = parse_config(b"", "my.yaml", ["train.steps=5", "slurm.extra.constraint=a100"])
+    assert differences(old, new) == [("train.steps", 30, 5), ("slurm.extra.constraint", None, "a100")]
+
+
+def test_a_directory_without_run_yaml_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="not a run directory"):
+        load_resolved(tmp_path / "run.yaml")
+
+
+def test_every_key_is_known_by_its_dotted_name() -> None:
+    keys = known_keys()
+    assert keys["train.steps"] is not None
+    assert "train" not in keys

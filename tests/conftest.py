@@ -1,0 +1,56 @@
+"""Fixtures for all: a real private Slurm cluster, for the session or made to measure."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.errors import SlurmMissing
+
+
+def _start(directory: Path, options: ClusterOptions) -> DevCluster:
+    cluster = DevCluster(directory)
+    try:
+        cluster.start(options)
+    except SlurmMissing as error:
+        pytest.skip(error.one_line())
+    return cluster
+
+
+def _end(cluster: DevCluster) -> None:
+    status = cluster.stop()
+    shutil.rmtree(cluster.directory, ignore_errors=True)
+    assert not status.left, f"processes outlived the cluster: {status.left}"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[DevCluster]:
+    """Four nodes, a grace time of 30 s, credentials that expire after 10 s. Shared: leave no job behind."""
+    # not tmp_path: names of Unix sockets must be short
+    cluster = _start(Path(tempfile.mkdtemp(prefix="vs-")), ClusterOptions(cred_expire_s=10))
+    try:
+        yield cluster
+    finally:
+        _end(cluster)
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[Callable[..., DevCluster]]:
+    """`make_cluster(grace_s=5, ...)`: a cluster of one's own, with any `ClusterOptions`."""
+    made: list[DevCluster] = []
+
+    def make(**options: Any) -> DevCluster:
+        cluster = _start(Path(tempfile.mkdtemp(prefix="vs-")), ClusterOptions(**options))
+        made.append(cluster)
+        return cluster
+
+    try:
+        yield make
+    finally:
+        for cluster in made:
+            _end(cluster)

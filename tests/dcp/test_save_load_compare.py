@@ -1,0 +1,245 @@
+"""Saving, loading and comparing in one process, without sharding; the sharded way is tests/trainer/test_loop.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology  # noqa: E402
+from verl_slurm.checkpoint.schema import current_schema, render_schema  # noqa: E402
+from verl_slurm.checkpoint.verify import verify  # noqa: E402
+from verl_slurm.dcp import compare as compare_module  # noqa: E402
+from verl_slurm.dcp import saver  # noqa: E402
+from verl_slurm.dcp.collective import Collective, RanksFailed  # noqa: E402
+from verl_slurm.dcp.compare import compare  # noqa: E402
+from verl_slurm.dcp.loader import load_runtime_state, load_tensors  # noqa: E402
+from verl_slurm.dcp.saver import Contents, Provenance, SavedCheckpoint, save  # noqa: E402
+from verl_slurm.dcp.tensors import initialise_adamw, model_tensors, optimizer_tensors  # noqa: E402
+from verl_slurm.errors import CheckpointCorrupt, Fenced  # noqa: E402
+from verl_slurm.exit_codes import ExitCode  # noqa: E402
+from verl_slurm.paths import RunPaths  # noqa: E402
+from verl_slurm.runtime_state.format import RuntimeState  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+ALONE = Collective(None)
+
+
+class Net(nn.Module):
+    """Two layers that share a weight, a buffer, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.inner.weight
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("scale", torch.tensor([1.5, float("nan")]))
+
+    def forward(self, x: Any) -> Any:
+        return self.tied(self.inner(x)) * self.scale[0]
+
+
+class Parts:
+    """A model and its optimizer, trained for `updates` updates."""
+
+    def __init__(self, *, seed: int = 0, updates: int = 0, initialise: bool = True) -> None:
+        torch.manual_seed(seed)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        if initialise:
+            initialise_adamw(self.optimizer)
+        for index in range(updates):
+            self.model(torch.full((1, 3), 1.0 + index)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        return {
+            "actor": model_tensors(self.model),
+            "critic": {"w": torch.ones(2)},
+            "optimizer": optimizer_tensors({"actor": (self.model, self.optimizer)}),
+        }
+
+
+def _runtime(step: int = 2, **changes: Any) -> RuntimeState:
+    state = RuntimeState(
+        rank=0,
+        world_size=1,
+        step=step,
+        phase="step_end",
+        index=0,
+        safe_point=0,
+        rollout_offset=8,
+        episode_id=8,
+        kl_coef=0.1,
+        kl_window=[0.5],
+        rng={"torch": np.arange(4, dtype=np.uint8), "python": b"abc"},
+        history=[{"reward": 0.5}],
+    )
+    return msgspec.structs.replace(state, **changes)
+
+
+def _save(
+    root: Path, parts: Parts, runtime: RuntimeState | None = None, fence: Callable[[], None] = lambda: None
+) -> SavedCheckpoint:
+    schema = current_schema()
+    provenance = Provenance(
+        epoch=1,
+        parent=None,
+        schema_id=schema.schema_id,
+        dataset_fingerprint="0" * 64,
+        frozen={},
+        topology=Topology(dp=1),
+    )
+    texts = dict.fromkeys(("scheduler.json", "metadata.json", "config.yaml", "orchestration.json"), b"{}\n")
+    contents = Contents(
+        domains=parts.tensors(),
+        runtime=runtime or _runtime(),
+        texts=texts | {SCHEMA_VERSION: render_schema(schema)},
+    )
+    return save(RunPaths(root), contents, provenance, ALONE, epoch_check=fence)
+
+
+def _directory(root: Path) -> Path:
+    return RunPaths(root).checkpoints / "step_000002"
+
+
+def test_what_was_saved_verifies_and_loads_bit_for_bit(tmp_path: Path) -> None:
+    old = Parts(updates=3)
+    done = _save(tmp_path, old)
+    verdict = verify(_directory(tmp_path))
+    assert verdict.ok, verdict.problems
+    assert (done.name, done.num_bytes) == ("step_000002", verdict.manifest.num_bytes)
+
+    new = Parts(seed=9)
+    load_tensors(_directory(tmp_path), new.tensors(), ALONE)
+    for domain, tensors in old.tensors().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(
+                tensor.view(-1).view(torch.uint8), new.tensors()[domain][name].view(-1).view(torch.uint8)
+            )
+    assert new.model.tied.weight is new.model.inner.weight
+    assert load_runtime_state(_directory(tmp_path), ALONE).kl_window == [0.5]
+
+
+def test_a_loaded_optimizer_goes_on_as_the_saved_one(tmp_path: Path) -> None:
+    old, new = Parts(updates=3), Parts(seed=9)
+    _save(tmp_path, old)
+    load_tensors(_directory(tmp_path), new.tensors(), ALONE)
+    for parts in (old, new):
+        parts.model(torch.ones(1, 3)).sum().backward()
+        parts.optimizer.step()
+    assert torch.equal(old.model.inner.weight, new.model.inner.weight)
+
+
+def test_state_that_is_made_early_is_what_adamw_would_have_made() -> None:
+    early, late = Parts(updates=3), Parts(updates=3, initialise=False)
+    assert torch.equal(early.model.inner.weight, late.model.inner.weight)
+    mine, theirs = (optimizer_tensors({"a": (p.model, p.optimizer)}) for p in (early, late))
+    assert mine.keys() == theirs.keys()
+    assert all(
+        torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in mine
+    )
+
+
+def test_a_tied_weight_is_saved_once(tmp_path: Path) -> None:
+    assert set(model_tensors(Net())) == {"inner.weight", "inner.bias", "frozen", "scale"}
+
+
+def test_equal_checkpoints_compare_as_the_same_even_with_nan(tmp_path: Path) -> None:
+    for side in ("a", "b"):
+        _save(tmp_path / side, Parts(updates=2))
+    result = compare(_directory(tmp_path / "a"), _directory(tmp_path / "b"))
+    assert result.same, result.differing
+    assert result.num_tensors == 4 + 1 + 2 * 3
+
+
+def test_one_changed_bit_is_found_and_named(tmp_path: Path) -> None:
+    changed = Parts(updates=2)
+    with torch.no_grad():
+        changed.model.scale[0] = float(np.nextafter(np.float32(1.5), np.float32(2)))
+    changed.optimizer.state[changed.model.inner.bias]["exp_avg"][1] *= -1.0
+    _save(tmp_path / "a", Parts(updates=2))
+    _save(tmp_path / "b", changed, _runtime(rng={"torch": np.arange(1, 5, dtype=np.uint8), "python": b"abc"}))
+    result = compare(_directory(tmp_path / "a"), _directory(tmp_path / "b"))
+    assert result.differing == (
+        "actor/scale",
+        "optimizer/actor.inner.bias.exp_avg",
+        "runtime_state.rank_0000.msgpack.zst/rng/torch",
+    )
+
+
+def test_the_command_says_it_with_its_exit_code(tmp_path: Path, capfdbinary: Any) -> None:
+    for side, updates in (("a", 2), ("b", 2), ("c", 3)):
+        _save(tmp_path / side, Parts(updates=updates))
+    a, b, c = (str(_directory(tmp_path / side)) for side in "abc")
+    assert compare_module.main([a, b, "--json"]) == ExitCode.OK
+    assert msgspec.json.decode(capfdbinary.readouterr().out)["same"] is True
+    assert compare_module.main([a, c]) == ExitCode.DIFFERENT
+    (Path(b) / "scheduler.json").write_bytes(b"[]\n")
+    assert compare_module.main([a, b]) == ExitCode.CORRUPT
+
+
+def test_a_damaged_checkpoint_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, Parts())
+    metadata = _directory(tmp_path) / "actor" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-1] + b"!")
+    monkeypatch.setattr(compare_module, "FileSystemReader", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(CheckpointCorrupt):
+        compare(_directory(tmp_path), _directory(tmp_path))
+
+
+@pytest.mark.parametrize("stage", ["begin", "encode", "seal", "commit"])
+def test_a_save_that_fails_leaves_nothing_behind(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver, stage, fail)
+    with pytest.raises(RanksFailed, match="No space left"):
+        _save(tmp_path, Parts())
+    assert not RunPaths(tmp_path).checkpoints.exists() or list(RunPaths(tmp_path).checkpoints.iterdir()) == []
+    monkeypatch.undo()
+    _save(tmp_path, Parts())
+    assert verify(_directory(tmp_path)).ok
+
+
+def test_a_fenced_incarnation_commits_nothing_and_says_why(tmp_path: Path) -> None:
+    def fence() -> None:
+        raise Fenced("epoch 2 owns the run")
+
+    with pytest.raises(RanksFailed) as caught:
+        _save(tmp_path, Parts(), fence=fence)
+    assert caught.value.kinds == {"Fenced"}
+    assert list(RunPaths(tmp_path).checkpoints.iterdir()) == []
+
+
+def test_another_model_is_refused_with_the_tensor_named(tmp_path: Path) -> None:
+    _save(tmp_path, Parts())
+    for change, word in (
+        (lambda t: t["actor"].pop("scale"), "1 left over: scale"),
+        (lambda t: t["actor"].update(more=torch.zeros(1)), "1 missing: more"),
+        (lambda t: t["actor"].update(scale=torch.zeros(3)), "scale"),
+        (lambda t: t["actor"].update(scale=torch.zeros(2, dtype=torch.float64)), "scale"),
+    ):
+        tensors = Parts().tensors()
+        change(tensors)
+        with pytest.raises(CheckpointCorrupt, match=word):
+            load_tensors(_directory(tmp_path), tensors, ALONE)
+
+
+def test_a_runtime_state_of_another_rank_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, Parts())
+    other = Collective(None)
+    other.world_size = 2
+    with pytest.raises(CheckpointCorrupt, match="rank 0 of 1"):
+        load_runtime_state(_directory(tmp_path), other)

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_slurm.devcluster.conf import ClusterLayout, ClusterOptions, cgroup_conf, slurm_conf
+
+
+def layout(version: tuple[int, int] = (22, 5)) -> ClusterLayout:
+    return ClusterLayout(
+        directory=Path("/home/ada/dc"),
+        user="ada",
+        name="dev0",
+        version=version,
+        memory_mb=1000,
+        ports=(10000, 10001, 10002, 10003, 10004),
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ((22, 5), "SlurmctldParameters=preempt_send_user_signal"),
+        ((23, 2), "PreemptParameters=send_user_signal"),
+        ((24, 11), "PreemptParameters=send_user_signal"),
+    ],
+)
+def test_the_early_warning_is_spelled_as_the_version_wants_it(version: tuple[int, int], line: str) -> None:
+    with_signal = slurm_conf(ClusterOptions(), layout(version)).splitlines()
+    without = slurm_conf(ClusterOptions(send_user_signal=False), layout(version))
+    assert line in with_signal
+    assert "user_signal" not in without
+
+
+def test_cgroups_are_switched_off_only_where_that_word_is_known() -> None:
+    assert cgroup_conf((22, 5)) is None
+    assert cgroup_conf((23, 11)) is None
+    assert cgroup_conf((24, 5)) == "CgroupPlugin=disabled\n"
+
+
+def test_credentials_expire_as_slurm_likes_it_unless_asked() -> None:
+    assert "cred_expire" not in slurm_conf(ClusterOptions(), layout())
+    assert "AuthInfo=socket=/home/ada/dc/munge/socket,cred_expire=10\n" in slurm_conf(
+        ClusterOptions(cred_expire_s=10), layout()
+    )
+
+
+def test_nobody_but_this_machine_can_connect() -> None:
+    text = slurm_conf(ClusterOptions(), layout())
+    assert "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny\n" in text
+    assert text.count("NodeAddr=127.0.0.1") == 4
+
+
+@pytest.mark.parametrize("options", [{"nodes": 0}, {"nodes": 17}, {"grace_s": -1}, {"cred_expire_s": 0}, {"nodez": 1}])
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(options, ClusterOptions)

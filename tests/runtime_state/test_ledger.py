@@ -1,0 +1,284 @@
+import errno
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from verl_slurm.errors import CheckpointCorrupt, Fenced
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.runtime_state.ledger import Ledger, load, prune, stats
+from verl_slurm.runtime_state.segment import HEAD_BYTES
+
+Batch = Callable[..., Arrays]
+
+
+def equal(a: Arrays, b: Arrays) -> bool:
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and a[k].tobytes() == b[k].tobytes() for k in a
+    )
+
+
+def fill(paths: RunPaths, batch: Batch, epoch: int, rank: int, *keys: tuple[int, int]) -> list[int]:
+    """Append one record a key; returns their sizes in bytes."""
+    with Ledger(paths, epoch, rank) as ledger:
+        return [ledger.append(step, j, batch(step * 10 + j)) for step, j in keys]
+
+
+def test_what_was_appended_is_loaded_bit_for_bit_over_epochs_and_ranks(paths: RunPaths, batch: Batch) -> None:
+    assert load(paths, from_step=0) == {}
+    fill(paths, batch, 1, 0, (0, 0), (1, 0), (1, 2))
+    fill(paths, batch, 1, 1, (0, 1), (1, 1))
+    fill(paths, batch, 2, 0, (2, 0))
+    found = load(paths, from_step=1)
+    assert found.keys() == {(1, 0), (1, 1), (1, 2), (2, 0)}
+    assert all(equal(arrays, batch(step * 10 + j)) for (step, j), arrays in found.items())
+    counted = stats(paths)
+    assert (counted.records, counted.rollouts, counted.tokens) == (6, 24, 48)
+    assert counted.duplicates == counted.problems == ()
+
+
+def test_segments_are_private(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0))
+    assert paths.ledger.stat().st_mode & 0o777 == 0o700
+    assert paths.ledger_segment(1, 0).stat().st_mode & 0o777 == 0o600
+
+
+def test_every_cut_of_the_tail_loses_only_the_record_that_was_cut(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0), (0, 1))
+    segment = paths.ledger_segment(1, 0)
+    data = segment.read_bytes()
+    first = HEAD_BYTES + (len(data) - HEAD_BYTES) // 2
+    ends = []
+    for size in range(len(data)):
+        segment.write_bytes(data[:size])
+        found = load(paths, from_step=0)  # a torn tail is no error
+        ends.append(len(found))
+        assert all(equal(arrays, batch(j)) for (_, j), arrays in found.items())
+    assert ends == sorted(ends)
+    assert ends[-1] == 1
+    assert abs(ends.index(1) - first) < 20
+    assert stats(paths).problems == ()
+
+
+def test_a_tail_of_zeros_or_garbage_is_cut_too(paths: RunPaths, batch: Batch) -> None:
+    sizes = fill(paths, batch, 1, 0, (0, 0), (0, 1))
+    segment = paths.ledger_segment(1, 0)
+    data = segment.read_bytes()
+    keep = HEAD_BYTES + sizes[0]
+    for tail in (bytes(len(data) - keep), bytes(4000), os.urandom(5000), b"VSLR" * 700):
+        segment.write_bytes(data[:keep] + tail)
+        assert load(paths, from_step=0).keys() == {(0, 0)}
+
+
+def test_a_restart_within_the_epoch_cuts_the_torn_tail_and_goes_on(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0), (0, 1))
+    segment = paths.ledger_segment(1, 0)
+    segment.write_bytes(segment.read_bytes()[:-5])
+    fill(paths, batch, 1, 0, (0, 1), (0, 2))
+    assert load(paths, from_step=0).keys() == {(0, 0), (0, 1), (0, 2)}
+    assert stats(paths).problems == ()
+    for torn_head in (b"", b"VSLE"):
+        segment.write_bytes(torn_head)
+        fill(paths, batch, 1, 0, (3, 0))
+        assert load(paths, from_step=0).keys() == {(3, 0)}
+
+
+def test_a_damaged_middle_is_reported_with_its_place_and_the_rest_is_kept(
+    paths: RunPaths, batch: Batch
+) -> None:
+    sizes = fill(paths, batch, 1, 0, (0, 0), (0, 1), (0, 2))
+    segment = paths.ledger_segment(1, 0)
+    good = segment.read_bytes()
+    start = HEAD_BYTES + sizes[0]
+    for at in (*range(start, start + 30), start + sizes[1] - 1):
+        data = bytearray(good)
+        data[at] ^= 0x10
+        segment.write_bytes(data)
+        with pytest.raises(CheckpointCorrupt, match=f"bytes {start} to {start + sizes[1]}"):
+            load(paths, from_step=0)
+        lines: list[str] = []
+        assert load(paths, from_step=0, report=lines.append).keys() == {(0, 0), (0, 2)}
+        assert len(lines) == 1
+        assert segment.name in lines[0]
+        assert len(stats(paths).problems) == 1
+
+
+def test_a_damaged_head_is_reported_and_its_records_are_kept(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0))
+    fill(paths, batch, 7, 0, (0, 1))
+    paths.ledger_segment(7, 0).rename(paths.ledger_segment(2, 0))  # its head says epoch 7
+    lines: list[str] = []
+    assert load(paths, from_step=0, report=lines.append).keys() == {(0, 0), (0, 1)}
+    assert len(lines) == 1
+
+
+def test_a_magic_across_a_block_border_is_found(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl_slurm.runtime_state import segment as module
+
+    sizes = fill(paths, batch, 1, 0, (0, 0), (0, 1))
+    segment = paths.ledger_segment(1, 0)
+    data = bytearray(segment.read_bytes())
+    data[HEAD_BYTES] ^= 1
+    segment.write_bytes(data)
+    for block in range(sizes[0] - 6, sizes[0] + 6):
+        monkeypatch.setattr(module, "_BLOCK", block)
+        assert load(paths, from_step=0, report=lambda line: None).keys() == {(0, 1)}
+
+
+def test_of_two_epochs_with_the_same_micro_batch_the_newest_counts_and_it_is_counted(
+    paths: RunPaths, batch: Batch
+) -> None:
+    with Ledger(paths, 2, 0) as ledger:
+        ledger.append(3, 1, batch(2))
+    with Ledger(paths, 1, 1) as ledger:
+        ledger.append(3, 1, batch(1))
+    assert equal(load(paths, from_step=0)[3, 1], batch(2))
+    assert stats(paths).duplicates == ((3, 1),)
+
+
+def test_two_living_writers_of_one_segment_are_not_allowed(paths: RunPaths, batch: Batch) -> None:
+    with Ledger(paths, 1, 0), pytest.raises(Fenced):
+        Ledger(paths, 1, 0)
+    Ledger(paths, 1, 0).close()
+
+
+def test_links_and_foreign_names_are_no_segments(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0))
+    paths.ledger_segment(2, 0).symlink_to(paths.ledger_segment(1, 0))
+    (paths.ledger / "epoch_000003.rank_0000.ledger.tmp").write_bytes(b"x")
+    assert stats(paths).records == 1
+    with pytest.raises(OSError, match="symbolic"):
+        Ledger(paths, 2, 0)
+
+
+def test_a_write_that_fails_is_taken_back_and_the_next_append_works(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    with Ledger(paths, 1, 0) as ledger:
+        ledger.append(0, 0, batch(0))
+
+        def full(fd: int, data: memoryview, offset: int) -> int:
+            if len(data) < 50:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(fd, data[: len(data) // 2], offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(OSError, match="No space"):
+                ledger.append(0, 1, batch(1))
+        ledger.append(0, 2, batch(2))
+    assert load(paths, from_step=0).keys() == {(0, 0), (0, 2)}
+
+
+def test_after_a_failed_fsync_a_segment_takes_no_more_records(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Ledger(paths, 1, 0) as ledger:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(OSError, match="Input/output"):
+                ledger.append(0, 0, batch(0))
+        with pytest.raises(OSError, match="no more records"):
+            ledger.append(0, 1, batch(1))
+
+
+def test_killed_at_any_operation_every_acknowledged_record_is_there(paths: RunPaths, batch: Batch) -> None:
+    nth, code = 0, 9
+    while code != 0:
+        nth += 1
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _append_and_die(paths, batch, nth, write_end)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as pipe:
+            acknowledged = {(nth, j) for j in pipe.read()}
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in {0, 9}
+        found = {key for key in load(paths, from_step=0) if key[0] == nth}
+        assert acknowledged <= found
+        assert len(found) - len(acknowledged) <= 1
+    assert nth > 8
+    assert len(acknowledged) == 3
+
+
+def _append_and_die(paths: RunPaths, batch: Batch, nth: int, acknowledge: int) -> None:
+    """Append three records to the segment of epoch 1; die at the nth operation, half of a write done."""
+    count = [0]
+    real_write = os.pwrite
+
+    def wrap(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: object) -> object:
+            count[0] += 1
+            if count[0] == nth:
+                if name == "pwrite":
+                    fd, data, offset = args
+                    real_write(fd, bytes(data)[: len(data) // 2], offset)  # type: ignore[arg-type]
+                os._exit(9)
+            return real(*args)
+
+        setattr(os, name, call)
+
+    for name in ("pwrite", "fdatasync", "fsync", "ftruncate"):
+        wrap(name)
+    with Ledger(paths, 1, 0) as ledger:
+        for j in range(3):
+            ledger.append(nth, j, batch(j))
+            os.write(acknowledge, bytes([j]))
+
+
+def test_pruning_removes_whole_segments_of_older_epochs_only(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0), (1, 0))
+    fill(paths, batch, 1, 1, (1, 1), (2, 1))
+    fill(paths, batch, 2, 0, (1, 2))
+    fill(paths, batch, 3, 0, (1, 3))
+    with Ledger(paths, 2, 0):
+        assert prune(paths, 2, current_epoch=3) == [paths.ledger_segment(1, 0)]
+    assert prune(paths, 2, current_epoch=3) == [paths.ledger_segment(2, 0)]
+    assert load(paths, from_step=0).keys() == {(1, 1), (2, 1), (1, 3)}
+    assert prune(paths, 9) == [paths.ledger_segment(1, 1), paths.ledger_segment(3, 0)]
+    assert prune(RunPaths(paths.root / "none"), 1) == []
+
+
+def test_a_segment_with_damage_is_not_pruned(paths: RunPaths, batch: Batch) -> None:
+    sizes = fill(paths, batch, 1, 0, (0, 0), (0, 1), (0, 2))
+    segment = paths.ledger_segment(1, 0)
+    data = bytearray(segment.read_bytes())
+    data[HEAD_BYTES + sizes[0]] ^= 1
+    segment.write_bytes(data)
+    assert prune(paths, 5) == []
+
+
+def test_compacting_drops_old_steps_and_appending_goes_on(paths: RunPaths, batch: Batch) -> None:
+    with Ledger(paths, 1, 0) as ledger:
+        for step in range(4):
+            ledger.append(step, 0, batch(step))
+        assert ledger.compact(0) == 0
+        assert ledger.compact(2) > 0
+        ledger.append(4, 0, batch(4))
+        with pytest.raises(Fenced):
+            Ledger(paths, 1, 0)
+    found = load(paths, from_step=0)
+    assert found.keys() == {(2, 0), (3, 0), (4, 0)}
+    assert all(equal(arrays, batch(step)) for (step, _), arrays in found.items())
+
+
+def test_a_batch_without_a_mask_counts_rows_and_no_tokens(paths: RunPaths) -> None:
+    with Ledger(paths, 1, 0) as ledger:
+        ledger.append(0, 0, {"sample_id": np.arange(3)})
+        ledger.append(0, 1, {})
+    assert (stats(paths).rollouts, stats(paths).tokens) == (3, 0)

@@ -1,0 +1,213 @@
+"""The client against stubs of scontrol (what it must survive) and against the real one."""
+
+import asyncio
+import os
+import shlex
+import stat
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.errors import NotFound, SlurmMissing
+from verl_slurm.slurm.client import RequeueOutcome, SlurmClient, refuse_requeue
+from verl_slurm.slurm.parse import JobFacts, parse_job
+
+GOLDEN = Path(__file__).parent / "golden"
+Stub = Callable[..., SlurmClient]
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Stub:
+    """A client whose scontrol is a shell script."""
+
+    def make(script: str, **options: float) -> SlurmClient:
+        program = tmp_path / "scontrol"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        return SlurmClient({"PATH": f"{tmp_path}:{os.environ['PATH']}"}, **options)
+
+    return make
+
+
+def facts_of(name: str) -> JobFacts:
+    return parse_job((GOLDEN / f"{name}.txt").read_text(), 1)
+
+
+def test_a_command_that_hangs_is_killed_at_its_deadline(stub: Stub, tmp_path: Path) -> None:
+    client = stub(f"echo $$ > {tmp_path}/pid; exec sleep 600", timeout_s=0.5)
+    with pytest.raises(SlurmMissing, match="no end within"):
+        asyncio.run(client.job(1))
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_endless_output_is_cut_off(stub: Stub) -> None:
+    with pytest.raises(SlurmMissing, match="bytes of output"):
+        asyncio.run(stub("exec yes").job(1))
+
+
+@pytest.mark.parametrize("script", ["echo garbage", "exit 0", "printf '\\377\\376'"])
+def test_garbage_is_not_taken_for_an_answer(stub: Stub, script: str) -> None:
+    with pytest.raises((NotFound, SlurmMissing)):
+        asyncio.run(stub(script).job(1))
+
+
+def test_an_unknown_job_and_a_dead_controller_are_told_apart(stub: Stub) -> None:
+    with pytest.raises(NotFound):
+        asyncio.run(stub("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1").job(1))
+    with pytest.raises(SlurmMissing):
+        asyncio.run(stub("echo 'Unable to contact slurm controller' >&2; exit 1").job(1))
+
+
+def test_without_slurm_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(SlurmMissing, match="devcluster start"):
+        asyncio.run(SlurmClient({"PATH": str(tmp_path)}).job(1))
+
+
+def test_the_signals_of_the_jobs_end_do_not_stop_a_command(stub: Stub) -> None:
+    client = stub("kill -TERM $$; kill -USR1 $$; kill -INT $$; echo alive")
+    assert asyncio.run(client.run(["scontrol"])).stdout == "alive\n"
+
+
+def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_path: Path) -> None:
+    client = stub("echo ${SCONTROL_ALL:-none} $LC_ALL $SLURM_TIME_FORMAT")
+    os.environ["SCONTROL_ALL"] = "1"
+    try:
+        client = SlurmClient(
+            {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SCONTROL_ALL": "1", "LC_ALL": "de_DE"}
+        )
+        assert asyncio.run(client.run(["scontrol"])).stdout == "none C %s\n"
+    finally:
+        del os.environ["SCONTROL_ALL"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "own", "kind"),
+    [
+        ("scancel_completing", 0, "cancelled"),
+        ("scancel_over", 0, "cancelled"),
+        ("scancel_in_grace_completing", 0, "cancelled"),
+        ("preempted_completing", 0, "already_requeued"),
+        ("norequeue_preempted_in_grace", 0, "refused"),
+        ("suspended", 0, "refused"),
+        ("running", 0, None),
+        ("preempted_in_grace", 0, None),
+        ("time_limit_completing", 0, None),
+    ],
+)
+def test_what_must_not_be_requeued_is_left_alone(moment: str, own: int, kind: str | None) -> None:
+    refusal = refuse_requeue(facts_of(moment), own)
+    assert (None if refusal is None else refusal.kind) == kind
+
+
+@pytest.mark.parametrize("moment", ["scancel_completing", "scancel_over", "suspended"])
+def test_a_refused_requeue_sends_nothing(stub: Stub, tmp_path: Path, moment: str) -> None:
+    log = tmp_path / "asked"
+    golden = shlex.quote(str(GOLDEN / f"{moment}.txt"))
+    outcome = asyncio.run(stub(f'echo "$1" >> {log}; cat {golden}').requeue(1, 10, own_restarts=0))
+    assert not outcome.will_run_again
+    assert log.read_text() == "show\n"
+
+
+def test_a_requeue_that_changes_nothing_is_unconfirmed(stub: Stub) -> None:
+    golden = shlex.quote(str(GOLDEN / "running.txt"))
+    outcome = asyncio.run(stub(f"cat {golden}").requeue(1, 10, own_restarts=0))
+    assert outcome.kind == "unconfirmed"
+    assert not outcome.will_run_again
+
+
+def test_slurms_refusal_is_passed_on(stub: Stub) -> None:
+    golden = shlex.quote(str(GOLDEN / "running.txt"))
+    script = f'[ "$1" = show ] && exec cat {golden}; echo "Access/permission denied" >&2; exit 1'
+    outcome = asyncio.run(stub(script).requeue(1, 10, own_restarts=0))
+    assert (outcome.kind, outcome.detail) == ("refused", "Access/permission denied")
+
+
+# ---- real
+
+
+async def _submit(client: SlurmClient, directory: Path, *options: str) -> int:
+    """A job on two nodes that leaves at once when it is told to."""
+    script = directory / "job.sh"
+    script.write_text("#!/bin/sh\ntrap 'exit 0' TERM\necho start\nsrun sleep 600 &\nwait\n")
+    output = directory / "out"
+    argv = ["sbatch", "--parsable", "-N2", "--requeue", "--open-mode=append", f"--output={output}"]
+    done = await client.run([*argv, *options, str(script)])
+    assert done.exit_code == 0, done.stderr
+    return int(done.stdout)
+
+
+async def _until(client: SlurmClient, job_id: int, test: Callable[[JobFacts], bool]) -> JobFacts:
+    async with asyncio.timeout(60):
+        while not test(facts := await client.job(job_id)):
+            await asyncio.sleep(0.1)
+    return facts
+
+
+@pytest.mark.slurm
+def test_a_requeued_job_runs_again_after_the_short_delay(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    """With Slurm's default cred_expire, where a plain requeue costs 120 s."""
+
+    async def story(client: SlurmClient) -> tuple[RequeueOutcome, RequeueOutcome, JobFacts]:
+        job = await _submit(client, tmp_path)
+        await _until(client, job, lambda facts: facts.state == "RUNNING")
+        outcome = await client.requeue(job, 3, own_restarts=0)
+        again = await client.requeue(job, 3, own_restarts=0)
+        running = await _until(client, job, lambda facts: facts.state == "RUNNING" and facts.restarts == 1)
+        await client.cancel(job)
+        cancelled = await client.requeue(job, 3, own_restarts=1)
+        final = await _until(client, job, lambda facts: facts.is_over)
+        assert cancelled.kind == "cancelled"
+        assert (final.state, final.restarts) == ("CANCELLED", 1)
+        return outcome, again, running
+
+    asked_at = datetime.now(UTC)
+    outcome, again, running = asyncio.run(story(SlurmClient(make_cluster().client_env())))
+    assert (outcome.kind, outcome.delay_kept) == ("requeued", True)
+    assert again.kind == "already_requeued"
+    assert running.start_time is not None
+    assert (running.start_time - asked_at).total_seconds() < 30
+
+
+@pytest.mark.slurm
+def test_a_hostile_job_name_leaves_the_facts_alone(cluster: DevCluster, tmp_path: Path) -> None:
+    async def story(client: SlurmClient) -> JobFacts:
+        job = await _submit(client, tmp_path, "--job-name=x JobState=CANCELLED Restarts=5")
+        facts = await client.job(job)
+        await client.cancel(job)
+        await _until(client, job, lambda facts: facts.is_over)
+        return facts
+
+    facts = asyncio.run(story(SlurmClient(cluster.client_env())))
+    assert facts.name == "x JobState=CANCELLED Restarts=5"
+    assert facts.restarts == 0
+    assert facts.state in {"PENDING", "RUNNING"}
+
+
+@pytest.mark.slurm
+def test_the_real_cluster_answers(cluster: DevCluster) -> None:
+    async def story(client: SlurmClient) -> None:
+        assert await client.expand("node[1-3]") == ["node1", "node2", "node3"]
+        assert await client.node_addr("node2") == "127.0.0.1"
+        assert (await client.partition("preemptible")).grace_s == 30
+        assert (await client.config())["KillWait"] == "15 sec"
+        with pytest.raises(NotFound):
+            await client.job(4_000_000)
+        with pytest.raises(NotFound):
+            await client.partition("nowhere")
+        with pytest.raises(NotFound):
+            await client.node("nowhere")
+
+    asyncio.run(story(SlurmClient(cluster.client_env())))
+
+
+def test_an_outcome_says_whether_the_job_runs_again() -> None:
+    outcome = RequeueOutcome(kind="requeued", detail="")
+    assert outcome.will_run_again
+    assert not msgspec.structs.replace(outcome, kind="cancelled").will_run_again

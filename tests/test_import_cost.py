@@ -1,0 +1,63 @@
+"""The command line answers at once: `--help` imports neither torch nor submitit, nor anything else that is slow."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from verl_slurm.cli.main import COMMANDS
+
+HEAVY = (
+    "torch",
+    "submitit",
+    "transformers",
+    "numpy",
+    "rich",
+    "yaml",
+    "asyncio",
+    "watchdog",
+    "psutil",
+    "msgspec",
+)
+_PROBE = """
+import json, sys
+from verl_slurm.cli.__main__ import main
+code = main(sys.argv[1:])
+sys.stdout.flush()
+print("MODULES " + json.dumps(sorted(sys.modules)), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def imported_by(*words: str) -> tuple[set[str], subprocess.CompletedProcess[str]]:
+    done = subprocess.run([sys.executable, "-c", _PROBE, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stderr.rpartition("MODULES ")[2])), done
+
+
+def test_help_imports_nothing_heavy_and_lists_every_command_and_exit_code() -> None:
+    modules, done = imported_by("--help")
+    assert not modules & set(HEAVY)
+    for name in COMMANDS:
+        assert f"  {name} " in done.stdout
+    assert "a checkpoint did not verify" in done.stdout
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_of_a_command_imports_neither_torch_nor_submitit(name: str) -> None:
+    modules, done = imported_by(name, "--help")
+    assert not modules & {"torch", "submitit", "transformers"}
+    assert "Usage: verl-slurm" in done.stdout
+
+
+def test_the_time_that_help_takes_is_reported(record_property: pytest.FixtureRequest) -> None:
+    """Reported, not asserted: a busy machine proves nothing. Measured 0.11 to 0.2 s on 2 shared cores."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        imported_by("--help")
+        times.append(time.perf_counter() - began)
+    record_property("help_seconds", round(min(times), 3))  # type: ignore[operator]
+    sys.stdout.write(f"verl-slurm --help: {min(times):.3f} s\n")

@@ -1,0 +1,44 @@
+"""One trainer rank that is interrupted at an exact place; started by torchrun in place of `verl_slurm.trainer`.
+
+`VS_TEST_SCRIPT` is a JSON object:
+
+    rank       which rank acts
+    safe_point the how-manieth safe point of this process (0: before any work) it acts at
+    action     stop, save: ask for it as a daemon would; kill: SIGKILL oneself;
+               alarm: have the kernel end the process `seconds` later, wherever it is then
+"""
+
+import json
+import os
+import signal
+
+from verl_slurm.trainer import __main__ as entry
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.control_page import Request
+
+
+class ScriptedLine(NoDaemon):
+    """Counts the polls of a control page; there is exactly one at each safe point."""
+
+    def __init__(self) -> None:
+        self._script = json.loads(os.environ["VS_TEST_SCRIPT"])
+        self._mine = self._script.get("rank") == int(os.environ["RANK"])
+        self._polls = 0
+
+    def request(self) -> Request | None:
+        number, self._polls = self._polls, self._polls + 1
+        if not self._mine or number < self._script["safe_point"]:
+            return None
+        match self._script["action"]:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "alarm" if number == self._script["safe_point"]:
+                signal.setitimer(signal.ITIMER_REAL, self._script["seconds"])
+            case "stop" | "save" as action:
+                return Request(1, action == "stop", 0)
+        return None
+
+
+if __name__ == "__main__":
+    entry.NoDaemon = ScriptedLine
+    entry.run_and_leave()

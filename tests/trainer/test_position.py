@@ -1,0 +1,83 @@
+"""The state machine of a step: its order, its names, and what has been consumed where."""
+
+import pytest
+
+from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.trainer.position import (
+    Position,
+    StepShape,
+    after,
+    check_position,
+    rollout_offset,
+    safe_point,
+)
+
+SHAPE = StepShape.of(
+    RunConfig(
+        distributed=DistributedConfig(dp_size=2, nodes=1),
+        rollout=RolloutConfig(micro_batch_size_per_device=4),
+        train=TrainConfig(
+            batch_size_per_device=12,
+            mini_batch_size_per_device=6,
+            micro_batch_size_per_device=6,
+            ppo_epochs=2,
+        ),
+    )
+)
+
+
+def _walk(steps: int) -> list[Position]:
+    positions = [Position()]
+    while positions[-1] != Position(steps):
+        positions.append(after(positions[-1], SHAPE))
+    return positions
+
+
+def test_a_step_goes_through_its_phases_in_order() -> None:
+    assert [str(position) for position in _walk(1)] == [
+        "step 0 step_end 0",
+        "step 0 generate 1",
+        "step 0 generate 2",
+        "step 0 score 0",
+        "step 0 score 1",
+        "step 0 advantage 0",
+        "step 0 update 0",
+        "step 0 update 1",
+        "step 0 update 2",
+        "step 0 update 3",
+        "step 1 step_end 0",
+    ]
+
+
+def test_safe_points_count_up_by_one_and_start_anew_with_each_step() -> None:
+    assert [safe_point(position, SHAPE) for position in _walk(2)] == [*range(10), *range(10), 0]
+
+
+def test_entering_a_step_and_its_first_generation_are_the_same_place() -> None:
+    at_end, at_first = Position(3), Position(3, "generate")
+    assert after(at_end, SHAPE) == after(at_first, SHAPE)
+    assert safe_point(at_end, SHAPE) == safe_point(at_first, SHAPE) == 0
+    assert rollout_offset(at_end, SHAPE) == rollout_offset(at_first, SHAPE)
+
+
+def test_prompts_consumed_are_exact_at_every_position() -> None:
+    assert SHAPE.prompts == 24
+    offsets = [rollout_offset(position, SHAPE) for position in _walk(2)]
+    assert offsets == [0, 8, 16, *[24] * 8, 32, 40, *[48] * 8]
+
+
+def test_every_position_has_a_checkpoint_name_that_sorts_like_it() -> None:
+    names = [RunPaths("/r").checkpoint(p.step, safe_point(p, SHAPE)).name for p in _walk(2)]
+    assert len(set(names)) == len(names)
+    assert all(CHECKPOINT_NAME.fullmatch(name) for name in names)
+    assert sorted(names) == names
+
+
+@pytest.mark.parametrize(
+    "position", [Position(1, "generate", 3), Position(1, "update", 4), Position(1, "step_end", 1)]
+)
+def test_a_position_outside_its_phase_is_refused(position: Position) -> None:
+    with pytest.raises(CheckpointCorrupt):
+        check_position(position, SHAPE, where="x")

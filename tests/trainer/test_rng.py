@@ -1,0 +1,59 @@
+"""Generators are captured and put back exactly."""
+
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from verl_slurm.errors import CheckpointCorrupt  # noqa: E402
+from verl_slurm.trainer import rng  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def _draw() -> list[float]:
+    """Numbers of every generator and kind; an odd count of normals, so that a spare one is pending."""
+    return [
+        random.random(),
+        random.gauss(),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+        *torch.randn(3).tolist(),
+    ]
+
+
+def test_after_a_restore_the_same_numbers_come_again() -> None:
+    rng.seed_all(5, 1)
+    _draw()
+    state = rng.capture()
+    first = _draw()
+    _draw()
+    rng.restore(state)
+    assert _draw() == first
+
+
+def test_capturing_draws_nothing() -> None:
+    rng.seed_all(5, 1)
+    first = _draw()
+    rng.seed_all(5, 1)
+    rng.capture()
+    assert _draw() == first
+
+
+def test_each_rank_has_its_own_stream() -> None:
+    rng.seed_all(5, 0)
+    first = _draw()
+    rng.seed_all(5, 1)
+    assert _draw() != first
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_a_missing_or_short_state_is_refused(name: str) -> None:
+    state = rng.capture()
+    with pytest.raises(CheckpointCorrupt):
+        rng.restore({key: value for key, value in state.items() if key != name})
+    with pytest.raises(CheckpointCorrupt):
+        rng.restore(state | {name: state[name][:7]})

@@ -1,0 +1,93 @@
+"""All ranks draw the same conclusion at the same safe point, whatever each has seen so far."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verl_slurm.trainer.stopping import Order, Stopper
+
+
+@dataclass
+class FakeRequest:
+    request_id: int
+    stop: bool
+
+
+class FakePage:
+    """A control page whose content a test sets."""
+
+    def __init__(self) -> None:
+        self.asked: FakeRequest | None = None
+
+    def request(self) -> FakeRequest | None:
+        return self.asked
+
+
+def _alone(values: Sequence[int]) -> list[int]:
+    return list(values)
+
+
+class Together:
+    """Stoppers of several ranks; `agree` runs them as if their all-reduce met."""
+
+    def __init__(self, world_size: int) -> None:
+        self.pages = [FakePage() for _ in range(world_size)]
+        self._offers: list[Sequence[int]] = []
+        self._result: list[int] = []
+        self._stoppers = [Stopper(page, self._offer()) for page in self.pages]
+
+    def _offer(self) -> Callable[[Sequence[int]], list[int]]:
+        return lambda values: self._offers.append(values) or self._result  # type: ignore[func-returns-value]
+
+    def agree(self) -> list[Order | None]:
+        readings = [page.asked for page in self.pages]
+        mine = [(0, 0) if r is None else (r.request_id, r.request_id if r.stop else 0) for r in readings]
+        self._result = [max(column) for column in zip(*mine, strict=True)]
+        self._offers.clear()
+        orders = [stopper.agree() for stopper in self._stoppers]
+        assert self._offers == mine
+        return orders
+
+
+def test_nothing_asked_means_train_on() -> None:
+    stopper = Stopper(FakePage(), _alone)
+    assert stopper.agree() is None
+    assert stopper.agree() is None
+
+
+def test_a_request_is_obeyed_once() -> None:
+    page = FakePage()
+    stopper = Stopper(page, _alone)
+    page.asked = FakeRequest(1, stop=False)
+    assert stopper.agree() == Order(1, stop=False)
+    assert stopper.agree() is None
+    page.asked = FakeRequest(2, stop=True)
+    assert stopper.agree() == Order(2, stop=True)
+
+
+def test_a_rank_that_has_not_seen_the_request_obeys_with_the_others() -> None:
+    ranks = Together(3)
+    ranks.pages[2].asked = FakeRequest(1, stop=True)
+    assert ranks.agree() == [Order(1, stop=True)] * 3
+
+
+def test_a_rank_that_sees_the_request_late_does_not_obey_it_again() -> None:
+    ranks = Together(2)
+    ranks.pages[0].asked = FakeRequest(1, stop=False)
+    assert ranks.agree() == [Order(1, stop=False)] * 2
+    ranks.pages[1].asked = FakeRequest(1, stop=False)
+    assert ranks.agree() == [None, None]
+
+
+def test_a_stop_is_not_lost_when_other_ranks_already_see_a_newer_request() -> None:
+    ranks = Together(2)
+    ranks.pages[0].asked = FakeRequest(1, stop=True)
+    ranks.pages[1].asked = FakeRequest(2, stop=False)
+    assert ranks.agree() == [Order(2, stop=True)] * 2
+
+
+def test_a_stop_that_was_obeyed_does_not_colour_a_later_save() -> None:
+    ranks = Together(2)
+    ranks.pages[0].asked = ranks.pages[1].asked = FakeRequest(1, stop=True)
+    ranks.agree()
+    ranks.pages[0].asked = FakeRequest(2, stop=False)
+    assert ranks.agree() == [Order(2, stop=False)] * 2

@@ -1,0 +1,56 @@
+"""Carries out a prune plan; deletes only what the plan names, and only while something good is left.
+
+A checkpoint is first renamed to a staging name, so a crash in mid-removal leaves nothing that looks like a
+checkpoint (`commit.sweep` finishes it).
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_slurm.checkpoint.info import Verdict
+from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.checkpoint.retention import PrunePlan
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.files import fsync_path
+from verl_slurm.paths import RunPaths
+
+__all__ = ["apply_prune"]
+
+
+def apply_prune(
+    paths: RunPaths, plan: PrunePlan, *, verifier: Callable[[Path], Verdict] = verify
+) -> list[str]:
+    """Remove what `plan` drops, oldest first; returns the names removed.
+
+    When the plan is not `assured`, the kept ones are verified from the newest on until one is good; when
+    none is, nothing is removed.
+
+    Raises:
+        ValueError: the plan names something that is no checkpoint (a bug of its maker).
+        OSError: one could not be removed; those before it are gone, those after it are whole.
+
+    Called by: trainer rank 0 or the daemon, after a newer checkpoint was committed; cli.
+    """
+    names = [item.name for item in reversed(plan.drop)]
+    for name in [*names, *(item.name for item in plan.keep)]:
+        if checkpoint_order(name) is None:
+            raise ValueError(f"{name!r} is no checkpoint's name")
+    if not names or not plan.keep:
+        return []
+    if not plan.assured and not any(verifier(paths.checkpoints / item.name).ok for item in plan.keep):
+        return []
+    removed = []
+    for name in names:
+        final = paths.checkpoints / name
+        doomed = paths.staging(final, secrets.token_hex(8))
+        try:
+            os.rename(final, doomed)
+        except FileNotFoundError:
+            continue
+        fsync_path(paths.checkpoints)
+        shutil.rmtree(doomed)
+        removed.append(name)
+    return removed

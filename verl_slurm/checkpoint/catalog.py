@@ -1,0 +1,96 @@
+"""What lies in a run's checkpoint directory, from names and manifests alone: cheap, and no verdict."""
+
+import os
+import stat
+from pathlib import Path
+
+from verl_slurm.checkpoint.format import STAGING_NAME
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.paths import RunPaths
+
+__all__ = ["list_checkpoints"]
+
+_RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
+
+
+def list_checkpoints(paths: RunPaths) -> list[CheckpointInfo]:
+    """Every entry, committed ones first, each kind newest first. No directory: an empty list.
+
+    `committed` says that the manifest is whole, not that its files are: ask `verify` for that.
+
+    Raises:
+        OSError: the checkpoint directory cannot be read.
+
+    Called by: cli, recover, retention's callers.
+    """
+    infos = [_classify(path) for path in _children(paths.checkpoints) if not _is_ours(paths, path)]
+    for path in _children(paths.quarantine):
+        if path.is_dir() and not path.is_symlink():
+            step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
+            infos.append(
+                CheckpointInfo(
+                    kind="quarantined",
+                    name=path.name,
+                    path=path,
+                    step=step,
+                    safe_point=safe_point,
+                    detail=f"reason in {path.name}.reason.json",
+                )
+            )
+    return sorted(infos, key=lambda i: (_RANKS[i.kind], -i.step, -i.safe_point, i.name))
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return [directory / name for name in os.listdir(directory)]
+    except FileNotFoundError:
+        return []
+
+
+def _is_ours(paths: RunPaths, path: Path) -> bool:
+    """The hint, its temporary files and the quarantine are part of the layout, and no checkpoints."""
+    return path in (paths.latest, paths.quarantine) or (
+        path.name.startswith(f".{paths.latest.name}.") and path.name.endswith(".tmp")
+    )
+
+
+def _classify(path: Path) -> CheckpointInfo:
+    order = checkpoint_order(path.name)
+    staged = STAGING_NAME.fullmatch(path.name)
+    is_directory = stat.S_ISDIR(path.lstat().st_mode)
+    if staged is not None and is_directory:
+        step, safe_point = checkpoint_order(staged[1]) or (-1, -1)
+        return CheckpointInfo(
+            kind="torn",
+            name=path.name,
+            path=path,
+            step=step,
+            safe_point=safe_point,
+            detail="staging directory: being written, or its writer died",
+        )
+    if order is None or not is_directory:
+        return CheckpointInfo(kind="foreign", name=path.name, path=path, detail="not a checkpoint's name")
+    step, safe_point = order
+    try:
+        manifest = read_manifest(path)
+    except (OSError, VerlSlurmError) as error:
+        return CheckpointInfo(
+            kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
+        )
+    return CheckpointInfo(
+        kind="committed",
+        name=path.name,
+        path=path,
+        step=step,
+        safe_point=safe_point,
+        epoch=manifest.epoch,
+        phase=manifest.phase,
+        world_size=manifest.world_size,
+        parent=manifest.parent,
+        created_utc=manifest.created_utc,
+        num_files=len(manifest.files),
+        num_bytes=manifest.num_bytes,
+    )

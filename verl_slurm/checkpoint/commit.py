@@ -1,0 +1,236 @@
+"""From staging to committed: the only door (`format.py`, section 4).
+
+A name that is taken. Two saves at the same safe point hold the same state, so when the directory of that
+name verifies it is kept and ours is dropped: replacing it would mean a moment without either. When it is
+damaged it is first moved to quarantine. Nothing is ever removed to make room.
+"""
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.checkpoint.digest import hash_fd, num_threads
+from verl_slurm.checkpoint.format import (
+    MANIFEST,
+    STAGING_NAME,
+    FileEntry,
+    Manifest,
+    missing_parts,
+    path_problem,
+)
+from verl_slurm.checkpoint.manifest import checkpoint_order, parse, render, sealed
+from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
+from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.paths import RunPaths
+
+__all__ = ["Staging", "abort", "begin", "commit", "seal", "sweep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """A checkpoint that is being written.
+
+    Attributes:
+        directory: where every rank writes; its last name is what rank 0 broadcasts.
+        final: what the rename will make of it.
+    """
+
+    directory: Path
+    final: Path
+    step: int
+    safe_point: int
+
+
+def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
+    """Make an empty staging directory, 0700, with a name nobody can guess.
+
+    Called by: dcp.saver, rank 0, once a save.
+    """
+    private_dir(paths.checkpoints)
+    final = paths.checkpoint(step, safe_point)
+    directory = paths.staging(final, secrets.token_hex(8))
+    directory.mkdir(mode=0o700)
+    return Staging(directory=directory, final=final, step=step, safe_point=safe_point)
+
+
+def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
+    """Make `files` durable and take their sizes and digests.
+
+    Args:
+        staging_dir: `Staging.directory`.
+        files: paths below it that this rank wrote and has closed, `actor/__0_0.distcp`.
+
+    Returns:
+        One entry a file, in the order given.
+
+    Raises:
+        OSError: a file is missing, a link, or could not be made durable. The save is lost then: after a
+            failed fsync the kernel may have dropped the pages, and a second fsync would lie.
+
+    Called by: dcp.saver, every rank, for its own files.
+    """
+    names = list(files)
+    for name in names:
+        problem = path_problem(name)
+        if problem is not None:
+            raise ValueError(f"{problem}: {name!r}")
+    with open_directory(staging_dir) as root:
+        with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="seal") as pool:
+            entries = list(pool.map(lambda name: _seal_file(root, name), names))
+        folders = {folder for name in names for folder in _folders(name)}
+        for folder in sorted(folders, reverse=True):
+            with open_below(root, folder) as fd:
+                os.fchmod(fd, 0o700)
+                os.fsync(fd)
+        os.fsync(root)
+    return entries
+
+
+def commit(staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], None]) -> Path:
+    """Make a sealed staging directory a checkpoint. Durable when it returns.
+
+    Args:
+        manifest: with all ranks' entries in `files`; its digest is filled in here.
+        epoch_check: raises `Fenced` when this incarnation no longer owns the run. Asked directly before the
+            rename.
+
+    Returns:
+        The final directory: ours, or the verified one that had the name already.
+
+    Raises:
+        CheckpointCorrupt: the tree is not exactly what was sealed.
+        Fenced: by `epoch_check`.
+        OSError: the storage refused. On any error the staging directory is left for `abort`.
+
+    Called by: dcp.saver, rank 0, after every rank sealed its files.
+    """
+    manifest = sealed(manifest)
+    data = render(manifest)
+    parse(data, where=staging.directory / MANIFEST)  # never write what no reader would accept
+    _check_sealed(staging, manifest)
+    epoch_check()
+    write_file(staging.directory / MANIFEST, data)
+    if os.path.lexists(staging.final):
+        verdict = verify(staging.final)
+        if verdict.ok:
+            abort(staging)
+            _point_latest(staging)
+            return staging.final
+        if not verdict.damaged:
+            raise CheckpointCorrupt(
+                "the name is taken by a checkpoint that cannot be judged",
+                where=staging.final,
+                found=verdict.one_line(),
+                expected="one that verifies, or none",
+                remedy="the save is given up; look at its owner and its storage",
+            )
+        epoch_check()
+        move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
+    epoch_check()
+    try:
+        os.rename(staging.directory, staging.final)
+    except OSError:
+        # NFS may say ESTALE or ENOENT for a rename that was done and whose reply was lost.
+        if staging.directory.exists() or not _is_ours(staging.final, manifest):
+            raise
+    fsync_path(staging.final.parent)
+    _point_latest(staging)
+    return staging.final
+
+
+def abort(staging: Staging) -> None:
+    """Remove a staging directory that will not be committed; gone already is fine.
+
+    Called by: dcp.saver, rank 0, when any rank failed.
+    """
+    _remove(staging.directory)
+
+
+def sweep(paths: RunPaths) -> list[Path]:
+    """Remove what dead saves and prunes left; returns it.
+
+    Called by: daemon, at a start, when the epoch is ours and no rank runs yet.
+    """
+    removed = []
+    try:
+        names = sorted(os.listdir(paths.checkpoints))
+    except FileNotFoundError:
+        return []
+    for name in names:
+        path = paths.checkpoints / name
+        if STAGING_NAME.fullmatch(name) and stat.S_ISDIR(path.lstat().st_mode):
+            _remove(path)
+        elif name.startswith(f".{paths.latest.name}.") and name.endswith(".tmp"):
+            path.unlink(missing_ok=True)
+        else:
+            continue
+        removed.append(path)
+    return removed
+
+
+def _folders(name: str) -> list[str]:
+    return [name[:at] for at, char in enumerate(name) if char == "/"]
+
+
+def _seal_file(root: int, name: str) -> FileEntry:
+    with open_below(root, name) as fd:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{name} is not a regular file")
+        os.fchmod(fd, 0o600)
+        os.fsync(fd)
+        size, digest = hash_fd(fd)
+    return FileEntry(path=name, size=size, sha256=digest)
+
+
+def _check_sealed(staging: Staging, manifest: Manifest) -> None:
+    """The tree must hold what was sealed and nothing else: all else, nobody made durable."""
+    wanted = {entry.path: entry.size for entry in manifest.files}
+    with open_directory(staging.directory) as root:
+        there = {e.path: (e.kind, e.info.st_size) for e in list_tree(root) if e.kind != "directory"}
+    wrong = [f"{path}: not sealed" for path in sorted(there.keys() - wanted.keys())]
+    wrong += [f"{path}: sealed, but missing" for path in sorted(wanted.keys() - there.keys())]
+    for path in sorted(there.keys() & wanted.keys()):
+        if there[path] != ("file", wanted[path]):
+            wrong.append(f"{path}: {there[path][0]} of {there[path][1]} bytes, sealed with {wanted[path]}")
+    wrong += [f"{part}: required" for part in missing_parts(manifest)]
+    if (manifest.name, checkpoint_order(manifest.name)) != (
+        staging.final.name,
+        (staging.step, staging.safe_point),
+    ):
+        wrong.append(f"manifest of {manifest.name} for {staging.final.name}")
+    if wrong:
+        raise CheckpointCorrupt(
+            "the staged checkpoint is not what was sealed",
+            where=staging.directory,
+            found="; ".join(wrong[:5]),
+            remedy="the save is given up; the checkpoint before it counts",
+        )
+
+
+def _is_ours(final: Path, manifest: Manifest) -> bool:
+    try:
+        return read_manifest(final).digest == manifest.digest
+    except (OSError, VerlSlurmError):
+        return False
+
+
+def _point_latest(staging: Staging) -> None:
+    hint = staging.final.parent / "latest"
+    try:
+        write_file(hint, staging.final.name.encode() + b"\n")
+    except OSError:
+        # The checkpoint is committed; a stale hint must not make that look like a failure.
+        return
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)

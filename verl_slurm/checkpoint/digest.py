@@ -1,0 +1,39 @@
+"""Streaming SHA-256, and how many threads to do it with.
+
+hashlib lets go of the interpreter lock for blocks above 2 KiB, so threads use all cores.
+"""
+
+import hashlib
+import os
+
+__all__ = ["hash_fd", "num_threads"]
+
+# 4 MiB: above 1 MiB the speed no longer depends on it (1.7 GB/s a core with SHA extensions).
+_BLOCK = 4 << 20
+
+
+def hash_fd(fd: int, *, from_medium: bool = False) -> tuple[int, str]:
+    """Size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start.
+
+    Args:
+        from_medium: drop clean cached pages first, so that the bytes come from the disk or server where the
+            kernel allows that.
+
+    Raises:
+        OSError: a read failed.
+    """
+    if from_medium:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    digest = hashlib.sha256()
+    size = 0
+    buffer = memoryview(bytearray(min(_BLOCK, max(os.fstat(fd).st_size, 4096))))
+    while count := os.preadv(fd, [buffer], size):
+        digest.update(buffer[:count])
+        size += count
+    return size, digest.hexdigest()
+
+
+def num_threads() -> int:
+    """Threads for hashing: the cores we may use, at most 8 (beyond that storage is the limit)."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))

@@ -1,0 +1,178 @@
+"""A checkpoint on disk: the specification. Everything that writes or reads one goes by this page.
+
+## 1. Tree
+
+```
+RUN/checkpoints/                      0700
+  step_000012/                        after 12 whole steps
+  step_000012_sp0007/                 7 safe points into the step after those
+    manifest.json                     the commit record (section 2)
+    schema_version.json               `schema.SchemaVersion`: signatures of the state classes
+    metadata.json                     step, learning rates, metric history, time: for people
+    config.yaml                       the resolved configuration
+    orchestration.json                data files, device groups, topology: as at the first start
+    actor/ critic/ optimizer/         torch.distributed.checkpoint: `.metadata` and `*.distcp`
+    scheduler.json                    learning-rate schedulers
+    runtime_state.rank_0000.msgpack.zst   one a rank: `runtime_state/format.py`
+  .step_000012.<nonce>.tmp/           being written, or being removed; never read
+  latest                              the name of the newest commit; a hint, never the truth
+  quarantine/NAME.<nonce>/            set aside because it did not verify, with NAME.<nonce>.reason.json
+```
+
+Directories are 0700, files 0600, all of the user who runs the job. Order: (step, safe point).
+
+## 2. manifest.json
+
+JSON, UTF-8, at most MAX_MANIFEST_BYTES, the `Manifest` struct: no key twice or unknown, no NaN or Infinity.
+`files` names every regular file of the tree except manifest.json, sorted by path, with size and SHA-256.
+`digest` is the SHA-256 (hex) of the canonical JSON of the other fields: keys sorted, separators `,` and `:`,
+ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
+
+A plain digest finds accidents, not attackers: who can write the directory can write the manifest. So a
+checkpoint that is to be loaded must belong to us and be writable by nobody else (`verify`).
+
+## 3. A path in a manifest
+
+Relative, `/` between names, at most MAX_PATH_CHARS characters and MAX_DEPTH names of `[A-Za-z0-9_.=+@-]`,
+none of them `.` or `..`; not `manifest.json`; no two that differ only in case.
+
+## 4. Commit order
+
+1. rank 0 makes the staging directory (`commit.begin`); every rank writes its files into it
+2. every rank fsyncs, sizes and hashes its own files, and fsyncs their directories (`commit.seal`)
+3. rank 0 checks that the tree is exactly what was sealed, writes manifest.json last, fsyncs it and its folder
+4. rank 0 asks whether its epoch still owns the run, renames to the final name, fsyncs the parent
+5. the `latest` hint is replaced
+
+A directory without a manifest that verifies does not exist for resume. Before step 4 a crash leaves a staging
+directory, which `commit.sweep` removes at the next start; after it, a whole checkpoint.
+
+## 5. Who may remove
+
+`apply.apply_prune`, what a plan names (renamed to a staging name first); `commit.abort` and `sweep`, staging
+directories. `recover` moves to quarantine and removes nothing. Nothing else removes anything.
+"""
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "MAX_DEPTH",
+    "MAX_FILES",
+    "MAX_MANIFEST_BYTES",
+    "REQUIRED_DIRECTORIES",
+    "REQUIRED_FILES",
+    "SCHEMA_VERSION",
+    "STAGING_NAME",
+    "FileEntry",
+    "Manifest",
+    "Topology",
+    "missing_parts",
+    "path_problem",
+]
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = "schema_version.json"
+
+REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "scheduler.json", SCHEMA_VERSION)
+REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
+
+# A staging directory, as RunPaths.staging names it.
+STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp")
+
+# 100 000 files of 200 bytes of JSON each are 20 MB.
+MAX_FILES = 100_000
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_PATH_CHARS = 1024
+MAX_DEPTH = 8
+
+_COMPONENT = re.compile(r"[A-Za-z0-9_.=+@\-]{1,255}")
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of a checkpoint."""
+
+    path: str
+    """Relative to the checkpoint's directory (section 3)."""
+    size: _Count
+    """Bytes."""
+    sha256: _Sha256
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the ranks that wrote it were arranged."""
+
+    dp: _Positive
+    tp: _Positive = 1
+    pp: _Positive = 1
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The commit record (section 2).
+
+    Called by: dcp.saver makes one without a digest; `commit.commit` adds the digest and writes it.
+    """
+
+    format_version: int = FORMAT_VERSION
+    name: str
+    step: _Count
+    """Whole steps done."""
+    safe_point: _Count
+    """Safe points passed since the end of the last whole step."""
+    phase: Literal["generate", "score", "advantage", "update", "step_end"]
+    epoch: _Count
+    """The incarnation that wrote it."""
+    parent: str | None
+    """Name of the checkpoint its incarnation resumed from."""
+    schema_id: str
+    dataset_fingerprint: str
+    world_size: _Positive
+    topology: Topology
+    files: Annotated[tuple[FileEntry, ...], msgspec.Meta(max_length=MAX_FILES)]
+    frozen: dict[str, str] = {}
+    """Digest of each model that does not train (reference, reward), by role."""
+    created_utc: str
+    """ISO 8601 with Z."""
+    save_seconds: float
+    digest: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self.files)
+
+
+def path_problem(path: str) -> str | None:
+    """Why `path` may not stand in a manifest (section 3), or None."""
+    if not path or len(path) > MAX_PATH_CHARS:
+        return "empty or too long a path"
+    names = path.split("/")
+    if len(names) > MAX_DEPTH:
+        return "too deep a path"
+    for name in names:
+        if name in {".", ".."}:
+            return "a path with . or .."
+        if not _COMPONENT.fullmatch(name):
+            return "a path with an empty name or characters outside [A-Za-z0-9_.=+@-]"
+    if path == MANIFEST:
+        return "the manifest names itself"
+    return None
+
+
+def missing_parts(manifest: Manifest) -> list[str]:
+    """What a checkpoint must have and this manifest does not name."""
+    paths = {entry.path for entry in manifest.files}
+    tops = {path.split("/", 1)[0] for path in paths if "/" in path}
+    states = (f"runtime_state.rank_{rank:04d}.msgpack.zst" for rank in range(manifest.world_size))
+    wanted = [*REQUIRED_FILES, *states]
+    return [name for name in wanted if name not in paths] + [
+        f"{name}/" for name in REQUIRED_DIRECTORIES if name not in tops
+    ]

@@ -1,0 +1,127 @@
+"""Manifest to JSON and back, and its digest (`format.py`, section 2). Bytes only, no files."""
+
+import hashlib
+import json
+import math
+from typing import Any, NoReturn
+
+import msgspec
+
+from verl_slurm.checkpoint.format import FORMAT_VERSION, MAX_MANIFEST_BYTES, Manifest, path_problem
+from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.paths import CHECKPOINT_NAME
+
+__all__ = ["canonical", "checkpoint_order", "manifest_digest", "parse", "render", "sealed", "strict_json"]
+
+
+def canonical(value: object) -> bytes:
+    """The one JSON text of `value` that digests are taken of."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode("ascii")
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """SHA-256 of the canonical JSON of everything but the digest."""
+    fields = msgspec.to_builtins(manifest)
+    del fields["digest"]
+    return hashlib.sha256(canonical(fields)).hexdigest()
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """`manifest` with its files sorted and its digest filled in."""
+    files = tuple(sorted(manifest.files, key=lambda entry: entry.path))
+    manifest = msgspec.structs.replace(manifest, files=files)
+    return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))
+
+
+def render(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json."""
+    return (
+        json.dumps(msgspec.to_builtins(manifest), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    )
+
+
+def checkpoint_order(name: str) -> tuple[int, int] | None:
+    """(step, safe point) of a checkpoint's name, or None when it is no such name."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def parse(data: bytes, *, where: object) -> Manifest:
+    """The manifest that `data` holds, digest and paths checked.
+
+    Raises:
+        SchemaMismatch: another format version; nothing else of it was believed.
+        CheckpointCorrupt: anything else that is not as `format.py` says.
+    """
+    try:
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{len(data)} bytes, at most {MAX_MANIFEST_BYTES}")
+        raw = strict_json(data)
+        version = raw.get("format_version") if isinstance(raw, dict) else None
+        if type(version) is int and version != FORMAT_VERSION:
+            raise SchemaMismatch(
+                "the checkpoint is of another format version",
+                where=where,
+                found=version,
+                expected=FORMAT_VERSION,
+                remedy="resume with the version of verl-slurm that wrote it",
+            )
+        manifest = msgspec.convert(raw, Manifest)
+        _check(manifest)
+    except (ValueError, RecursionError, OverflowError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "the manifest does not verify",
+            where=where,
+            found=error,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    actual = manifest_digest(manifest)
+    if manifest.digest != actual:
+        raise ValueError(f"manifest digest is {actual}, it says {manifest.digest}")
+    if checkpoint_order(manifest.name) != (manifest.step, manifest.safe_point):
+        raise ValueError(f"name {manifest.name} for step {manifest.step}, safe point {manifest.safe_point}")
+    seen: dict[str, str] = {}
+    for entry in manifest.files:
+        problem = path_problem(entry.path)
+        if problem is not None:
+            raise ValueError(f"{problem}: {entry.path!r}")
+        other = seen.setdefault(entry.path.casefold(), entry.path)
+        if other is not entry.path:
+            raise ValueError(f"two files of one name: {other!r}, {entry.path!r}")
+
+
+def strict_json(data: bytes) -> Any:
+    """JSON without doubled keys, NaN, Infinity or numbers that overflow to it.
+
+    Raises:
+        ValueError: it has one of those, or is no JSON.
+    """
+    return json.loads(
+        data.decode("utf-8"),
+        object_pairs_hook=_no_doubles,
+        parse_constant=_refuse_constant,
+        parse_float=_finite,
+    )
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key is there twice")
+    return result
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} overflows")
+    return value

@@ -1,0 +1,242 @@
+"""The schema lock: what the saved state looks like, and whether this code can read it.
+
+`schema_version.json` holds a signature of each class of saved state: its fields and their types. The schema
+id is the SHA-256 of the canonical JSON of those signatures; the code version is told but not compared,
+since most versions change no layout. Limits (`msgspec.Meta`) are no part of a type: they guard readers, not
+layout.
+
+A change of layout without a migration is refused with the exact differences. A `Migration` turns the header
+of a runtime state (a plain map) of one schema into that of the next; they are chained from the saved one to
+ours.
+"""
+
+import hashlib
+import types
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from verl_slurm import __version__
+from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.manifest import canonical, strict_json
+from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.runtime_state.format import ArraySpec, RecordHeader, RuntimeState, StateHeader
+
+__all__ = [
+    "MIGRATIONS",
+    "TRAINER_COMPONENTS",
+    "Migration",
+    "SchemaVersion",
+    "check_schema",
+    "current_schema",
+    "differences",
+    "migration_path",
+    "parse_schema",
+    "render_schema",
+    "schema_of",
+    "upgrade_for",
+]
+
+# What the trainer saves beside these structs. Change the text when the meaning or layout changes, and every
+# older checkpoint is refused (or migrated) instead of being misread.
+TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
+    "trainer.actor": {"parameters": "tensor by qualified name, torch.distributed.checkpoint"},
+    "trainer.critic": {"parameters": "tensor by qualified name, torch.distributed.checkpoint"},
+    "trainer.optimizer": {
+        "actor": "AdamW state by qualified name: step, exp_avg, exp_avg_sq",
+        "critic": "AdamW state by qualified name: step, exp_avg, exp_avg_sq",
+    },
+    "trainer.scheduler": {"actor": "LambdaLR state", "critic": "LambdaLR state"},
+    "trainer.sampling": {"noise": "Philox, key (run seed, step, sample id, sample index), counter position"},
+    "trainer.step": {"phases": "generate score advantage update step_end", "micro_batch": "i * world + rank"},
+}
+
+_STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    ArraySpec,
+    FileEntry,
+    Manifest,
+    RecordHeader,
+    RuntimeState,
+    StateHeader,
+    Topology,
+)
+
+_MAX_BYTES = 1 << 20
+
+
+class SchemaVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of schema_version.json."""
+
+    code_version: str
+    schema_id: str
+    classes: dict[str, dict[str, str]]
+    """Class → field → type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """A way from one schema to the next.
+
+    Attributes:
+        source, target: schema ids.
+        what: one line for the journal.
+        upgrade: takes the header map of a runtime state of `source` and returns one of `target`.
+    """
+
+    source: str
+    target: str
+    what: str
+    upgrade: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+MIGRATIONS: tuple[Migration, ...] = ()
+"""Registered migrations. None yet: this is the first layout."""
+
+
+def current_schema() -> SchemaVersion:
+    """The schema of this code.
+
+    Called by: dcp.saver, recover, cli.
+    """
+    return schema_of({c.__name__: _signature(c) for c in _STRUCTS} | TRAINER_COMPONENTS)
+
+
+def schema_of(classes: dict[str, dict[str, str]], code_version: str = __version__) -> SchemaVersion:
+    """The schema with these classes; the id follows from them."""
+    digest = hashlib.sha256(canonical(classes)).hexdigest()
+    return SchemaVersion(code_version=code_version, schema_id=digest, classes=classes)
+
+
+def render_schema(schema: SchemaVersion) -> bytes:
+    """The bytes of schema_version.json."""
+    return msgspec.json.format(msgspec.json.encode(schema, order="sorted"), indent=1) + b"\n"
+
+
+def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
+    """The schema that `data` holds; its id must follow from its classes.
+
+    Raises:
+        CheckpointCorrupt: it does not.
+    """
+    try:
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"{len(data)} bytes, at most {_MAX_BYTES}")
+        schema = msgspec.convert(strict_json(data), SchemaVersion)
+        expected = schema_of(schema.classes).schema_id
+        if schema.schema_id != expected:
+            raise ValueError(f"schema id {schema.schema_id}, its classes give {expected}")
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "the schema file cannot be read",
+            where=where,
+            found=error,
+            remedy="resume from another checkpoint (verl-slurm checkpoints)",
+        ) from error
+    return schema
+
+
+def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:
+    """Every difference in layout, one line each, sorted; empty when there is none."""
+    lines = []
+    for name in sorted(saved.classes.keys() | current.classes.keys()):
+        old, new = saved.classes.get(name), current.classes.get(name)
+        if old is None:
+            lines.append(f"{name}: not in the checkpoint")
+        elif new is None:
+            lines.append(f"{name}: only in the checkpoint")
+        else:
+            for field in sorted(old.keys() | new.keys()):
+                if field not in new:
+                    lines.append(f"{name}.{field}: only in the checkpoint ({old[field]})")
+                elif field not in old:
+                    lines.append(f"{name}.{field}: not in the checkpoint ({new[field]})")
+                elif old[field] != new[field]:
+                    lines.append(f"{name}.{field}: {old[field]} in the checkpoint, {new[field]} here")
+    return lines
+
+
+def migration_path(
+    source: str, target: str, migrations: Sequence[Migration] = MIGRATIONS
+) -> tuple[Migration, ...] | None:
+    """The shortest chain from one schema id to another; empty when they are the same, None without one."""
+    queue: deque[tuple[str, tuple[Migration, ...]]] = deque([(source, ())])
+    seen = {source}
+    while queue:
+        here, path = queue.popleft()
+        if here == target:
+            return path
+        for migration in migrations:
+            if migration.source == here and migration.target not in seen:
+                seen.add(migration.target)
+                queue.append((migration.target, (*path, migration)))
+    return None
+
+
+def upgrade_for(
+    migrations: Sequence[Migration],
+) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """What `runtime_state.codec.decode` takes as `upgrade`: all of them in order; None when there is none.
+
+    Called by: dcp.loader, with `migration_path(...)`.
+    """
+    if not migrations:
+        return None
+
+    def upgrade(header: dict[str, Any]) -> dict[str, Any]:
+        for migration in migrations:
+            header = migration.upgrade(header)
+        return header
+
+    return upgrade
+
+
+def check_schema(
+    saved: SchemaVersion,
+    current: SchemaVersion,
+    *,
+    where: object,
+    migrations: Sequence[Migration] = MIGRATIONS,
+) -> tuple[Migration, ...]:
+    """The migrations that a checkpoint of `saved` needs here; empty when none.
+
+    Raises:
+        SchemaMismatch: the layouts differ and no chain of migrations leads from one to the other.
+    """
+    path = migration_path(saved.schema_id, current.schema_id, migrations)
+    if path is None:
+        raise SchemaMismatch(
+            "the checkpoint has another state layout",
+            where=where,
+            found=f"{saved.code_version}: " + "; ".join(differences(saved, current)),
+            expected=f"the layout of {current.code_version}",
+            remedy=f"resume with verl-slurm {saved.code_version}, or start with checkpoint.resume_from=null",
+        )
+    return path
+
+
+def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:
+    hints = get_type_hints(struct, include_extras=True)
+    return {field.name: _type_name(hints[field.name]) for field in msgspec.structs.fields(struct)}
+
+
+def _type_name(hint: Any) -> str:
+    """A type as text that is the same on every Python version; limits are left out."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin is Literal:
+        return "Literal[" + ", ".join(repr(a) for a in args) + "]"
+    if origin in {Union, types.UnionType}:
+        return " | ".join(_type_name(a) for a in args)
+    if hint is type(None) or hint is None:
+        return "None"
+    if hint is Ellipsis:
+        return "..."
+    if getattr(origin or hint, "__name__", "") == "ndarray":
+        return "ndarray"
+    if origin is not None:
+        return f"{origin.__name__}[" + ", ".join(_type_name(a) for a in args) + "]"
+    return str(getattr(hint, "__name__", hint))

@@ -1,0 +1,95 @@
+"""Walking and opening below a directory without ever following a link (openat, O_NOFOLLOW)."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.checkpoint.format import MAX_DEPTH
+
+__all__ = ["Entry", "list_tree", "open_below", "open_directory"]
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO in the place of a file must not wait for a writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One name below a directory.
+
+    Attributes:
+        path: relative, `/` between names.
+    """
+
+    path: str
+    info: os.stat_result
+
+    @property
+    def kind(self) -> str:
+        mode = self.info.st_mode
+        if stat.S_ISREG(mode):
+            return "file"
+        if stat.S_ISDIR(mode):
+            return "directory"
+        return "link" if stat.S_ISLNK(mode) else "special file"
+
+
+@contextmanager
+def open_directory(path: Path | str, *, below: int | None = None) -> Iterator[int]:
+    """A descriptor of a directory that is no link.
+
+    Raises:
+        OSError: it is not there, a link (ELOOP, ENOTDIR), or not ours to read.
+    """
+    fd = os.open(path, _DIRECTORY, dir_fd=below)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def open_below(root: int, path: str) -> Iterator[int]:
+    """A read descriptor of `path` below the directory `root`; no name on the way may be a link.
+
+    Raises:
+        OSError: a name is missing, a link, or not ours to read.
+    """
+    *folders, name = path.split("/")
+    opened: list[int] = []
+    try:
+        current = root
+        for folder in folders:
+            current = os.open(folder, _DIRECTORY, dir_fd=current)
+            opened.append(current)
+        opened.append(os.open(name, _FILE, dir_fd=current))
+        yield opened[-1]
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def list_tree(root: int) -> list[Entry]:
+    """Everything below the directory `root`, links and special files as themselves; sorted by path.
+
+    Directories deeper than any checkpoint has are named and not entered.
+
+    Raises:
+        OSError: a directory cannot be read.
+    """
+    entries: list[Entry] = []
+    _descend(root, "", entries)
+    return sorted(entries, key=lambda entry: entry.path)
+
+
+def _descend(fd: int, prefix: str, entries: list[Entry]) -> None:
+    with os.scandir(fd) as names:
+        found = [Entry(path=prefix + n.name, info=n.stat(follow_symlinks=False)) for n in names]
+    for entry in found:
+        entries.append(entry)
+        if entry.kind == "directory" and entry.path.count("/") < MAX_DEPTH:
+            with open_directory(entry.path.rsplit("/", 1)[-1], below=fd) as below:
+                _descend(below, entry.path + "/", entries)

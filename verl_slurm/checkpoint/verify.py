@@ -1,0 +1,196 @@
+"""Is a directory, byte for byte, the checkpoint that was committed? Reads every byte; fails closed.
+
+Found, each with the path it is about: no manifest, one that does not parse or whose digest is wrong, a file
+missing, extra, of another size or content, a link or special file, a directory nobody named, a name that is
+not the manifest's, a required part that is not there, files that others own or may write. A fault is
+reported, never repaired. Torch, msgpack and zstd see nothing of a checkpoint before this said yes.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from verl_slurm.checkpoint.digest import hash_fd, num_threads
+from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, missing_parts
+from verl_slurm.checkpoint.info import Problem, Verdict
+from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
+from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
+
+__all__ = ["read_manifest", "verify"]
+
+# These say that the tree is not what was committed; any other error may be the storage's mood.
+_TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+
+
+def verify(
+    directory: Path,
+    *,
+    require_owner: bool = True,
+    threads: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Verdict:
+    """Check one checkpoint directory in full.
+
+    Args:
+        directory: `.../step_000012`; its last name must not be a link.
+        require_owner: everything must belong to us and be writable by nobody else. Loading needs that (DCP's
+            `.metadata` is a pickle); a mere look at somebody's checkpoint does not.
+        threads: that hash; default: one a core.
+
+    Returns:
+        The verdict. Never raises for what it finds, not even for a directory that is not there.
+
+    Called by: daemon after every commit, `recover`, cli.
+    """
+    started = clock()
+    problems: list[Problem] = []
+    manifest: Manifest | None = None
+    num_bytes = 0
+    try:
+        with open_directory(directory) as root:
+            manifest = _manifest(root, problems)
+            entries = list_tree(root)
+            if require_owner:
+                here = Entry(path=".", info=os.fstat(root))
+                problems.extend(_untrusted([here, *entries]))
+            if manifest is not None:
+                if manifest.name != directory.name:
+                    problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
+                problems.extend(_tree_problems(manifest, entries))
+                num_bytes = _check_files(root, manifest, problems, threads or num_threads())
+    except OSError as error:
+        problems.append(_os_problem(".", error))
+    return Verdict(
+        name=directory.name,
+        ok=not problems,
+        problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
+        manifest=manifest,
+        num_bytes=num_bytes,
+        seconds=clock() - started,
+    )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint, itself verified; the files it names are not looked at.
+
+    Raises:
+        OSError: it cannot be read.
+        SchemaMismatch: it is of another format version.
+        CheckpointCorrupt: it does not verify.
+    """
+    with open_directory(directory) as root:
+        return _read_manifest(root, directory / MANIFEST)
+
+
+def _read_manifest(root: int, where: object) -> Manifest:
+    with open_below(root, MANIFEST) as fd:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointCorrupt(
+                "the manifest does not verify",
+                where=where,
+                found=f"mode {info.st_mode:o}, {info.st_size} bytes",
+                expected=f"a regular file of at most {MAX_MANIFEST_BYTES} bytes",
+            )
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return parse(file.read(MAX_MANIFEST_BYTES + 1), where=where)
+
+
+def _manifest(root: int, problems: list[Problem]) -> Manifest | None:
+    try:
+        return _read_manifest(root, MANIFEST)
+    except FileNotFoundError:
+        problems.append(Problem(path=MANIFEST, what="missing: this was never committed"))
+    except SchemaMismatch as error:
+        found = f"format version {error.found}, this code reads {error.expected}"
+        problems.append(Problem(path=MANIFEST, what=found, kind="version"))
+    except CheckpointCorrupt as error:
+        problems.append(Problem(path=MANIFEST, what=str(error.found)))
+    except OSError as error:
+        problems.append(_os_problem(MANIFEST, error))
+    return None
+
+
+def _untrusted(entries: list[Entry]) -> list[Problem]:
+    problems = []
+    for entry in entries:
+        if entry.kind == "link":
+            continue  # reported as a link; its own mode means nothing
+        if entry.info.st_uid != os.geteuid():
+            what = f"belongs to uid {entry.info.st_uid}, expected {os.geteuid()}"
+        elif stat.S_IMODE(entry.info.st_mode) & 0o022:
+            what = f"may be written by others (mode {stat.S_IMODE(entry.info.st_mode):04o})"
+        else:
+            continue
+        problems.append(Problem(path=entry.path, what=what, kind="untrusted"))
+    return problems
+
+
+def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
+    """Names alone: what is there and should not be, what should be there at all."""
+    files = {entry.path for entry in manifest.files} | {MANIFEST}
+    folders = {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+    problems = [
+        Problem(path=p, what="a required part is not in the manifest") for p in missing_parts(manifest)
+    ]
+    for entry in entries:
+        if entry.kind == "file":
+            if entry.path not in files:
+                problems.append(Problem(path=entry.path, what="extra: not in the manifest"))
+        elif entry.kind == "directory":
+            if entry.path not in folders:
+                problems.append(Problem(path=entry.path, what="extra directory: not in the manifest"))
+        else:
+            problems.append(Problem(path=entry.path, what=f"is a {entry.kind}, expected a regular file"))
+    return problems
+
+
+def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads: int) -> int:
+    """Hash every file the manifest names; returns the bytes read."""
+    # The largest first: the last thread to end decides how long it takes.
+    entries = sorted(manifest.files, key=lambda entry: -entry.size)
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="verify") as pool:
+        results = list(pool.map(lambda entry: _check_file(root, entry), entries))
+    problems.extend(problem for _, problem in results if problem is not None)
+    return sum(size for size, _ in results)
+
+
+def _check_file(root: int, entry: FileEntry) -> tuple[int, Problem | None]:
+    try:
+        with open_below(root, entry.path) as fd:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                return 0, Problem(path=entry.path, what="is not a regular file")
+            if info.st_size != entry.size:
+                what = f"size {info.st_size}, expected {entry.size}"
+                return 0, Problem(path=entry.path, what=what)
+            size, digest = hash_fd(fd, from_medium=True)
+    except OSError as error:
+        return 0, _os_problem(entry.path, error)
+    if size != entry.size:
+        return size, Problem(path=entry.path, what=f"size {size}, expected {entry.size}")
+    if digest != entry.sha256:
+        return size, Problem(path=entry.path, what=f"sha256 {digest}, expected {entry.sha256}")
+    return size, None
+
+
+def _shown(problem: Problem) -> Problem:
+    """With what came from the disk escaped: a file's name may hold newlines, colours, or be no UTF-8."""
+    path, what = (
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        for text in (problem.path, problem.what)
+    )
+    return Problem(path=path, what=what, kind=problem.kind)
+
+
+def _os_problem(path: str, error: OSError) -> Problem:
+    if error.errno == errno.ENOENT:
+        return Problem(path=path, what="missing")
+    if error.errno in _TREE_ERRORS:
+        return Problem(path=path, what="a link or another type of file where a plain one belongs")
+    return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind="unreadable")

@@ -1,0 +1,218 @@
+"""`verl-slurm checkpoints`, `verify`, `compare` and `fingerprint`."""
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from verl_slurm.cli import render
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.errors import CheckpointCorrupt, NotFound, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+__all__ = ["checkpoints", "compare", "fingerprint", "print_checkpoints", "verify"]
+
+
+@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("run", type=RUN)
+@json_option
+def checkpoints(run: RunPaths, as_json: bool) -> int:
+    """The checkpoints of RUN, newest first, from their manifests alone (`verify` reads the files).
+
+    \b
+    committed     whole by its manifest
+    torn          its writer died before the commit; never used, removed at the next start
+    quarantined   did not verify, set aside
+    foreign       not a checkpoint of ours
+    """
+    return print_checkpoints(run, as_json)
+
+
+def print_checkpoints(run: RunPaths, as_json: bool) -> int:
+    """The table behind `checkpoints RUN` and `list RUN`."""
+    from verl_slurm.checkpoint.catalog import list_checkpoints
+
+    found = list_checkpoints(run)
+    if as_json:
+        render.json_value([asdict(info) | {"path": str(info.path)} for info in found])
+        return ExitCode.OK
+    if not found:
+        render.line(f"no checkpoints in {run.checkpoints} yet")
+        return ExitCode.OK
+    render.table(
+        ["name", "kind", "phase", "epoch", "ranks", "files", "MB", "created", "detail"],
+        [
+            [
+                info.name,
+                info.kind,
+                info.phase or "-",
+                "-" if info.epoch is None else info.epoch,
+                "-" if info.world_size is None else info.world_size,
+                info.num_files,
+                round(info.num_bytes / 1e6, 1),
+                info.created_utc or "-",
+                info.detail,
+            ]
+            for info in found
+        ],
+    )
+    return ExitCode.OK
+
+
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+@click.argument("place", type=click.Path(path_type=Path))
+@json_option
+def verify(place: Path, as_json: bool) -> int:
+    """Read checkpoints back, every byte, and hold them against their manifests.
+
+    PLACE is a run (all its committed checkpoints) or one checkpoint directory. Nothing is changed. Every file
+    that is missing, extra, cut, altered or a link is named.
+    """
+    from verl_slurm.checkpoint.verify import verify as verify_directory
+
+    verdicts = [verify_directory(path) for path in _checkpoints_of(place)]
+    good = all(verdict.ok for verdict in verdicts)
+    if as_json:
+        shown = [
+            {
+                "name": verdict.name,
+                "ok": verdict.ok,
+                "problems": [{"path": p.path, "what": p.what, "kind": p.kind} for p in verdict.problems],
+                "num_bytes": verdict.num_bytes,
+                "seconds": round(verdict.seconds, 4),
+            }
+            for verdict in verdicts
+        ]
+        render.json_value({"ok": good, "checkpoints": shown})
+    else:
+        for verdict in verdicts:
+            if verdict.ok:
+                size = verdict.num_bytes / 1e6
+                render.line(f"{verdict.name}  verified, {size:.1f} MB in {verdict.seconds:.2f} s")
+            for problem in verdict.problems:
+                render.line(f"{verdict.name}  BAD {problem.path}: {problem.what}")
+    return ExitCode.OK if good else ExitCode.CORRUPT
+
+
+@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@json_option
+def compare(a: Path, b: Path, as_json: bool) -> int:
+    """Are checkpoints A and B the same, bit for bit? Of a run, the newest committed one is taken.
+
+    Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
+    first. Exit code 0 says the same, 19 different.
+    """
+    left, right = _one_checkpoint(a), _one_checkpoint(b)
+    command = [sys.executable, "-m", "verl_slurm.dcp.compare", str(left), str(right), "--json"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        answer: dict[str, Any] = msgspec.json.decode(done.stdout, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        raise _child_error(done) from None
+    if "differing" not in answer:
+        raise _child_error(done)
+    same = not answer["differing"]
+    if as_json:
+        render.json_value(answer | {"same": same})
+    elif same:
+        size = answer["num_bytes"] / 1e6
+        render.line(f"the same: {answer['num_tensors']} tensors, {size:.1f} MB, bit for bit")
+        render.fields([("a", left), ("b", right)])
+    else:
+        render.line(f"DIFFERENT in {len(answer['differing'])} places")
+        render.fields([("a", left), ("b", right)])
+        for name in answer["differing"]:
+            render.line(f"  {name}")
+    return ExitCode.OK if same else ExitCode.DIFFERENT
+
+
+def _child_error(done: "subprocess.CompletedProcess[bytes]") -> VerlSlurmError:
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    said = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode == ExitCode.CORRUPT:
+        return CheckpointCorrupt(
+            "a checkpoint to compare does not verify", found=said, remedy="see `verl-slurm verify`"
+        )
+    return VerlSlurmError("the comparison broke", found=said, remedy="report it with both `verify` outputs")
+
+
+@click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
+@click.argument("place", type=click.Path(path_type=Path))
+@click.option("--against", type=RUN, help="Compare with the data that this run started with.")
+@json_option
+def fingerprint(place: Path, against: RunPaths | None, as_json: bool) -> int:
+    """The SHA-256 tree hash of a data set; of a run, whether its data has changed since its first start.
+
+    PLACE is a data directory, or a run: then its data root is hashed and compared. On drift every added,
+    removed and changed file is listed, and the exit code is 16.
+    """
+    from verl_slurm.checkpoint import fingerprint as prints
+    from verl_slurm.config.load import load_resolved
+
+    root = place
+    if (place / "run.yaml").is_file():
+        against = against or RunPaths(place.resolve())
+        root = Path(load_resolved(place / "run.yaml").data.root)
+    now = prints.fingerprint(root)
+    old = None if against is None else prints.read(against)
+    if against is not None and old is None:
+        raise NotFound(
+            "the run has no fingerprint yet",
+            where=against.fingerprint,
+            remedy="it gets one when it is submitted",
+        )
+    drift = None if old is None else prints.drift(old, now)
+    changes = (
+        {}
+        if drift is None
+        else {"added": list(drift.added), "removed": list(drift.removed), "changed": list(drift.changed)}
+    )
+    same = not any(changes.values())
+    if as_json:
+        answer: dict[str, Any] = {"root": str(root), "digest": now.digest, "num_files": len(now.files)}
+        render.json_value(answer if old is None else answer | {"same": same} | changes)
+    else:
+        render.line(f"{now.digest}  {root}  {len(now.files)} files")
+        for kind, names in changes.items():
+            for name in names:
+                render.line(f"{kind:<8} {name}")
+        if old is not None:
+            render.line(
+                "the same as at the first start" if same else "the data has CHANGED since the first start"
+            )
+    return ExitCode.OK if same else ExitCode.DATASET_DRIFT
+
+
+def _checkpoints_of(place: Path) -> list[Path]:
+    from verl_slurm.checkpoint.catalog import list_checkpoints
+
+    if (place / "run.yaml").is_file():
+        # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
+        infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
+        found = [info.path for info in infos if not info.name.startswith(".")]
+        if not found:
+            raise NotFound("the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {place}")
+        return found
+    if not place.is_dir():
+        raise NotFound(
+            "no such run or checkpoint", where=place, remedy="`verl-slurm list DIR` shows the runs below DIR"
+        )
+    return [place]
+
+
+def _one_checkpoint(place: Path) -> Path:
+    from verl_slurm.checkpoint.catalog import list_checkpoints
+
+    if not (place / "run.yaml").is_file():
+        return _checkpoints_of(place)[0].resolve()
+    committed = [i.path for i in list_checkpoints(RunPaths(place)) if i.kind == "committed"]
+    if not committed:
+        raise NotFound("the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {place}")
+    return committed[0].resolve()

@@ -1,0 +1,120 @@
+"""`verl-slurm cancel` and `requeue`: what a user asks of a run's job."""
+
+import asyncio
+import signal
+
+import click
+import psutil
+
+from verl_slurm.cli import render
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.errors import NotFound, SlurmRefused
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+__all__ = ["cancel", "requeue"]
+
+_EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
+
+
+@click.command(epilog=_EXITS)
+@click.argument("run", type=RUN)
+@json_option
+def cancel(run: RunPaths, as_json: bool) -> int:
+    """End the job of RUN for good.
+
+    It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
+    `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
+    """
+    from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.record import last_job, record
+
+    job = last_job(run)
+    _require_living(run)
+    record(run, "cancel_asked")
+    if job.cluster == "slurm":
+        asyncio.run(SlurmClient().cancel(int(job.job_id)))
+    else:
+        _signal_local(run, signal.SIGTERM)
+    _say(
+        as_json, run, job.job_id, "cancelled", f"job {job.job_id} is being cancelled; it will not be requeued"
+    )
+    return ExitCode.OK
+
+
+@click.command(epilog=_EXITS)
+@click.argument("run", type=RUN)
+@json_option
+def requeue(run: RunPaths, as_json: bool) -> int:
+    """Save, end the running job of RUN, and have it start again a few seconds later.
+
+    For instance to leave a node that is to be repaired. A job that is over is started again by
+    `verl-slurm submit RUN`.
+    """
+    from verl_slurm.config.load import load_resolved
+    from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.record import last_job, record
+
+    job = last_job(run)
+    _require_living(run)
+    record(run, "requeue_asked")
+    detail = "it saves and starts again in place"
+    if job.cluster == "slurm":
+        client, number = SlurmClient(), int(job.job_id)
+        delay_s = load_resolved(run.run_yaml).daemon.requeue_delay_s
+
+        async def ask() -> tuple[bool, str]:
+            facts = await client.job(number)
+            outcome = await client.requeue(number, delay_s, own_restarts=facts.restarts)
+            return outcome.will_run_again, outcome.detail
+
+        accepted, detail = asyncio.run(ask())
+        if not accepted:
+            raise SlurmRefused(
+                "the job was not requeued",
+                where=job.job_id,
+                found=detail,
+                remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
+            )
+    else:
+        _signal_local(run, signal.SIGUSR2)
+    _say(as_json, run, job.job_id, "requeued", f"job {job.job_id} is being requeued: {detail}")
+    return ExitCode.OK
+
+
+def _require_living(run: RunPaths) -> None:
+    from verl_slurm.submit.liveness import job_state
+    from verl_slurm.submit.record import last_job
+
+    job = last_job(run)
+    state = job_state(run, job)
+    if state.over:
+        raise NotFound(
+            "the run has no living job",
+            where=run.root,
+            found=f"job {job.job_id}, {state.state}",
+            remedy=f"`verl-slurm submit {run.root}` starts it again",
+        )
+
+
+def _signal_local(run: RunPaths, number: signal.Signals) -> None:
+    """Signal the lead: the one child of submitit's local controller."""
+    from verl_slurm.submit.liveness import controller
+    from verl_slurm.submit.record import last_job
+
+    process = controller(run, last_job(run))
+    leads = [] if process is None else process.children()
+    if not leads:
+        raise NotFound("the run's process is gone", where=run.root, remedy=f"verl-slurm submit {run.root}")
+    for lead in leads:
+        try:
+            lead.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _say(as_json: bool, run: RunPaths, job_id: str, what: str, text: str) -> None:
+    if as_json:
+        render.json_value({"run_dir": str(run.root), "job_id": job_id, "result": what})
+    else:
+        render.line(text)

@@ -1,0 +1,89 @@
+"""The group of commands. Imports click and the exit codes, nothing else: `--help` must answer at once.
+
+A command's module is imported when the command is used, and only then. Each module offers one `click.Command`
+(or group) under the name given here.
+"""
+
+from importlib import import_module
+from typing import NamedTuple
+
+import click
+
+from verl_slurm import __version__
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = ["COMMANDS", "Entry", "cli"]
+
+
+class Entry(NamedTuple):
+    """Where a command lives and what its line in `--help` says."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "submit": Entry("submit", "submit", "Check a configuration, and start the run it describes."),
+    "status": Entry("runs", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
+    "list": Entry("runs", "list_runs", "The runs below a directory, or the checkpoints of a run."),
+    "watch": Entry("watch", "watch", "Follow a run over all its requeues until it ends."),
+    "logs": Entry("watch", "logs", "What the daemon or the ranks of a run print."),
+    "cancel": Entry("jobs", "cancel", "End a run's job for good; it will not be requeued."),
+    "requeue": Entry("jobs", "requeue", "Save, end this job, and have it start again."),
+    "checkpoints": Entry("checkpoints", "checkpoints", "The checkpoints of a run, newest first."),
+    "verify": Entry("checkpoints", "verify", "Read checkpoints back, every byte, against their SHA-256."),
+    "compare": Entry(
+        "checkpoints", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
+    ),
+    "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
+    "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows its commands by table and imports one when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = getattr(import_module(f"verl_slurm.cli.{entry.module}"), entry.attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+_EXITS = "\n".join(f"{int(code):>4}  {code.description}" for code in ExitCode)
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=f"\b\nExit codes, the same for every command:\n{_EXITS}",
+)
+@click.version_option(__version__, prog_name="verl-slurm")
+def cli() -> None:
+    """Reinforcement-learning post-training that survives anything a Slurm cluster does to it.
+
+    \b
+    Try it here:    verl-slurm submit configs/quickstart.yaml --cluster local --wait
+    On a cluster:   verl-slurm submit my.yaml slurm.partition=gpu train.steps=500
+    Then:           verl-slurm watch runs/NAME
+    """

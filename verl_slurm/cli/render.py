@@ -1,0 +1,110 @@
+"""The only file that prints. Plain lines, one JSON value, or a table; rich is imported when a table is.
+
+What comes from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a
+log can recolour or rewrite the terminal.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from verl_slurm.errors import VerlSlurmError
+
+__all__ = ["Progress", "error", "fields", "json_value", "line", "raw_line", "safe", "table", "warning"]
+
+
+def safe(text: object) -> str:
+    """`text` without control characters, on one line."""
+    return "".join(
+        c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in str(text)
+    )
+
+
+def line(text: object = "") -> None:
+    """One line on standard output."""
+    print(safe(text), flush=True)
+
+
+def raw_line(text: bytes) -> None:
+    """One line of a log: tabs stay, everything else that is not text is escaped."""
+    decoded = text.decode("utf-8", errors="replace").rstrip("\r")
+    print("\t".join(safe(part) for part in decoded.split("\t")), flush=True)
+
+
+def warning(text: object) -> None:
+    """One line on standard error."""
+    print(f"verl-slurm: {safe(text)}", file=sys.stderr, flush=True)
+
+
+def json_value(value: object) -> None:
+    """One JSON value on one line; what a script reads."""
+    print(msgspec.json.encode(value).decode(), flush=True)
+
+
+def error(problem: VerlSlurmError, *, as_json: bool) -> None:
+    """The error as one line on standard error, and as JSON on standard output where JSON was asked for."""
+    if as_json:
+        json_value({"error": problem.one_line(), "exit_code": int(problem.exit_code)})
+    print(f"verl-slurm: {problem.one_line()}", file=sys.stderr, flush=True)
+
+
+def fields(rows: Iterable[tuple[str, object]]) -> None:
+    """Aligned `name  value` lines."""
+    shown = [(name, safe(value)) for name, value in rows]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        print(f"{name:<{width}}  {value}", flush=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table with a header; numbers to the right. Without a terminal it is as wide as it needs to be."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    listed = [list(row) for row in rows]
+    for index, name in enumerate(columns):
+        numeric = bool(listed) and all(isinstance(row[index], int | float) for row in listed)
+        view.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in listed:
+        view.add_row(*(Text("" if cell is None else safe(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=240)
+    console.print(view)
+
+
+class Progress:
+    """The line at the bottom of a followed run: rewritten in place on a terminal, one line a step elsewhere."""
+
+    def __init__(self) -> None:
+        self._tty = sys.stdout.isatty()
+        self._shown = ""
+        self._step = -1
+
+    def show(self, step: int, text: str) -> None:
+        """Show the present state; `step`: whole steps done."""
+        text = safe(text)
+        if self._tty and text != self._shown:
+            print(f"\r\x1b[K{text}", end="", flush=True)
+            self._shown = text
+        elif not self._tty and step != self._step:
+            print(text, flush=True)
+        self._step = step
+
+    def line(self, text: str) -> None:
+        """A line above it."""
+        if self._tty and self._shown:
+            print("\r\x1b[K", end="")
+        line(text)
+        if self._tty and self._shown:
+            print(self._shown, end="", flush=True)
+
+    def close(self) -> None:
+        """Leave the last state standing."""
+        if self._tty and self._shown:
+            print(flush=True)
+        self._shown = ""

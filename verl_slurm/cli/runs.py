@@ -1,0 +1,165 @@
+"""`verl-slurm status` and `list`: what runs where, and how far it is."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verl_slurm.cli import render, story
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.errors import NotFound, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+__all__ = ["list_runs", "status"]
+
+_DEPTH = 3
+
+
+@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("run", type=RUN)
+@json_option
+def status(run: RunPaths, as_json: bool) -> int:
+    """Where RUN stands: its job, step, last good checkpoint, restarts, and why it last stopped.
+
+    RUN is a run directory, as `submit` printed it.
+    """
+    facts = _facts(run, ask=True)
+    if as_json:
+        render.json_value(facts)
+        return ExitCode.OK
+    snapshot = facts["status"]
+    rows: list[tuple[str, object]] = [("run", facts["run_dir"])]
+    if facts["job_id"] is None:
+        rows.append(("job", f"none yet; verl-slurm submit {run.root}"))
+    else:
+        detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
+        rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {facts['job_state']}{detail}"))
+    if snapshot:
+        rows.append(("state", f"{snapshot.get('state')}, as of {_ago(snapshot.get('updated'))}"))
+        rows.append(("training", story.progress(snapshot)))
+        counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
+        rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
+    rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"])))
+    if facts["last_cause"]:
+        rows.append(("last cause", facts["last_cause"]))
+    if facts["ended"]:
+        rows.append(("ended", facts["ended"]))
+    elif facts["job_over"]:
+        rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
+    render.fields(rows)
+    return ExitCode.OK
+
+
+@click.command("list", epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("place", type=click.Path(path_type=Path), default="runs")
+@json_option
+def list_runs(place: Path, as_json: bool) -> int:
+    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
+
+    Read from the run directories alone; Slurm is not asked (`status` asks it).
+    """
+    if (place / "run.yaml").is_file():
+        from verl_slurm.cli.checkpoints import print_checkpoints
+
+        return print_checkpoints(RunPaths(place.resolve()), as_json)
+    found = [_facts(RunPaths(root), ask=False) for root in _runs_below(place)]
+    if not found and not place.is_dir():
+        raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
+    if as_json:
+        render.json_value(found)
+        return ExitCode.OK
+    if not found:
+        render.line(f"no runs in {place}; start one with verl-slurm submit configs/quickstart.yaml")
+        return ExitCode.OK
+    render.table(
+        ["run", "job", "state", "step", "of", "reward", "last checkpoint", "updated"],
+        [
+            [
+                facts["run_dir"],
+                facts["job_id"] or "-",
+                facts["status"].get("state", "queued" if facts["job_id"] else "prepared"),
+                facts["status"].get("step", 0),
+                facts["status"].get("steps", 0),
+                _reward(facts["status"]),
+                facts["checkpoint"]["name"] if facts["checkpoint"] else "-",
+                _ago(facts["status"].get("updated")),
+            ]
+            for facts in found
+        ],
+    )
+    return ExitCode.OK
+
+
+def _runs_below(place: Path) -> list[Path]:
+    patterns = ["/".join(["*"] * depth + ["run.yaml"]) for depth in range(1, _DEPTH + 1)]
+    return sorted({path.parent.resolve() for pattern in patterns for path in place.glob(pattern)})
+
+
+def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
+    """All that is known of a run; `ask`: also what the scheduler says now."""
+    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.submit.liveness import job_state
+    from verl_slurm.submit.record import last_job, read_events, read_status
+
+    events = read_events(run)
+    try:
+        job = last_job(run)
+    except NotFound:
+        job = None
+    state, detail, over = None, "", False
+    if ask and job is not None:
+        try:
+            answer = job_state(run, job)
+            state, detail, over = answer.state, answer.detail, answer.over
+        except VerlSlurmError as error:
+            state, detail = "UNKNOWN", error.one_line()
+    committed = [info for info in list_checkpoints(run) if info.kind == "committed"]
+    causes = [event for event in events if event["event"] == "cause"]
+    ends = [event for event in events if event["event"] in ("ended", "started", "submitted")]
+    return {
+        "run_dir": str(run.root),
+        "job_id": None if job is None else job.job_id,
+        "cluster": None if job is None else job.cluster,
+        "job_state": state,
+        "job_detail": detail,
+        "job_over": over,
+        "status": read_status(run),
+        "checkpoint": None
+        if not committed
+        else {
+            "name": committed[0].name,
+            "step": committed[0].step,
+            "safe_point": committed[0].safe_point,
+            "created_utc": committed[0].created_utc,
+            "num_bytes": committed[0].num_bytes,
+        },
+        "last_cause": story.tell(causes[-1]) if causes else None,
+        "ended": story.tell(ends[-1]) if ends and ends[-1]["event"] == "ended" else None,
+    }
+
+
+def _checkpoint_words(checkpoint: dict[str, Any] | None) -> str:
+    if checkpoint is None:
+        return "none yet"
+    size = checkpoint["num_bytes"] / 1e6
+    return f"{checkpoint['name']}, {size:.1f} MB, {_ago(checkpoint['created_utc'])} (see verl-slurm verify)"
+
+
+def _reward(snapshot: dict[str, Any]) -> str:
+    metrics = snapshot.get("metrics")
+    reward = metrics.get("reward") if isinstance(metrics, dict) else None
+    return f"{reward:.3f}" if isinstance(reward, int | float) else "-"
+
+
+def _ago(time: object) -> str:
+    try:
+        then = datetime.fromisoformat(str(time))
+    except ValueError:
+        return "-"
+    seconds = (datetime.now(UTC) - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"

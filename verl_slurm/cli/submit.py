@@ -1,0 +1,151 @@
+"""`verl-slurm submit`."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from verl_slurm.cli import render
+from verl_slurm.cli.options import exits, json_option
+from verl_slurm.cli.watch import tell_until_end
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+if TYPE_CHECKING:
+    from verl_slurm.checkpoint.fingerprint import Drift
+    from verl_slurm.submit.plan import SubmissionPlan
+
+__all__ = ["submit"]
+
+
+@click.command(
+    epilog=exits(
+        ExitCode.CONFIG,
+        ExitCode.DATA,
+        ExitCode.PERMISSION,
+        ExitCode.NO_SLURM,
+        ExitCode.SLURM_REFUSED,
+        ExitCode.DATASET_DRIFT,
+        ExitCode.FENCED,
+    )
+    + "\n\nWith --wait: the run's own exit code."
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--cluster",
+    type=click.Choice(["auto", "slurm", "local"]),
+    default="auto",
+    show_default=True,
+    help="auto: Slurm where its commands are installed, else this machine.",
+)
+@click.option("--wait", is_flag=True, help="Follow the run over its requeues and exit with its code.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the exact batch script, make nothing.")
+@click.option(
+    "--prepare-only", is_flag=True, help="Make the run directory, queue nothing: for sbatch/two_nodes.sbatch."
+)
+@click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
+@click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
+@json_option
+def submit(
+    config: Path,
+    overrides: tuple[str, ...],
+    cluster: Literal["auto", "slurm", "local"],
+    wait: bool,
+    dry_run: bool,
+    prepare_only: bool,
+    force_resume: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Check CONFIG, and start the run it describes.
+
+    CONFIG is a YAML file (see configs/), or the directory of a run that is to go on. KEY=VALUE words change
+    single values, e.g. train.steps=50. Everything is checked before anything is queued: keys and types, model
+    and data, write permission, the partition.
+
+    A run lives in its run directory. To submit the same configuration again goes on from the newest checkpoint
+    that verifies; another configuration in the same directory is refused.
+
+    \b
+    verl-slurm submit configs/quickstart.yaml
+    verl-slurm submit my.yaml name=big slurm.partition=gpu distributed.nodes=4 distributed.dp_size=32
+    verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
+    """
+    from verl_slurm.submit.inputs import needs_building
+    from verl_slurm.submit.submission import carry_out, plan_submission
+
+    plan = plan_submission(config, list(overrides), cluster=cluster, ask_slurm=not prepare_only)
+    if dry_run:
+        _print_plan(plan, as_json)
+        return ExitCode.OK
+    for note in plan.notes:
+        render.warning(note)
+    if needs_building(plan.config):
+        render.warning("building the built-in model and data (the first time takes half a minute)")
+    paths = RunPaths(plan.run_dir)
+    offset = paths.events.stat().st_size if paths.events.exists() else 0
+    done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)
+    if as_json:
+        render.json_value(done)
+    elif done.job_id is None:
+        render.line(f"prepared {done.run_dir}; submit it with")
+        render.line(_sbatch_line(plan, paths))
+    else:
+        where = "on Slurm" if done.cluster == "slurm" else "on this machine"
+        kind = "a new run" if done.new_run else "goes on"
+        render.fields(
+            [
+                ("job", f"{done.job_id} {where}, {plan.config.distributed.nodes} nodes, {kind}"),
+                ("run directory", done.run_dir),
+                ("follow it", f"verl-slurm watch {done.run_dir}"),
+                ("its state", f"verl-slurm status {done.run_dir}"),
+                ("end it", f"verl-slurm cancel {done.run_dir}"),
+            ]
+        )
+        if done.changed:
+            render.fields([("changed", ", ".join(done.changed))])
+    if wait and done.job_id is not None:
+        return tell_until_end(paths, offset, as_json=as_json)
+    return ExitCode.OK
+
+
+def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
+    from verl_slurm.submit.executor import local_command, render_script
+
+    text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
+    if as_json:
+        render.json_value(
+            {"cluster": plan.cluster, "run_dir": str(plan.run_dir), "new_run": plan.new_run, "script": text}
+        )
+        return
+    for note in plan.notes:
+        render.warning(note)
+    for part in text.rstrip("\n").split("\n"):
+        render.line(part)
+
+
+def _sbatch_line(plan: "SubmissionPlan", paths: RunPaths) -> str:
+    from verl_slurm.submit.plan import sbatch_options
+
+    return shlex.join(["sbatch", *sbatch_options(plan.config), "sbatch/two_nodes.sbatch", str(paths.root)])
+
+
+class _Confirm:
+    """Shows what changed in the data, and asks."""
+
+    def __init__(self, yes: bool) -> None:
+        self._yes = yes
+
+    def __call__(self, drift: "Drift") -> bool:
+        for kind, names in (("added", drift.added), ("removed", drift.removed), ("changed", drift.changed)):
+            for name in names:
+                render.warning(f"data {kind}: {name}")
+        if self._yes:
+            return True
+        if not os.isatty(0):
+            render.warning("nobody to ask here: repeat with --yes to accept these changes")
+            return False
+        return click.confirm("Go on with this data? Results will differ from the first start's", err=True)

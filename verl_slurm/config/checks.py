@@ -1,0 +1,188 @@
+"""What the types alone cannot say about a config: values that must go together. Pure."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
+
+__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
+_LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
+# sbatch options that submit sets itself; a second value would contradict the daemon.
+OWN_OPTIONS = {
+    "array",
+    "cpus-per-task",
+    "error",
+    "export",
+    "gpus-per-node",
+    "job-name",
+    "mem",
+    "no-requeue",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "wait",
+    "wrap",
+}
+
+
+class Complaint(NamedTuple):
+    """One thing that does not fit: which key, what it has, what it should have, what to do."""
+
+    key: str
+    found: str
+    expected: str
+    remedy: str
+
+
+def check(config: RunConfig, source: str) -> None:
+    """Refuse a config whose values do not go together.
+
+    Raises:
+        ConfigError: the first complaint, and how many more there are.
+    """
+    found = list(complaints(config))
+    if not found:
+        return
+    first = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    raise ConfigError(
+        "the values do not go together" + more,
+        where=f"{source}: {first.key}",
+        found=first.found,
+        expected=first.expected,
+        remedy=first.remedy,
+    )
+
+
+def complaints(config: RunConfig) -> list[Complaint]:
+    """Everything wrong with `config`, in the order of the sections."""
+    return [*_names(config), *_shape(config), *_batches(config), *_times(config), *_slurm(config)]
+
+
+def _names(config: RunConfig) -> Iterator[Complaint]:
+    if not _NAME.fullmatch(config.name):
+        yield Complaint(
+            "name", repr(config.name), "letters, digits, `.`, `_`, `-`; at most 64", "choose another name"
+        )
+    rest = config.run_dir.replace("{name}", "")
+    if not rest.isprintable() or "{" in rest or "}" in rest or not config.run_dir.strip():
+        yield Complaint(
+            "run_dir", repr(config.run_dir), "a path, with {name} at most", "e.g. run_dir: runs/{name}"
+        )
+    for key, text in (("model.path", config.model.path), ("data.root", config.data.root)):
+        if not text.strip() or not text.isprintable():
+            yield Complaint(key, repr(text), "a path or builtin:NAME", "give a path")
+    reward = config.model.reward
+    if not re.fullmatch(r"(?:rule|classifier):.+", reward):
+        yield Complaint(
+            "model.reward", repr(reward), "rule:NAME or classifier:DIR", "e.g. model.reward: rule:arithmetic"
+        )
+
+
+def _shape(config: RunConfig) -> Iterator[Complaint]:
+    shape = config.distributed
+    for key, size in (("tp_size", shape.tp_size), ("pp_size", shape.pp_size)):
+        if size != 1:
+            yield Complaint(
+                f"distributed.{key}",
+                str(size),
+                "1: this version shards over data-parallel ranks alone",
+                f"set distributed.{key}=1 and raise distributed.dp_size",
+            )
+    if shape.world_size % shape.nodes:
+        yield Complaint(
+            "distributed.nodes",
+            f"{shape.world_size} ranks on {shape.nodes} nodes",
+            "the same number of ranks on every node",
+            "make distributed.dp_size a multiple of distributed.nodes",
+        )
+    elif (
+        shape.device == "cuda"
+        and config.slurm.gpus_per_node < shape.ranks_per_node
+        and not {"gres", "gpus"} & set(config.slurm.extra)
+    ):
+        yield Complaint(
+            "slurm.gpus_per_node",
+            str(config.slurm.gpus_per_node),
+            f"{shape.ranks_per_node}, one for each rank of a node",
+            f"set slurm.gpus_per_node={shape.ranks_per_node}",
+        )
+
+
+def _batches(config: RunConfig) -> Iterator[Complaint]:
+    train, rollout = config.train, config.rollout
+    for key, whole, part in (
+        (
+            "rollout.micro_batch_size_per_device",
+            train.batch_size_per_device,
+            rollout.micro_batch_size_per_device,
+        ),
+        ("train.mini_batch_size_per_device", train.batch_size_per_device, train.mini_batch_size_per_device),
+        (
+            "train.micro_batch_size_per_device",
+            train.mini_batch_size_per_device,
+            train.micro_batch_size_per_device,
+        ),
+    ):
+        if whole % part:
+            yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
+    if train.warmup_steps > train.steps:
+        yield Complaint(
+            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
+        )
+
+
+def _divisor(whole: int, near: int) -> int:
+    return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= max(near, 1))
+
+
+def _times(config: RunConfig) -> Iterator[Complaint]:
+    lead_s, limit_s = config.slurm.signal_lead_s, config.slurm.time_limit_min * 60
+    if lead_s >= limit_s:
+        yield Complaint(
+            "slurm.signal_lead_s",
+            f"{lead_s} s",
+            f"less than the time limit of {limit_s} s",
+            "lower slurm.signal_lead_s or raise slurm.time_limit_min",
+        )
+    if config.daemon.save_margin_s >= lead_s:
+        yield Complaint(
+            "daemon.save_margin_s",
+            f"{config.daemon.save_margin_s} s",
+            f"less than slurm.signal_lead_s={lead_s} s",
+            "lower daemon.save_margin_s",
+        )
+
+
+def _slurm(config: RunConfig) -> Iterator[Complaint]:
+    slurm = config.slurm
+    for key, word in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos)):
+        if word is not None and not _WORD.fullmatch(word):
+            yield Complaint(f"slurm.{key}", repr(word), "one word", f"see `sinfo` or ask for a valid {key}")
+    for option, value in slurm.extra.items():
+        if option in OWN_OPTIONS:
+            yield Complaint(
+                f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
+            )
+        elif not _LONG_OPTION.fullmatch(option):
+            yield Complaint(
+                f"slurm.extra.{option!r}",
+                "not an option",
+                "sbatch's long name without dashes",
+                "e.g. constraint",
+            )
+        elif isinstance(value, str) and not value.isprintable():
+            # A line break would end the #SBATCH line and start a command of its own.
+            yield Complaint(f"slurm.extra.{option}", repr(value), "one line of text", "remove the line break")

@@ -1,0 +1,265 @@
+"""From a YAML file and `key=value` words to a checked `RunConfig`, and back to YAML.
+
+Everything wrong is one `ConfigError` line that names file, line and key, and for an unknown key the nearest
+known one. Nothing here touches the disk except reading the one file.
+"""
+
+import difflib
+import re
+import typing
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.config import strict_yaml
+from verl_slurm.config.checks import check
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.strict_yaml import Value
+from verl_slurm.errors import ConfigError, NotFound
+
+__all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config"]
+
+_OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
+_PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
+
+
+def load(path: Path | str, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Read, override, check.
+
+    Args:
+        path: a YAML file.
+        overrides: words like `train.steps=50`, `slurm.partition=null`, `slurm.extra={constraint: a100}`;
+            a later one wins over an earlier one, and all of them over the file.
+
+    Returns:
+        The whole configuration, defaults filled in. Relative paths are left as they are written.
+
+    Raises:
+        ConfigError: not readable, not in the subset of `strict_yaml`, unknown key, wrong type, or values that
+            do not go together (`checks.check`).
+    """
+    path = Path(path)
+    return parse_config(_read(path), str(path), overrides)
+
+
+def parse_config(raw: bytes, source: str, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """`load` without the file: `raw` is its content, `source` its name in errors."""
+    data, lines = strict_yaml.parse(raw, source)
+    for section in _sections() & set(data):
+        if data[section] is None:
+            data[section] = {}  # a heading whose lines are all commented out
+    places = {dotted: f"{source}:{line}" for dotted, line in lines.items()}
+    for word in overrides:
+        _override(data, places, word)
+    _refuse_unknown(data, places, source)
+    config = _convert(data, places, source)
+    check(config, source)
+    return config
+
+
+def load_resolved(path: Path | str) -> RunConfig:
+    """Read `RUN/run.yaml`, as `submit` wrote it.
+
+    Raises:
+        NotFound: there is none, so this is not a run directory.
+        ConfigError: as `load`.
+
+    Called by: daemon (lead), trainer, cli.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise NotFound(
+            "not a run directory",
+            where=path.parent,
+            expected=f"a file {path.name} in it",
+            remedy="see the runs with `verl-slurm list DIR`",
+        )
+    return load(path)
+
+
+def dump(config: RunConfig) -> bytes:
+    """YAML that `load` reads back to an equal config, every key written out."""
+    return strict_yaml.dump(msgspec.to_builtins(config))
+
+
+def known_keys() -> dict[str, object]:
+    """Every dotted key of a config with its type annotation, sections left out."""
+    return dict(_leaves(RunConfig, ""))
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, object]]:
+    """Keys in which two configs differ, as (dotted key, old value, new value), in schema order."""
+    before, after = _flat(msgspec.to_builtins(old)), _flat(msgspec.to_builtins(new))
+    keys = list(before) + [key for key in after if key not in before]
+    return [(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(strict_yaml.MAX_BYTES + 1)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, _siblings(path), n=1)
+        raise ConfigError(
+            "no such configuration",
+            where=path,
+            expected=f"perhaps {path.parent / near[0]}" if near else None,
+            remedy="give the path of a YAML file, e.g. configs/quickstart.yaml",
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            "the configuration cannot be read",
+            where=path,
+            found=error.strerror,
+            remedy="give the path of a readable YAML file",
+        ) from None
+
+
+def _siblings(path: Path) -> list[str]:
+    try:
+        return [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return []
+
+
+def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None:
+    match = _OVERRIDE.fullmatch(word)
+    if match is None:
+        raise ConfigError(
+            "not an override", where=word, expected="KEY=VALUE, e.g. train.steps=50", remedy="mend that word"
+        )
+    dotted, text = match.groups()
+    _require_known(dotted, f"override {word}")
+    *sections, last = dotted.split(".")
+    place = data
+    for section in sections:
+        inner = place.get(section)
+        if inner is None:
+            inner = place[section] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError("not a section", where=dotted, found=f"the value {inner!r} in the file", remedy="mend the file")
+        place = inner
+    place[last] = _override_value(dotted, text)
+    places[dotted] = f"override {word}"
+
+
+def _override_value(dotted: str, text: str) -> Value:
+    """Text for a text key as it stands (`name=007`); YAML for all others."""
+    annotation = known_keys().get(dotted)
+    if annotation is str:
+        return text
+    if annotation == str | None:
+        return None if text in ("", "null") else text
+    return strict_yaml.parse_value(text, f"override {dotted}={text}")
+
+
+def _leaves(kind: type[msgspec.Struct], prefix: str) -> typing.Iterator[tuple[str, object]]:
+    for field in msgspec.structs.fields(kind):
+        dotted = prefix + field.name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from _leaves(field.type, dotted + ".")
+        else:
+            yield dotted, field.type
+
+
+def _sections() -> set[str]:
+    return {field.name for field in msgspec.structs.fields(RunConfig) if _is_section(field.type)}
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
+
+
+def _refuse_unknown(data: dict[str, Value], places: dict[str, str], source: str) -> None:
+    for key, value in data.items():
+        inner = (
+            [f"{key}.{name}" for name in value] if isinstance(value, dict) and key in _sections() else [key]
+        )
+        for dotted in inner:
+            _require_known(dotted, places.get(dotted, source))
+
+
+def _require_known(dotted: str, place: str) -> None:
+    keys = known_keys()
+    if dotted in keys or dotted in _sections():
+        return
+    if any(dotted.startswith(f"{key}.") and "dict[" in str(kind) for key, kind in keys.items()):
+        return
+    raise ConfigError(
+        "no such key",
+        where=place if place.endswith(dotted) else f"{place}: {dotted}",
+        expected=_nearest(dotted, list(keys)),
+        remedy="see verl_slurm/config/schema.py for all keys",
+    )
+
+
+def _nearest(dotted: str, keys: list[str]) -> str | None:
+    if "." not in dotted and (
+        close := difflib.get_close_matches(dotted, sorted(_sections()), n=1, cutoff=0.75)
+    ):
+        return close[0]
+    last = dotted.rpartition(".")[2]
+    # A right name in the wrong section (`steps` at the top) is the commoner slip, then a slip of the pen.
+    same = [key for key in keys if key.rpartition(".")[2] == last]
+    close = same or difflib.get_close_matches(dotted, keys, n=1, cutoff=0.6)
+    if not close:
+        tails = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in keys], n=1, cutoff=0.6)
+        close = [key for key in keys if tails and key.rpartition(".")[2] == tails[0]]
+    return " or ".join(close[:2]) if close else None
+
+
+def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> RunConfig:
+    try:
+        return msgspec.convert(data, RunConfig, strict=True)
+    except msgspec.ValidationError as error:
+        message, dotted = str(error), ""
+        if match := _PATH_IN_MESSAGE.fullmatch(message):
+            message, dotted = match.groups()
+        dotted = dotted.replace("[...]", "")
+        value = _value_at(data, dotted)
+        annotation = known_keys().get(dotted)
+        if typing.get_origin(annotation) is typing.Literal:
+            expected = " or ".join(str(choice) for choice in typing.get_args(annotation))
+        else:
+            # "Expected `int`, got `str`" → int; the value itself says more than its type.
+            expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
+        place = places.get(dotted, source)
+        raise ConfigError(
+            "wrong value",
+            where=place if place.startswith("override ") else f"{place}: {dotted}",
+            found=f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
+            expected=expected,
+            remedy=f"write {dotted}: {_example(expected)}",
+        ) from None
+
+
+def _name(value: object) -> str:
+    names = {str: "text", type(None): "nothing", dict: "a section", list: "a list"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _example(expected: str) -> str:
+    kinds = {
+        "int": "a whole number, unquoted",
+        "float": "a number, unquoted",
+        "bool": "true or false",
+        "str": 'text, quoted if it looks like a number, e.g. "007"',
+        "object": "a section of `key: value` lines",
+    }
+    # "int >= 1" and "int | null" have the kind in their first word.
+    return "a value of that kind" if "|" in expected else kinds.get(expected.split()[0], "one of these")
+
+
+def _value_at(data: Value, dotted: str) -> object:
+    for part in dotted.split(".") if dotted else []:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _flat(data: object, prefix: str = "") -> dict[str, object]:
+    if isinstance(data, dict):
+        merged: dict[str, object] = {}
+        for key, value in data.items():
+            merged |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        return merged
+    return {prefix: data}

@@ -1,0 +1,185 @@
+"""Are two checkpoints the same, bit for bit? `python -m verl_slurm.dcp.compare DIR_A DIR_B [--json]`
+
+Compared are all weights and all optimizer state, tensor by tensor and byte by byte (so NaN equals the same
+NaN, and 0.0 differs from -0.0), and with them the schedulers and each rank's runtime state: position,
+generators, KL window, rollouts, buffers, metric history. Not compared is what must differ: times, epochs,
+parents. Both directories are verified first; nothing in them is unpickled before that.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.dcp.collective import alone_on_purpose
+from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.runtime_state.codec import decode
+from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
+
+__all__ = ["Comparison", "compare", "main"]
+
+_DOMAINS = ("actor", "critic", "optimizer")
+# Tensors are read in groups of about this many bytes: two whole checkpoints need not fit into memory.
+_GROUP_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was compared and where it differs.
+
+    Attributes:
+        num_tensors: compared byte by byte in both.
+        num_bytes: of these, in one of the two.
+        differing: names of what differs or is only on one side, `domain/name`; empty: the same.
+    """
+
+    a: str
+    b: str
+    num_tensors: int
+    num_bytes: int
+    differing: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        return not self.differing
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Compare two checkpoint directories.
+
+    Raises:
+        CheckpointCorrupt: one of them does not verify.
+
+    Called by: cli, tests.
+    """
+    for directory in (a, b):
+        verdict = verify(directory)
+        if not verdict.ok:
+            first = verdict.problems[0]
+            raise CheckpointCorrupt(
+                "a checkpoint to compare does not verify",
+                where=directory,
+                found=f"{first.path}: {first.what}",
+                remedy="compare checkpoints that verify (verl-slurm verify DIR)",
+            )
+    differing: list[str] = []
+    num_tensors = num_bytes = 0
+    for domain in _DOMAINS:
+        names, other = _tensors(a / domain), _tensors(b / domain)
+        differing += [f"{domain}/{name} (only in one)" for name in sorted(names.keys() ^ other.keys())]
+        common = {name: names[name] for name in sorted(names.keys() & other.keys())}
+        for name in [name for name, kind in common.items() if kind != other[name]]:
+            differing.append(f"{domain}/{name} (shape or type)")
+            del common[name]
+        for group in _groups(common):
+            left, right = _read(a / domain, group), _read(b / domain, group)
+            for name in group:
+                num_tensors += 1
+                num_bytes += left[name].nbytes
+                if not _same_bytes(left[name].numpy(force=True), right[name].numpy(force=True)):
+                    differing.append(f"{domain}/{name}")
+    differing += _compare_small(a, b)
+    return Comparison(
+        a=str(a), b=str(b), num_tensors=num_tensors, num_bytes=num_bytes, differing=tuple(differing)
+    )
+
+
+_Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+def _tensors(directory: Path) -> dict[str, _Kind]:
+    """Name → (shape, type) of every tensor in a DCP directory."""
+    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in saved.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _groups(kinds: dict[str, _Kind]) -> Iterator[dict[str, _Kind]]:
+    group: dict[str, _Kind] = {}
+    size = 0
+    for name, (shape, dtype) in kinds.items():
+        group[name] = (shape, dtype)
+        size += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+def _read(directory: Path, kinds: dict[str, _Kind]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+    with alone_on_purpose():
+        dcp.load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
+    # As bytes: numpy has no bfloat16, and bytes are what is compared.
+    return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+
+
+def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+
+
+def _compare_small(a: Path, b: Path) -> Iterator[str]:
+    """Schedulers and runtime states; yields the names of what differs."""
+    if (a / "scheduler.json").read_bytes() != (b / "scheduler.json").read_bytes():
+        yield "scheduler.json"
+    files = {path.name for side in (a, b) for path in side.iterdir() if RUNTIME_STATE_FILE.fullmatch(path.name)}
+    for name in sorted(files):
+        if not ((a / name).exists() and (b / name).exists()):
+            yield f"{name} (only in one)"
+            continue
+        left, right = (decode((side / name).read_bytes(), where=side / name) for side in (a, b))
+        for field in left.__struct_fields__:
+            mine, other = getattr(left, field), getattr(right, field)
+            if not isinstance(mine, dict):
+                if mine != other:
+                    yield f"{name}/{field}"
+                continue
+            for key in sorted(mine.keys() | other.keys()):
+                if not (key in mine and key in other and _same_value(mine[key], other[key])):
+                    yield f"{name}/{field}/{key}"
+
+
+def _same_value(left: bytes | np.ndarray, right: bytes | np.ndarray) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return _same_bytes(left, right)
+    return bool(left == right) if type(left) is type(right) else False
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the comparison; the exit code says it, too (0 the same, 19 different, 17 does not verify)."""
+    parser = argparse.ArgumentParser(prog="verl_slurm.dcp.compare", description=__doc__.splitlines()[0])
+    parser.add_argument("a", type=Path)
+    parser.add_argument("b", type=Path)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    options = parser.parse_args(argv)
+    try:
+        result = compare(options.a, options.b)
+    except VerlSlurmError as error:
+        sys.stderr.write(f"{error.one_line()}\n")
+        return int(error.exit_code)
+    if options.json:
+        sys.stdout.buffer.write(msgspec.json.encode({"same": result.same, **asdict(result)}) + b"\n")
+    else:
+        for name in result.differing:
+            sys.stdout.write(f"differs: {name}\n")
+        verdict = "the same, bit for bit" if result.same else f"{len(result.differing)} differ"
+        sys.stdout.write(f"{result.num_tensors} tensors, {result.num_bytes} bytes: {verdict}\n")
+    return int(ExitCode.OK if result.same else ExitCode.DIFFERENT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""A real Slurm of several nodes on this machine, in one private directory, as root or as anyone.
+
+```
+DIR/                 0700, default ~/.cache/verl-slurm/devcluster
+  slurm.conf         (and cgroup.conf where the version needs it)
+  state.json lock    which processes are ours; one command at a time
+  munge/             key, socket: our own, never the machine's
+  state/ spool/ run/ slurmctld's state, each slurmd's spool, pid files
+  log/               what the daemons say
+```
+
+It needs the programs of the packages slurm-wlm and munge, no root, no systemd, no accounting database, and
+never touches a cluster that is there already. Everything listens on loopback alone.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from verl_slurm.devcluster.conf import ClusterLayout, ClusterOptions, cgroup_conf, node_names, slurm_conf
+from verl_slurm.devcluster.machine import EXTRA_PATH, find_programs, free_ports, slurm_version, user_name
+from verl_slurm.devcluster.processes import Known, boot_id, end_all, known, list_members, node_log_name
+from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
+from verl_slurm.errors import ConfigError, SlurmRefused
+from verl_slurm.files import private_dir, write_file
+
+__all__ = ["ClusterStatus", "DevCluster", "default_directory"]
+
+# sockaddr_un.sun_path holds 108 bytes with the final NUL (unix(7)); the longest name we make below DIR is
+# slurmstepd's spool/nodeNN/nodeNN_JOBID.STEPID
+_MAX_DIRECTORY_BYTES = 108 - 1 - len("/spool/node16/node16_4294967295.4294967295")
+_START_S = 30.0
+_POLL_S = 0.05
+_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log")
+
+
+class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `status` answers.
+
+    Called by: cli.devcluster, tests.
+    """
+
+    running: bool
+    """slurmctld and munged of ours are alive."""
+    directory: str
+    slurm_conf: str
+    slurm_version: str | None = None
+    nodes: dict[str, str] = {}
+    """Node name to Slurm's state (`idle`, `alloc`, `down*`, ...); `slurmd dead` where its process is gone."""
+    seconds: float = 0.0
+    """How long the command took."""
+    left: list[int] = []
+    """After a stop: pids that survived SIGKILL. Empty, or the kernel holds them in a system call."""
+
+
+def default_directory() -> Path:
+    """`$XDG_CACHE_HOME/verl-slurm/devcluster`, mostly below ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "verl-slurm" / "devcluster"
+
+
+class DevCluster:
+    """One embedded cluster, named by its directory.
+
+    Called by: cli.devcluster, the demo, tests/conftest.py.
+    """
+
+    def __init__(self, directory: Path | str | None = None) -> None:
+        chosen = default_directory() if directory is None else Path(directory)
+        self.directory = Path(os.path.abspath(chosen))
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.directory / "slurm.conf"
+
+    def env(self) -> dict[str, str]:
+        """What a shell must export to talk to this cluster and to no other."""
+        return {"SLURM_CONF": str(self.slurm_conf)}
+
+    def client_env(self) -> dict[str, str]:
+        """This process's environment, aimed at this cluster, for Slurm's commands."""
+        return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}", **self.env()}
+
+    # ---- start
+
+    def start(self, options: ClusterOptions | None = None) -> ClusterStatus:
+        """Start it and wait until every node is idle. A cluster that runs already is left as it is.
+
+        Raises:
+            SlurmMissing: the programs are not installed.
+            ConfigError: the directory's name is too long for a socket.
+            SlurmRefused: a daemon did not come up; the error quotes its log.
+        """
+        began = time.monotonic()
+        options = options or ClusterOptions()
+        programs = find_programs()
+        self._check_directory()
+        private_dir(self.directory)
+        with locked(self.directory):
+            state = read_state(self.directory)
+            if state is not None and state.is_running():
+                return self.status()
+            self._end_everything()
+            try:
+                self._start_daemons(options, programs)
+            except BaseException:
+                self._end_everything()
+                raise
+        status = self.status()
+        return msgspec.structs.replace(status, seconds=round(time.monotonic() - began, 2))
+
+    def _check_directory(self) -> None:
+        length = len(os.fsencode(self.directory))
+        if length > _MAX_DIRECTORY_BYTES:
+            raise ConfigError(
+                "the cluster's directory has too long a name for Unix sockets below it",
+                where=self.directory,
+                found=f"{length} bytes",
+                expected=f"at most {_MAX_DIRECTORY_BYTES}",
+                remedy="choose a shorter one with --dir",
+            )
+        if re.search(r"[^\w./+@:~-]", str(self.directory), re.ASCII):
+            raise ConfigError(
+                "the cluster's directory has a character that slurm.conf cannot hold",
+                where=self.directory,
+                remedy="choose a plain name with --dir",
+            )
+
+    def _start_daemons(self, options: ClusterOptions, programs: dict[str, str]) -> None:
+        version, version_text = slurm_version(programs["slurmctld"])
+        for name in _SUBDIRECTORIES:
+            # state of an earlier start: its jobs are dead, their numbers may come again
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+            (self.directory / name).mkdir(mode=0o700)
+        for node in node_names(options.nodes):
+            (self.directory / "spool" / node).mkdir(mode=0o700)
+        layout = ClusterLayout(
+            directory=self.directory,
+            user=user_name(),
+            name=f"dev{secrets.token_hex(4)}",
+            version=version,
+            # less than there is: slurmd drains a node that has less than it claims
+            memory_mb=max(64, psutil.virtual_memory().total // 2**20 * 9 // 10),
+            ports=free_ports(options.nodes + 1),
+        )
+        write_file(self.slurm_conf, slurm_conf(options, layout).encode())
+        cgroups = cgroup_conf(version)
+        if cgroups is not None:
+            write_file(self.directory / "cgroup.conf", cgroups.encode())
+        state = ClusterState(
+            boot_id=boot_id(),
+            name=layout.name,
+            slurm_version=version_text,
+            options=options,
+            munged=self._start_munged(programs),
+        )
+        # written after each start: whatever goes wrong from here on, `stop` knows what there is to end
+        write_state(self.directory, state)
+        state = msgspec.structs.replace(state, slurmctld=self._start_slurmctld(programs))
+        write_state(self.directory, state)
+        for node in node_names(options.nodes):
+            state = msgspec.structs.replace(state, slurmd={**state.slurmd, node: self.start_slurmd(node)})
+            write_state(self.directory, state)
+        self._await_idle(state)
+
+    def _daemon_env(self) -> dict[str, str]:
+        """A small environment of our own: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
+        return {
+            "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}",
+            "LC_ALL": "C.UTF-8",
+            **self.env(),
+        }
+
+    def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> Known:
+        """Run a program that puts itself into the background, and find its process."""
+        with open(self.directory / "log" / "start.log", "ab") as output:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self._daemon_env(),
+                cwd=self.directory,
+                timeout=_START_S,
+                check=False,
+            )
+        deadline = time.monotonic() + _START_S
+        while done.returncode == 0 and time.monotonic() < deadline:
+            # the pid file is written by the background process, shortly after the foreground one has ended
+            try:
+                process = known(int(pid_file.read_text()))
+            except (OSError, ValueError):
+                process = None
+            if process is not None and process.is_running():
+                return process
+            time.sleep(_POLL_S)
+        raise self._did_not_start(Path(argv[0]).name, log)
+
+    def _did_not_start(self, what: str, log: Path) -> SlurmRefused:
+        lines: list[str] = []
+        for path in (log, self.directory / "log" / "start.log"):
+            if path.exists():
+                lines += path.read_text(errors="replace").splitlines()[-50:]
+        telling = [line for line in lines if re.search(r"fatal|error", line, re.IGNORECASE)] or lines
+        return SlurmRefused(
+            f"{what} did not start",
+            where=log,
+            found=" / ".join(telling[-3:]) or "an empty log",
+            remedy="read that log; `verl-slurm devcluster stop` cleans up",
+        )
+
+    def _start_munged(self, programs: dict[str, str]) -> Known:
+        munge = self.directory / "munge"
+        write_file(munge / "key", secrets.token_bytes(128))
+        log = self.directory / "log" / "munged.log"
+        argv = [
+            programs["munged"],
+            # munged wants its socket's directory open to all users; ours is for one user, so 0700 is right
+            "--force",
+            f"--key-file={munge / 'key'}",
+            f"--socket={munge / 'socket'}",
+            f"--pid-file={munge / 'pid'}",
+            f"--seed-file={munge / 'seed'}",
+            f"--log-file={log}",
+            "--num-threads=2",
+        ]
+        return self._spawn(argv, munge / "pid", log)
+
+    def _start_slurmctld(self, programs: dict[str, str]) -> Known:
+        log = self.directory / "log" / "slurmctld.log"
+        argv = [programs["slurmctld"], "-f", str(self.slurm_conf)]
+        return self._spawn(argv, self.directory / "run" / "slurmctld.pid", log)
+
+    def start_slurmd(self, node: str) -> Known:
+        """Start one node's slurmd. The caller holds the lock and keeps the state file."""
+        log = self.directory / "log" / node_log_name(node)
+        pid_file = self.directory / "run" / f"slurmd.{node}.pid"
+        pid_file.unlink(missing_ok=True)
+        argv = [find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
+        return self._spawn(argv, pid_file, log)
+
+    def _await_idle(self, state: ClusterState) -> None:
+        """Slurm has no event for "a node has registered"; ask until all have, a bounded number of times."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            nodes = self.node_states()
+            if len(nodes) == state.options.nodes and set(nodes.values()) == {"idle"}:
+                return
+            if not state.is_running():
+                raise self._did_not_start("slurmctld", self.directory / "log" / "slurmctld.log")
+            for node, process in state.slurmd.items():
+                if not process.is_running():
+                    log = self.directory / "log" / node_log_name(node)
+                    raise self._did_not_start(f"slurmd of {node}", log)
+            time.sleep(_POLL_S)
+        raise SlurmRefused(
+            "the nodes did not become idle",
+            where=self.directory / "log",
+            found=self.node_states() or "no answer from slurmctld",
+            remedy="read the logs there; `verl-slurm devcluster stop` cleans up",
+        )
+
+    # ---- status
+
+    def node_states(self) -> dict[str, str]:
+        """Node name to what `sinfo` calls its state; empty where slurmctld does not answer."""
+        try:
+            done = subprocess.run(
+                [find_programs()["sinfo"], "-h", "-N", "-p", "preemptible", "-o", "%N %t"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env={**self.client_env(), "LC_ALL": "C"},
+                timeout=15,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {}
+        return dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
+
+    def status(self) -> ClusterStatus:
+        """What is running and how Slurm sees its nodes. Changes nothing."""
+        began = time.monotonic()
+        state = read_state(self.directory) if self.directory.is_dir() else None
+        running = state is not None and state.is_running()
+        nodes: dict[str, str] = {}
+        if state is not None and running:
+            nodes = self.node_states()
+            for node, process in state.slurmd.items():
+                if not process.is_running():
+                    nodes[node] = f"{nodes.get(node, 'unknown')} (slurmd dead)"
+        return ClusterStatus(
+            running=running,
+            directory=str(self.directory),
+            slurm_conf=str(self.slurm_conf),
+            slurm_version=None if state is None else state.slurm_version,
+            nodes=nodes,
+            seconds=round(time.monotonic() - began, 2),
+        )
+
+    # ---- stop
+
+    def stop(self) -> ClusterStatus:
+        """End every process of the cluster, jobs included. Logs stay. Nothing running: nothing to do."""
+        began = time.monotonic()
+        left: list[Known] = []
+        if self.directory.is_dir():
+            with locked(self.directory):
+                left = self._end_everything()
+        return ClusterStatus(
+            running=bool(left),
+            directory=str(self.directory),
+            slurm_conf=str(self.slurm_conf),
+            seconds=round(time.monotonic() - began, 2),
+            left=[process.pid for process in left],
+        )
+
+    def _end_everything(self) -> list[Known]:
+        """The ladder: slurmctld first, so that nothing new is started; then nodes, jobs; munged last.
+
+        All by SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
+        """
+        state = read_state(self.directory)
+        if state is not None:
+            end_all([] if state.slurmctld is None else [state.slurmctld])
+            end_all(state.slurmd.values())
+        left: list[Known] = []
+        # a dying step may still fork: look again until nothing is found
+        for _ in range(20):
+            members = list_members(self.directory, self.slurm_conf)
+            if not members:
+                left = []
+                break
+            left = end_all(members)
+        if state is not None:
+            left += end_all([state.munged])
+        if not left:
+            write_state(self.directory, None)
+        return left

@@ -1,0 +1,156 @@
+"""The embedded cluster's configuration, as text. Pure: options in, slurm.conf out.
+
+What differs between Slurm versions (each line was met, none is a guess):
+
+* up to 22.05 the early warning at a preemption is `SlurmctldParameters=preempt_send_user_signal`, from
+  23.02 it is `PreemptParameters=send_user_signal`; the other spelling is a fatal parse error.
+* from 24.05 slurmd touches cgroups even with `proctrack/linuxproc` unless cgroup.conf says
+  `CgroupPlugin=disabled`, a value that older versions refuse.
+
+Everything that is a default in all of them (auth/munge, no accounting, no task plugin) is left out: plugin
+names come and go between versions, defaults do not.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+__all__ = [
+    "PREEMPTIBLE",
+    "URGENT",
+    "ClusterLayout",
+    "ClusterOptions",
+    "cgroup_conf",
+    "node_names",
+    "slurm_conf",
+]
+
+PREEMPTIBLE = "preemptible"
+"""The default partition: its jobs are preempted (requeued after the grace time) by `urgent`."""
+URGENT = "urgent"
+
+_NodeCount = Annotated[int, msgspec.Meta(ge=1, le=16)]
+_Seconds = Annotated[int, msgspec.Meta(ge=0, le=3600)]
+
+
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user or a test may choose.
+
+    Called by: cli.devcluster, tests, cluster.py.
+    """
+
+    nodes: _NodeCount = 4
+    cpus_per_node: _NodeCount = 2
+    """Claimed, not checked: two, so that a two-CPU urgent job and a training job collide on any machine."""
+    grace_s: _Seconds = 30
+    """From the warning of a preemption to the TERM of everything."""
+    kill_wait_s: _Seconds = 15
+    """From TERM to KILL."""
+    slurmd_timeout_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] = 10
+    """A node that is silent this long is DOWN (Slurm looks every third of it, at least)."""
+    cred_expire_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] | None = None
+    """None: Slurm's own default (120 s), which is what delays a plain requeue. Tests take it short."""
+    send_user_signal: bool = True
+    """Warn the batch process (`--signal=B:..`) at a preemption; without it the steps get TERM at once."""
+
+
+class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine dictates: where, as whom, on which ports, for which Slurm."""
+
+    directory: Path
+    user: str
+    name: str
+    version: tuple[int, int]
+    """E.g. (22, 5)."""
+    memory_mb: int
+    ports: tuple[int, ...]
+    """slurmctld's, then one a node."""
+
+    @property
+    def munge_socket(self) -> Path:
+        return self.directory / "munge" / "socket"
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.directory / "slurm.conf"
+
+
+def node_names(count: int) -> list[str]:
+    """node1, node2, ..."""
+    return [f"node{number}" for number in range(1, count + 1)]
+
+
+def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
+    """The text of slurm.conf.
+
+    Args:
+        options: the user's wishes.
+        layout: the machine's facts; `len(layout.ports)` must be `options.nodes + 1`.
+    """
+    base = layout.directory
+    auth = f"socket={layout.munge_socket}"
+    if options.cred_expire_s is not None:
+        auth += f",cred_expire={options.cred_expire_s}"
+    slurmctld_parameters = []
+    preempt_parameters = []
+    if options.send_user_signal:
+        if layout.version >= (23, 2):
+            preempt_parameters.append("send_user_signal")
+        else:
+            slurmctld_parameters.append("preempt_send_user_signal")
+    lines = [
+        "# Written by `verl-slurm devcluster start`; lost at the next start.",
+        f"ClusterName={layout.name}",
+        "SlurmctldHost=localhost",
+        f"SlurmUser={layout.user}",
+        f"SlurmdUser={layout.user}",
+        f"AuthInfo={auth}",
+        f"SlurmctldPort={layout.ports[0]}",
+        f"SlurmctldPidFile={base}/run/slurmctld.pid",
+        f"SlurmdPidFile={base}/run/slurmd.%n.pid",
+        f"SlurmdSpoolDir={base}/spool/%n",
+        f"StateSaveLocation={base}/state",
+        f"SlurmctldLogFile={base}/log/slurmctld.log",
+        f"SlurmdLogFile={base}/log/slurmd.%n.log",
+        # loopback only: Slurm listens on every interface unless told
+        "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
+        "ProctrackType=proctrack/linuxproc",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        # a machine with fewer cores than the nodes claim is as good: nothing is bound
+        "SlurmdParameters=config_overrides",
+        "ReturnToService=2",
+        "JobRequeue=1",
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        "SchedulerType=sched/backfill",
+        "SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0",
+        f"KillWait={options.kill_wait_s}",
+        f"SlurmdTimeout={options.slurmd_timeout_s}",
+        # finished jobs stay visible to `scontrol show job` for an hour
+        "MinJobAge=3600",
+    ]
+    if slurmctld_parameters:
+        lines.append(f"SlurmctldParameters={','.join(slurmctld_parameters)}")
+    if preempt_parameters:
+        lines.append(f"PreemptParameters={','.join(preempt_parameters)}")
+    for name, port in zip(node_names(options.nodes), layout.ports[1:], strict=True):
+        lines.append(
+            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} "
+            f"CPUs={options.cpus_per_node} RealMemory={layout.memory_mb} State=UNKNOWN"
+        )
+    lines.append(
+        f"PartitionName={PREEMPTIBLE} Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE "
+        f"GraceTime={options.grace_s} DefaultTime=60 MaxTime=1440 State=UP"
+    )
+    lines.append(
+        f"PartitionName={URGENT} Nodes=ALL PriorityTier=10 PreemptMode=OFF "
+        "DefaultTime=10 MaxTime=1440 State=UP"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def cgroup_conf(version: tuple[int, int]) -> str | None:
+    """The text of cgroup.conf, or None where there must be none."""
+    return "CgroupPlugin=disabled\n" if version >= (24, 5) else None

@@ -1,0 +1,227 @@
+"""What can happen to a job on the embedded cluster, made to happen: preemption, loss of a node, its return.
+
+Nothing is simulated. The preemption is Slurm's own, by a job of higher priority that needs the same nodes;
+the node loss is a SIGKILL of everything on it at once, which is what a power cut looks like from outside.
+"""
+
+import asyncio
+import time
+from typing import Literal
+
+import msgspec
+
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.conf import PREEMPTIBLE, URGENT
+from verl_slurm.devcluster.processes import end_all, list_members
+from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
+from verl_slurm.errors import NotFound, SlurmRefused
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.parse import JobFacts
+
+__all__ = ["NodeFailure", "Preemption", "fail_node", "preempt", "restore_node"]
+
+_POLL_S = 0.05
+
+
+class Preemption(msgspec.Struct, frozen=True, kw_only=True):
+    """A preemption under way.
+
+    Called by: cli.devcluster, tests, the demo.
+    """
+
+    job_id: int
+    urgent_job_id: int
+    seen: Literal["preempt_time", "requeued"]
+    """What Slurm showed first. `requeued`: the job has left already (no grace time, or by itself)."""
+    deadline: str | None
+    """End of the grace time, UTC, ISO 8601; None where it is over."""
+    seconds: float
+    """From the submission of the urgent job to that sight."""
+
+
+class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A node without power.
+
+    Called by: cli.devcluster, tests.
+    """
+
+    node: str
+    killed: list[int]
+    """The processes ended: slurmd, its slurmstepds, the job's."""
+
+
+def _state(cluster: DevCluster) -> ClusterState:
+    state = read_state(cluster.directory) if cluster.directory.is_dir() else None
+    if state is None or not state.is_running():
+        raise NotFound(
+            "no embedded cluster is running",
+            where=cluster.directory,
+            remedy="verl-slurm devcluster start (with the same --dir)",
+        )
+    return state
+
+
+def preempt(cluster: DevCluster, job_id: int, *, hold_s: int = 3, timeout_s: float = 60.0) -> Preemption:
+    """Have Slurm preempt a running job, and return as soon as Slurm says so.
+
+    Args:
+        cluster: where it runs.
+        job_id: a running job of the partition `preemptible`.
+        hold_s: how long the urgent job keeps the nodes once it has them; it ends by itself.
+        timeout_s: to wait for the sight of it.
+
+    Raises:
+        NotFound: no cluster, no such job.
+        SlurmRefused: the job is not running, not preemptible, or was not preempted in time.
+    """
+    _state(cluster)
+    return asyncio.run(_preempt(cluster, job_id, hold_s, timeout_s))
+
+
+async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: float) -> Preemption:
+    client = SlurmClient(cluster.client_env())
+    before = await client.job(job_id)
+    _check_preemptible(before)
+    began = time.monotonic()
+    urgent = await _submit_urgent(client, before, hold_s)
+    while time.monotonic() - began < timeout_s:
+        facts = await client.job(job_id)
+        seen: Literal["preempt_time", "requeued"] | None = None
+        if facts.restarts > before.restarts:
+            seen = "requeued"
+        elif facts.preempt_time is not None:
+            seen = "preempt_time"
+        if seen is not None:
+            end = facts.end_time if seen == "preempt_time" else None
+            return Preemption(
+                job_id=job_id,
+                urgent_job_id=urgent,
+                seen=seen,
+                deadline=None if end is None else end.isoformat(),
+                seconds=round(time.monotonic() - began, 3),
+            )
+        if facts.is_over:
+            await client.run(["scancel", str(urgent)])
+            raise SlurmRefused(
+                "the job ended before it was preempted",
+                where=job_id,
+                found=facts.state,
+                remedy="choose a job that runs for longer",
+            )
+        await asyncio.sleep(_POLL_S)
+    await client.run(["scancel", str(urgent)])
+    raise SlurmRefused(
+        "Slurm did not preempt the job",
+        where=job_id,
+        found=f"nothing within {timeout_s:g} s",
+        remedy=f"look at {cluster.directory}/log/slurmctld.log",
+    )
+
+
+def _check_preemptible(facts: JobFacts) -> None:
+    if facts.state != "RUNNING" or facts.node_list is None:
+        raise SlurmRefused(
+            "only a running job can be preempted",
+            where=facts.job_id,
+            found=facts.state,
+            expected="RUNNING",
+            remedy="wait until squeue shows it as R",
+        )
+    if facts.partition != PREEMPTIBLE:
+        raise SlurmRefused(
+            "the job's partition is not preemptible",
+            where=facts.job_id,
+            found=facts.partition,
+            expected=PREEMPTIBLE,
+            remedy=f"submit it with slurm.partition={PREEMPTIBLE}",
+        )
+
+
+async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> int:
+    """A job for exactly the nodes of the other, whole, that ends by itself."""
+    assert facts.node_list is not None
+    argv = [
+        "sbatch",
+        "--parsable",
+        f"--partition={URGENT}",
+        f"--nodelist={facts.node_list}",
+        f"--nodes={facts.num_nodes}",
+        "--exclusive",
+        "--job-name=urgent",
+        "--no-requeue",
+        "--output=/dev/null",
+        "--chdir=/",
+        f"--wrap=exec sleep {int(hold_s)}",
+    ]
+    done = await client.run(argv)
+    number = done.stdout.strip().partition(";")[0]
+    if done.exit_code != 0 or not number.isdecimal():
+        raise SlurmRefused(
+            "the urgent job was not accepted",
+            found=done.stderr.strip(),
+            remedy="sinfo -p urgent shows whether the nodes are up",
+        )
+    return int(number)
+
+
+def _known_node(state: ClusterState, node: str) -> None:
+    if node not in state.slurmd:
+        raise NotFound(
+            "the cluster has no such node",
+            where=node,
+            expected=f"one of {', '.join(state.slurmd)}",
+            remedy="verl-slurm devcluster status",
+        )
+
+
+def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
+    """SIGKILL everything on a node at once. Slurm notices after `slurmd_timeout_s`.
+
+    Raises:
+        NotFound: no cluster, no such node.
+    """
+    state = _state(cluster)
+    _known_node(state, node)
+    with locked(cluster.directory):
+        killed: dict[int, None] = {}
+        end_all([state.slurmd[node]], wait_s=1.0)
+        killed[state.slurmd[node].pid] = None
+        # what was just being forked shows in the next look
+        for _ in range(20):
+            members = list_members(cluster.directory, cluster.slurm_conf, node)
+            if not members:
+                break
+            killed.update((process.pid, None) for process in members)
+            end_all(members)
+    return NodeFailure(node=node, killed=list(killed))
+
+
+def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> str:
+    """Start a failed node again and wait until Slurm counts it in.
+
+    Returns:
+        its state then, e.g. `idle`. A node that was never lost is left as it is.
+
+    Raises:
+        NotFound: no cluster, no such node.
+        SlurmRefused: it did not come back in time.
+    """
+    _state(cluster)
+    with locked(cluster.directory):
+        state = _state(cluster)
+        _known_node(state, node)
+        if not state.slurmd[node].is_running():
+            slurmds = {**state.slurmd, node: cluster.start_slurmd(node)}
+            write_state(cluster.directory, msgspec.structs.replace(state, slurmd=slurmds))
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        now = cluster.node_states().get(node, "unknown")
+        if now in {"idle", "mix", "alloc", "comp"}:
+            return now
+        time.sleep(_POLL_S)
+    raise SlurmRefused(
+        "the node did not come back",
+        where=node,
+        found=cluster.node_states().get(node, "unknown"),
+        remedy=f"look at {cluster.directory}/log",
+    )

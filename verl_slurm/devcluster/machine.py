@@ -1,0 +1,79 @@
+"""What this machine has: Slurm's programs and their version, who we are, free ports."""
+
+import os
+import pwd
+import random
+import re
+import shutil
+import socket
+import subprocess
+
+from verl_slurm.errors import SlurmMissing
+
+__all__ = ["EXTRA_PATH", "find_programs", "free_ports", "slurm_version", "user_name"]
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "scontrol", "sbatch", "srun")
+# Debian puts the daemons where an ordinary user's PATH does not look
+EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+
+
+def find_programs() -> dict[str, str]:
+    """Absolute paths of what is needed.
+
+    Raises:
+        SlurmMissing: naming every one that is not there.
+    """
+    path = f"{os.environ.get('PATH', '')}:{EXTRA_PATH}"
+    found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
+    missing = [name for name, where in found.items() if where is None]
+    if missing:
+        raise SlurmMissing(
+            "the embedded cluster needs Slurm's and munge's programs",
+            found=f"no {', '.join(missing)}",
+            remedy="apt-get install slurm-wlm munge (not to be started), or submit with --cluster local",
+        )
+    return {name: where for name, where in found.items() if where is not None}
+
+
+def slurm_version(slurmctld: str) -> tuple[tuple[int, int], str]:
+    """`(22, 5)` and `22.05.8`."""
+    done = subprocess.run(
+        [slurmctld, "-V"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=15, check=False
+    )
+    match = re.search(r"(\d+)\.(\d+)(?:\.\d+)?", done.stdout)
+    if match is None:
+        raise SlurmMissing(
+            "slurmctld does not say its version",
+            where=slurmctld,
+            found=done.stdout[:80],
+            remedy="reinstall the package slurm-wlm",
+        )
+    return (int(match[1]), int(match[2])), match[0]
+
+
+def user_name() -> str:
+    """Whom slurm.conf names: the login name, or the number where there is none."""
+    uid = os.geteuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """`count` TCP ports that nobody listens on now, below the range the kernel hands out by itself."""
+    rng = random.SystemRandom()
+    ports: list[int] = []
+    for _ in range(1000):
+        if len(ports) == count:
+            break
+        port = rng.randrange(10000, 32000)
+        if port in ports:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+    return tuple(ports)

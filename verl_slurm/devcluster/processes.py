@@ -1,0 +1,139 @@
+"""Which processes belong to a cluster, and how to end exactly those.
+
+A pid alone names nobody: it is reused. A process is known here by its pid AND the time it started (field 22
+of /proc/PID/stat, in clock ticks since boot) AND the boot itself.
+
+Slurm's own processes are known by name and by the log file in our directory that they hold open. Their
+environment is no help: slurmstepd's title ("slurmstepd: [12.batch]") overwrites it. Job processes are known
+by what slurmstepd puts into theirs, SLURMD_NODENAME together with our SLURM_CONF, and by their ancestry.
+A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is left alone, and so is a
+`tail -f` of a log.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+__all__ = ["Known", "boot_id", "end_all", "known", "list_members", "node_log_name"]
+
+_DAEMONS = frozenset({"munged", "slurmctld", "slurmd", "slurmstepd"})
+_POLL_S = 0.02
+
+
+class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One process, past all doubt (within one boot)."""
+
+    pid: int
+    started_ticks: int
+    """Clock ticks since boot."""
+
+    def is_running(self) -> bool:
+        """Whether this very process is there and not a zombie."""
+        stat = _stat(self.pid)
+        return stat is not None and stat[1] == self.started_ticks and stat[0] not in "ZX"
+
+
+def boot_id() -> str:
+    """The kernel's name for this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def known(pid: int) -> Known | None:
+    """The process that has this pid now, or None."""
+    stat = _stat(pid)
+    return None if stat is None else Known(pid, stat[1])
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State letter and start ticks. The command name may hold blanks and parentheses: cut at the last one."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # another user's, or gone
+        return {}
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
+    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
+
+
+def _is_daemon(pid: int, logs: Path, node: str | None) -> bool:
+    """Whether it is munged, slurmctld, slurmd or a slurmstepd that writes one of our logs (of that node)."""
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() not in _DAEMONS:
+            return False
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            target = Path(os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)"))
+            if target.parent == logs and (node is None or target.name == node_log_name(node)):
+                return True
+    except OSError:  # another user's, or gone
+        pass
+    return False
+
+
+def node_log_name(node: str) -> str:
+    """The file name of a node's log, which slurmd and its slurmstepds hold open."""
+    return f"slurmd.{node}.log"
+
+
+def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> list[Known]:
+    """Every process of the cluster in `directory`, or of one of its nodes: daemons, steps, jobs.
+
+    Never this process, nor one of its ancestors.
+    """
+    spared = {os.getpid()} | {parent.pid for parent in psutil.Process().parents()}
+    members: set[int] = set()
+    for pid in psutil.pids():
+        if pid in spared:
+            continue
+        environment = _environment(pid)
+        on_node = environment.get("SLURMD_NODENAME")
+        is_job = (
+            environment.get("SLURM_CONF") == str(slurm_conf)
+            and "SLURM_JOB_ID" in environment
+            and on_node is not None
+            and (node is None or on_node == node)
+        )
+        if is_job or _is_daemon(pid, directory / "log", node):
+            members.add(pid)
+            members.update(_descendants(pid) - spared)
+    found = (known(pid) for pid in sorted(members))
+    return [process for process in found if process is not None and process.is_running()]
+
+
+def _descendants(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.Error:
+        return set()
+
+
+def end_all(processes: Iterable[Known], *, wait_s: float = 5.0) -> list[Known]:
+    """SIGKILL each and wait until it is gone.
+
+    Returns:
+        those still there after `wait_s`: unkillable, in a system call.
+    """
+    left = list(processes)
+    for process in left:
+        if process.is_running():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + wait_s
+    while True:
+        left = [process for process in left if process.is_running()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(_POLL_S)

@@ -1,0 +1,81 @@
+"""The cluster's state file: which processes are its own. Written before they matter, read by every command.
+
+`DIR/state.json`, 0600, replaced atomically. A file of another boot names processes that cannot live any
+more; it is read as "not running".
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.devcluster.processes import Known, boot_id
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.files import write_file
+
+__all__ = ["ClusterState", "locked", "read_state", "write_state"]
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One started cluster.
+
+    Called by: cluster.py, faults.py.
+    """
+
+    boot_id: str
+    name: str
+    slurm_version: str
+    options: ClusterOptions
+    munged: Known
+    slurmctld: Known | None = None
+    slurmd: dict[str, Known] = {}
+    """By node name; a failed node's process is dead but stays listed."""
+
+    def is_running(self) -> bool:
+        """Whether the cluster can answer; single nodes may be down."""
+        return self.munged.is_running() and self.slurmctld is not None and self.slurmctld.is_running()
+
+
+def _path(directory: Path) -> Path:
+    return directory / "state.json"
+
+
+def read_state(directory: Path) -> ClusterState | None:
+    """The state, or None where nothing was started since the boot."""
+    try:
+        data = _path(directory).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        state = msgspec.json.decode(data, type=ClusterState)
+    except msgspec.MsgspecError as error:
+        raise VerlSlurmError(
+            "the cluster's state file is damaged",
+            where=_path(directory),
+            found=error,
+            remedy="end its slurmctld, slurmd and munged by hand, then remove the directory",
+        ) from error
+    return state if state.boot_id == boot_id() else None
+
+
+def write_state(directory: Path, state: ClusterState | None) -> None:
+    """Replace the file; None removes it."""
+    if state is None:
+        _path(directory).unlink(missing_ok=True)
+    else:
+        write_file(_path(directory), msgspec.json.format(msgspec.json.encode(state)))
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One start, stop, fail or restore at a time; the lock goes with the process that holds it."""
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,32 @@
+"""`python -m verl_slurm.quickstart model|data SPEC CACHE`: make a built-in, print the directory it is in.
+
+A process of its own, because the command line that wants it must not import torch.
+"""
+
+import sys
+from pathlib import Path
+
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.quickstart.builtin import resolve_data, resolve_model
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> int:
+    """Called by: submit.inputs."""
+    if len(argv) != 3 or argv[0] not in ("model", "data"):
+        sys.stderr.write("usage: python -m verl_slurm.quickstart model|data SPEC CACHE\n")
+        return ExitCode.USAGE
+    kind, spec, cache = argv
+    resolve = resolve_model if kind == "model" else resolve_data
+    try:
+        sys.stdout.write(f"{resolve(spec, Path(cache))}\n")
+    except VerlSlurmError as error:
+        sys.stderr.write(f"{error.one_line()}\n")
+        return int(error.exit_code)
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""The built-in data: sums of two numbers, a few thousand to train on and some kept apart.
+
+```
+DIRECTORY/train/sums.jsonl      the data root of a run: {"prompt": "27+15=", "answer": "42"}, one a line
+DIRECTORY/heldout/sums.jsonl    never in the root, so never in its fingerprint and never trained on
+```
+
+The bytes are the same on every machine: which pair is held out is decided by a hash of the pair.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from verl_slurm.errors import DataError
+from verl_slurm.quickstart.install import build_once
+
+__all__ = ["build_data", "sums"]
+
+_OPERANDS = range(10, 70)
+_HELD_OUT_EVERY = 10
+
+
+def _is_held_out(a: int, b: int) -> bool:
+    return hashlib.sha256(f"{a}+{b}".encode()).digest()[0] % _HELD_OUT_EVERY == 0
+
+
+def sums(*, held_out: bool) -> list[tuple[str, str]]:
+    """All (prompt, answer) of one side of the split, in order: ("27+15=", "42")."""
+    pairs = [(a, b) for a in _OPERANDS for b in _OPERANDS if _is_held_out(a, b) == held_out]
+    return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+
+
+def _jsonl(rows: list[tuple[str, str]]) -> bytes:
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def build_data(directory: Path) -> Path:
+    """Write the data set, or find it already there.
+
+    Args:
+        directory: is made as a whole or not at all; several processes may try at once.
+
+    Returns:
+        `directory/train`, to be used as `data.root`.
+
+    Raises:
+        DataError: something else lies there, or a file was changed.
+    """
+    files = {f"{side}/sums.jsonl": _jsonl(sums(held_out=side == "heldout")) for side in ("train", "heldout")}
+
+    def build(temp: Path) -> None:
+        for name, content in files.items():
+            (temp / name).parent.mkdir(mode=0o700)
+            (temp / name).write_bytes(content)
+
+    build_once(directory, build, required=tuple(files))
+    for name, content in files.items():
+        if (directory / name).read_bytes() != content:
+            raise DataError(
+                "a file of the built-in data set was changed",
+                where=directory / name,
+                expected="the built-in sums",
+                remedy=f"remove {directory}, or copy it elsewhere and set data.root",
+            )
+    return directory / "train"

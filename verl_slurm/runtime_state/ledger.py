@@ -1,0 +1,354 @@
+"""The rollout journal: every finished rollout is durable before the next one begins.
+
+After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later
+steps, so nothing is generated twice. A segment belongs to one rank of one epoch; only its owner writes it,
+under a lock that the kernel drops when the owner dies.
+
+Losing a record costs time and nothing else: sampling noise is counter-based, so a rollout that has to be
+generated again is the same rollout. That is why a reader may choose to go on over damage (and must say so).
+"""
+
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from verl_slurm.errors import CheckpointCorrupt, Fenced
+from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.container import pack, specify, unpack
+from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
+from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head, open_segment, scan
+
+__all__ = ["Ledger", "LedgerStats", "load", "prune", "stats"]
+
+_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger")
+_GROUP = "rollouts"
+
+Key = tuple[int, int]
+
+
+class Ledger:
+    """The writing end: one rank's segment of one epoch.
+
+    Opening an existing segment (a restart within the epoch) cuts its torn tail and appends behind it.
+
+    Called by: trainer, once a rank; `append` after every generated micro-batch.
+
+    Raises:
+        Fenced: another living process holds this segment.
+    """
+
+    def __init__(self, paths: RunPaths, epoch: int, rank: int) -> None:
+        self.path = paths.ledger_segment(epoch, rank)
+        self._epoch, self._rank = epoch, rank
+        self._broken = False
+        private_dir(self.path.parent)
+        self._fd = self._open()
+        try:
+            self._end = self._cut_torn_tail()
+            fsync_path(self.path.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
+        """Make one finished micro-batch durable; returns the bytes written.
+
+        Args:
+            step: the step it belongs to (whole steps done before it).
+            micro_batch: its global index in the step, over all ranks.
+            arrays: the rollout batch.
+
+        Raises:
+            ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
+            OSError: the disk refused. A write that failed is taken back and may be tried again; after a
+                failed fsync the segment is closed for good, since the kernel may have dropped the pages.
+        """
+        if self._broken:
+            raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
+        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays))
+        payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES)
+        record = memoryview(frame(step, micro_batch, payload))
+        written = 0
+        try:
+            while written < len(record):
+                written += os.pwrite(self._fd, record[written:], self._end + written)
+        except OSError:
+            # Otherwise the next record would lie behind half a record, and read as damage.
+            self._broken = True
+            os.ftruncate(self._fd, self._end)
+            self._broken = False
+            raise
+        try:
+            os.fdatasync(self._fd)
+        except OSError:
+            self._broken = True
+            raise
+        self._end += len(record)
+        return len(record)
+
+    def compact(self, before_step: int) -> int:
+        """Drop this segment's records of steps before `before_step`; returns the bytes given back.
+
+        Replaces the file by rename, so a crash leaves the old segment or the new one.
+        """
+        keep = [head(self._epoch, self._rank)]
+        keep.extend(
+            os.pread(self._fd, item.end - item.offset, item.offset)
+            for item in scan(self._fd, self._epoch, self._rank)
+            if isinstance(item, Frame) and item.step >= before_step
+        )
+        data = b"".join(keep)
+        saved = self._end - len(data)
+        if saved > 0:
+            write_file(self.path, data)
+            old, self._fd = self._fd, self._open()
+            os.close(old)
+            self._end = len(data)
+        return max(saved, 0)
+
+    def close(self) -> None:
+        """Give the segment back. Every appended record is durable already."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise Fenced(
+                "the ledger segment is held by a living process",
+                where=self.path,
+                expected="one writer a rank and epoch",
+                remedy="wait for the older process to end, or start with a new epoch",
+            ) from None
+        except OSError:
+            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
+            # two incarnations apart.
+            pass
+        return fd
+
+    def _cut_torn_tail(self) -> int:
+        """Truncate behind the last whole record; returns where the next one goes."""
+        size = os.fstat(self._fd).st_size
+        items = list(scan(self._fd, self._epoch, self._rank))
+        end = size
+        if items and isinstance(items[-1], Gap) and items[-1].torn:
+            end = items[-1].offset
+        if end < HEAD_BYTES:
+            os.ftruncate(self._fd, 0)
+            start = head(self._epoch, self._rank)
+            os.pwrite(self._fd, start, 0)
+            end = len(start)
+        elif end < size:
+            os.ftruncate(self._fd, end)
+        os.fsync(self._fd)
+        return end
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerStats:
+    """What the whole journal of a run holds.
+
+    Attributes:
+        rollouts: samples (rows of `response_mask`, or of the first array where there is none).
+        tokens: response tokens (true entries of `response_mask`).
+        duplicates: (step, micro_batch) pairs that were recorded more than once; empty when nothing was
+            generated twice.
+        problems: damage found, one line each.
+    """
+
+    records: int
+    rollouts: int
+    tokens: int
+    duplicates: tuple[Key, ...]
+    problems: tuple[str, ...]
+
+
+def load(
+    paths: RunPaths, *, from_step: int, report: Callable[[str], None] | None = None
+) -> dict[Key, Arrays]:
+    """All journaled rollouts of the steps from `from_step` on, over every epoch and rank.
+
+    Args:
+        from_step: whole steps done in the state that is resumed.
+        report: told of each damaged region, one line each; loading then goes on without what was in it.
+            None: damage raises.
+
+    Returns:
+        (step, global micro-batch) → arrays. Where several epochs hold one, the newest epoch's.
+
+    Raises:
+        CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
+
+    Called by: trainer, on every rank at the start.
+    """
+    rollouts: dict[Key, Arrays] = {}
+    for path, fd, item in _walk(paths, from_step):
+        if isinstance(item, Gap):
+            _complain(path, item, report)
+        elif item.step >= from_step:
+            arrays = _arrays(path, fd, item, report)
+            if arrays is not None:
+                rollouts[item.step, item.micro_batch] = arrays
+    return rollouts
+
+
+def stats(paths: RunPaths) -> LedgerStats:
+    """Count what the journal holds; reads all of it.
+
+    Called by: tests, cli.
+    """
+    problems: list[str] = []
+    seen: dict[Key, int] = {}
+    records = rollouts = tokens = 0
+    for path, fd, item in _walk(paths, 0):
+        if isinstance(item, Gap):
+            _complain(path, item, problems.append)
+            continue
+        arrays = _arrays(path, fd, item, problems.append)
+        if arrays is None:
+            continue
+        records += 1
+        key = (item.step, item.micro_batch)
+        seen[key] = seen.get(key, 0) + 1
+        mask = arrays.get("response_mask")
+        if mask is not None:
+            tokens += int(np.count_nonzero(mask))
+        lead = mask if mask is not None else next(iter(arrays.values()), np.zeros(0))
+        rollouts += int(lead.shape[0]) if lead.ndim else 0
+    duplicates = tuple(sorted(key for key, times in seen.items() if times > 1))
+    return LedgerStats(
+        records=records,
+        rollouts=rollouts,
+        tokens=tokens,
+        duplicates=duplicates,
+        problems=tuple(problems),
+    )
+
+
+def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None) -> list[Path]:
+    """Remove segments that hold nothing from `before_step` on; returns what was removed.
+
+    A segment of `current_epoch` or later stays (its owner compacts it), and so does one with damage in
+    it or under a living writer's lock: what it held cannot be told, or is about to change.
+
+    Args:
+        before_step: `step` of the oldest checkpoint that is kept.
+
+    Called by: trainer rank 0, after a checkpoint was verified and older ones pruned.
+    """
+    removed = []
+    for epoch, rank, path in _segments(paths):
+        if current_epoch is not None and epoch >= current_epoch:
+            continue
+        fd = open_segment(path)
+        try:
+            items = scan(fd, epoch, rank, check_from_step=before_step)
+            needed = any(
+                (isinstance(item, Gap) and not item.torn)
+                or (isinstance(item, Frame) and item.step >= before_step)
+                for item in items
+            )
+            if needed or _held(fd):
+                continue
+            path.unlink()
+            removed.append(path)
+        finally:
+            os.close(fd)
+    if removed:
+        fsync_path(paths.ledger)
+    return removed
+
+
+def _segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
+    """(epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
+    found = []
+    try:
+        entries = list(os.scandir(paths.ledger))
+    except FileNotFoundError:
+        return []
+    for entry in entries:
+        match = _SEGMENT.fullmatch(entry.name)
+        if match and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+            found.append((int(match[1]), int(match[2]), Path(entry.path)))
+    return sorted(found)
+
+
+def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
+    for epoch, rank, path in _segments(paths):
+        fd = open_segment(path)
+        try:
+            for item in scan(fd, epoch, rank, check_from_step=from_step):
+                yield path, fd, item
+        finally:
+            os.close(fd)
+
+
+def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> None:
+    if gap.torn:
+        return
+    error = CheckpointCorrupt(
+        "the ledger is damaged in its middle",
+        where=path,
+        found=f"bytes {gap.offset} to {gap.end} are no record",
+        expected="whole records up to the end",
+        remedy="its rollouts will be generated again; check the storage",
+    )
+    if report is None:
+        raise error
+    report(error.one_line())
+
+
+def _arrays(path: Path, fd: int, item: Frame, report: Callable[[str], None] | None) -> Arrays | None:
+    """The arrays of a record that the scan found whole."""
+    payload = item.payload(fd)
+    try:
+        if payload is None:
+            raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
+        header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
+        if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:
+            raise CheckpointCorrupt("a ledger record and its frame disagree", where=f"{path}@{item.offset}")
+        arrays = {k: v for k, v in groups.get(_GROUP, {}).items() if isinstance(v, np.ndarray)}
+        if len(arrays) != len(header.arrays):
+            raise CheckpointCorrupt("a ledger record holds bytes for arrays", where=f"{path}@{item.offset}")
+    except CheckpointCorrupt as error:
+        if report is None:
+            raise
+        report(error.one_line())
+        return None
+    return arrays
+
+
+def _held(fd: int) -> bool:
+    """Whether a living writer has locked the segment. No locks here: nobody can tell, so no."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

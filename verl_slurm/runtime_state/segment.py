@@ -1,0 +1,134 @@
+"""One ledger segment's bytes: framing, scanning and resynchronizing (`format.py`, section 3).
+
+Knows frames, not rollouts; reads with an open descriptor, writes nothing.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.runtime_state.format import MAX_RECORD_BYTES
+
+__all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "open_segment", "scan"]
+
+_HEAD = struct.Struct("<8sII")
+_HEAD_MAGIC = b"VSLEDGR1"
+_FRAME = struct.Struct("<4sIQII")
+_FRAME_MAGIC = b"VSLR"
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size
+FRAME_BYTES = _FRAME.size + _CRC.size
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A record whose frame header is whole.
+
+    Attributes:
+        offset: of its first byte in the segment.
+        length: bytes of its payload.
+        payload_crc: what the payload's CRC-32 should be.
+    """
+
+    offset: int
+    length: int
+    step: int
+    micro_batch: int
+    payload_crc: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + FRAME_BYTES + self.length
+
+    def payload(self, fd: int) -> bytes | None:
+        """Its payload, or None when it is cut short or does not match its CRC."""
+        data = os.pread(fd, self.length, self.offset + FRAME_BYTES)
+        return data if len(data) == self.length and zlib.crc32(data) == self.payload_crc else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """A region that is no record: damage when whole records follow, else a torn tail."""
+
+    offset: int
+    end: int
+    torn: bool
+
+
+def head(epoch: int, rank: int) -> bytes:
+    """The first bytes of a segment."""
+    return _HEAD.pack(_HEAD_MAGIC, epoch, rank)
+
+
+def frame(step: int, micro_batch: int, payload: bytes) -> bytes:
+    """One record, ready to append."""
+    fields = _FRAME.pack(_FRAME_MAGIC, len(payload), step, micro_batch, zlib.crc32(payload))
+    return fields + _CRC.pack(zlib.crc32(fields)) + payload
+
+
+def open_segment(path: Path) -> int:
+    """A read descriptor; a link in the place of a segment is an OSError (ELOOP)."""
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
+    """Walk a segment from its head to its present end.
+
+    Args:
+        epoch, rank: what the head must say.
+        check_from_step: payloads of earlier steps are stepped over without being read.
+
+    Yields:
+        Every good record, and a Gap for each region that is none, in order of their offsets.
+    """
+    size = os.fstat(fd).st_size
+    offset = HEAD_BYTES
+    if os.pread(fd, HEAD_BYTES, 0) != head(epoch, rank):
+        # A head that was torn has nothing behind it; a damaged one may have whole records.
+        offset = _next_good(fd, 0, size)
+        yield Gap(offset=0, end=offset, torn=offset == size)
+    while offset < size:
+        found = _frame_at(fd, offset, size)
+        if found is not None and found.step >= check_from_step and found.payload(fd) is None:
+            found = None
+        if found is not None:
+            yield found
+            offset = found.end
+            continue
+        end = _next_good(fd, offset + 1, size)
+        yield Gap(offset=offset, end=end, torn=end == size)
+        offset = end
+
+
+def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
+    raw = os.pread(fd, FRAME_BYTES, offset)
+    if len(raw) < FRAME_BYTES:
+        return None
+    magic, length, step, micro_batch, payload_crc = _FRAME.unpack_from(raw)
+    (header_crc,) = _CRC.unpack_from(raw, _FRAME.size)
+    if magic != _FRAME_MAGIC or header_crc != zlib.crc32(raw[: _FRAME.size]):
+        return None
+    if length > MAX_RECORD_BYTES or offset + FRAME_BYTES + length > size:
+        return None
+    return Frame(offset=offset, length=length, step=step, micro_batch=micro_batch, payload_crc=payload_crc)
+
+
+def _next_good(fd: int, offset: int, size: int) -> int:
+    """Offset of the next record that is whole, payload included, or `size` when there is none."""
+    while offset < size:
+        block = os.pread(fd, _BLOCK, offset)
+        if not block:
+            return size
+        at = block.find(_FRAME_MAGIC)
+        while at >= 0:
+            found = _frame_at(fd, offset + at, size)
+            if found is not None and found.payload(fd) is not None:
+                return found.offset
+            at = block.find(_FRAME_MAGIC, at + 1)
+        # A magic may straddle two blocks.
+        offset += max(len(block) - len(_FRAME_MAGIC) + 1, 1)
+    return size

@@ -1,0 +1,65 @@
+"""Slurm's command lines, as lists. Pure; nothing here ever passes through a shell.
+
+The first word is the program's bare name; the client replaces it by the absolute path it found. Values come
+typed and validated (`environment.py`), so none can be an option: numbers are ints, names match `NAME`.
+"""
+
+import re
+
+__all__ = [
+    "NAME",
+    "NODE_LIST",
+    "cancel",
+    "requeue",
+    "show_config",
+    "show_hostnames",
+    "show_job",
+    "show_node",
+    "show_partition",
+    "update_start_time",
+]
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+"""A node's, partition's or cluster's name."""
+NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
+"""Slurm's bracket form: `gpu[01-04,07],login1`."""
+
+
+def _checked(pattern: re.Pattern[str], value: str) -> str:
+    assert pattern.fullmatch(value), f"unvalidated name reached a command line: {value!r}"
+    return value
+
+
+def show_job(job_id: int) -> list[str]:
+    """All of one job, many-line form (see parse.py)."""
+    return ["scontrol", "show", "job", str(job_id)]
+
+
+def show_node(name: str) -> list[str]:
+    return ["scontrol", "show", "node", _checked(NAME, name)]
+
+
+def show_partition(name: str) -> list[str]:
+    return ["scontrol", "show", "partition", _checked(NAME, name)]
+
+
+def show_config() -> list[str]:
+    return ["scontrol", "show", "config"]
+
+
+def show_hostnames(node_list: str) -> list[str]:
+    return ["scontrol", "show", "hostnames", _checked(NODE_LIST, node_list)]
+
+
+def requeue(job_id: int) -> list[str]:
+    """Ends the running job (TERM now, KILL after KillWait) and queues it again."""
+    return ["scontrol", "requeue", str(job_id)]
+
+
+def update_start_time(job_id: int, delay_s: int) -> list[str]:
+    """Not before `delay_s` from now."""
+    return ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay_s}"]
+
+
+def cancel(job_id: int) -> list[str]:
+    return ["scancel", str(job_id)]

@@ -1,0 +1,104 @@
+"""SLURM_* of a batch process, into a struct. The values are input from outside: checked, then typed.
+
+SLURM_RESTART_COUNT is unset at the first start, then 1, 2, ... SLURM_JOB_ID is the number that scontrol
+wants, of an array task too (each task has its own; `ID_TASK` is only for people) and of the first component
+of a heterogeneous job. SLURM_JOB_END_TIME is not there on 22.05, so it is not read at all.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.errors import SlurmMissing
+from verl_slurm.slurm.commands import NAME, NODE_LIST
+
+__all__ = ["SlurmJob"]
+
+
+class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The job that this process is in.
+
+    Called by: the lead, the agents, the submit floor's batch process.
+    """
+
+    job_id: int
+    restart_count: int
+    """0: the first start."""
+    node_list: str
+    """Slurm's bracket form; `SlurmClient.expand` lists it."""
+    num_nodes: int
+    node_name: str
+    """The node this process is on, as Slurm names it."""
+    cluster: str | None
+    partition: str | None
+    submit_dir: Path | None
+    array_job_id: int | None = None
+    array_task_id: int | None = None
+    het_job_id: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The number as people and squeue write it: `12`, or `12_3` in an array."""
+        if self.array_job_id is not None and self.array_task_id is not None:
+            return f"{self.array_job_id}_{self.array_task_id}"
+        return str(self.job_id)
+
+    @classmethod
+    def from_environ(cls, env: Mapping[str, str]) -> "SlurmJob | None":
+        """The job, or None outside of one.
+
+        Raises:
+            SlurmMissing: a variable is there and is not what Slurm sets.
+        """
+        if not env.get("SLURM_JOB_ID"):
+            return None
+        submit_dir = env.get("SLURM_SUBMIT_DIR")
+        return cls(
+            job_id=_number(env, "SLURM_JOB_ID", least=1),
+            restart_count=_number(env, "SLURM_RESTART_COUNT", default=0),
+            node_list=_name(env, "SLURM_JOB_NODELIST", NODE_LIST),
+            num_nodes=_number(env, "SLURM_JOB_NUM_NODES", least=1),
+            node_name=_name(env, "SLURMD_NODENAME", NAME),
+            cluster=_name(env, "SLURM_CLUSTER_NAME", NAME) if env.get("SLURM_CLUSTER_NAME") else None,
+            partition=_name(env, "SLURM_JOB_PARTITION", NAME) if env.get("SLURM_JOB_PARTITION") else None,
+            submit_dir=Path(submit_dir) if submit_dir and submit_dir.startswith("/") else None,
+            array_job_id=_optional_number(env, "SLURM_ARRAY_JOB_ID"),
+            array_task_id=_optional_number(env, "SLURM_ARRAY_TASK_ID"),
+            het_job_id=_optional_number(env, "SLURM_HET_JOB_ID"),
+        )
+
+
+def _refuse(name: str, value: str | None, expected: str) -> SlurmMissing:
+    return SlurmMissing(
+        "the job's environment is not what Slurm sets",
+        where=name,
+        found="nothing" if value is None else value[:80],
+        expected=expected,
+        remedy=f"unset {name}, or start this through sbatch",
+    )
+
+
+def _number(env: Mapping[str, str], name: str, *, least: int = 0, default: int | None = None) -> int:
+    value = env.get(name)
+    if not value and default is not None:
+        return default
+    # ASCII digits only, at most what Slurm's 32 bits hold: int() would take blanks, signs and 1_000 too
+    if value is None or re.fullmatch(r"\d{1,10}", value, re.ASCII) is None:
+        raise _refuse(name, value, "a number")
+    number = int(value)
+    if not least <= number < 2**32:
+        raise _refuse(name, value, f"a number from {least} to {2**32 - 1}")
+    return number
+
+
+def _optional_number(env: Mapping[str, str], name: str) -> int | None:
+    return _number(env, name) if env.get(name) else None
+
+
+def _name(env: Mapping[str, str], name: str, pattern: re.Pattern[str]) -> str:
+    value = env.get(name)
+    if value is None or pattern.fullmatch(value) is None:
+        raise _refuse(name, value, "a node or partition name of Slurm")
+    return value

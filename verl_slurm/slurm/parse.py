@@ -1,0 +1,318 @@
+"""What Slurm's commands print, into structs. Pure.
+
+`scontrol show job` is read in its many-line form, not with `-o`: there every free text (job name, command,
+work directory, comment) ends its line, so a job named `x JobState=COMPLETED` cannot forge a field. A field
+that comes twice all the same (a newline in a name) is refused.
+
+Times: the client asks for seconds since the epoch (`SLURM_TIME_FORMAT=%s`), free of time zones and summer
+time; the usual local `2026-11-21T00:42:58` is understood too. All datetimes here are in UTC.
+"""
+
+import re
+from datetime import UTC, datetime
+
+import msgspec
+
+from verl_slurm.errors import NotFound, SlurmMissing
+
+__all__ = [
+    "JobFacts",
+    "NodeFacts",
+    "PartitionFacts",
+    "parse_config",
+    "parse_hostnames",
+    "parse_job",
+    "parse_node",
+    "parse_partition",
+    "parse_seconds",
+    "parse_time",
+]
+
+_NOTHING = frozenset({"", "None", "N/A", "Unknown", "(null)", "NONE"})
+# keys whose value is the rest of the line, blanks included
+_FREE_TEXT = frozenset(
+    {"JobName", "Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment", "SystemComment"}
+    | {"Extra", "Reason", "OS", "SubmitLine"}
+)
+_KEY = re.compile(r"[A-Za-z][\w/:.*-]*")
+_STATES_OVER = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "REVOKED", "SPECIAL_EXIT", "TIMEOUT"}
+)
+
+
+class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as slurmctld sees it now.
+
+    Called by: cause.py, client.py, the lead, cli status.
+    """
+
+    job_id: int
+    name: str
+    state: str
+    """RUNNING, PENDING, COMPLETING, CANCELLED, ... (Slurm's long names)."""
+    reason: str | None
+    restarts: int
+    requeue: bool
+    """Whether Slurm may requeue it at all (`--no-requeue`: False)."""
+    partition: str
+    preempt_time: datetime | None
+    """Set from the moment Slurm decides to preempt the job until it is requeued."""
+    eligible_time: datetime | None
+    """Not to be started before. The one honest field for that while a requeued job completes: there StartTime
+    is first the start of the old run, then "now"."""
+    start_time: datetime | None
+    end_time: datetime | None
+    """While running: when it will be ended. Moves to the end of the grace time at a preemption."""
+    time_limit_s: int | None
+    """None: unlimited."""
+    exit_code: str
+    """`code:signal`."""
+    batch_host: str | None
+    node_list: str | None
+    """Slurm's bracket form; `SlurmClient.expand` lists it."""
+    num_nodes: int
+    user_id: int
+    std_out: str | None
+
+    @property
+    def is_over(self) -> bool:
+        """Ended for good: nothing of it runs or will run, unless somebody requeues it."""
+        return self.state in _STATES_OVER
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One node.
+
+    Called by: the lead (where to reach an agent), status.
+    """
+
+    name: str
+    addr: str
+    hostname: str
+    state: frozenset[str]
+    """E.g. {IDLE}, {DOWN, NOT_RESPONDING}, {MIXED, DRAIN}; upper case."""
+    cpus: int
+
+
+class PartitionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One partition.
+
+    Called by: submit.preflight.
+    """
+
+    name: str
+    state: str
+    """UP, DOWN, DRAIN or INACTIVE."""
+    total_nodes: int
+    total_cpus: int
+    max_time_s: int | None
+    """None: unlimited."""
+    max_nodes: int | None
+    grace_s: int
+    preempt_mode: str
+    is_default: bool
+
+
+def parse_time(text: str) -> datetime | None:
+    """Slurm's time, or None for its many words for "none".
+
+    Raises:
+        ValueError: neither.
+    """
+    if text in _NOTHING:
+        return None
+    if re.fullmatch(r"\d{1,12}", text, re.ASCII):
+        return datetime.fromtimestamp(int(text), UTC)
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone(UTC)
+
+
+def parse_seconds(text: str) -> int | None:
+    """`[days-]hours:minutes:seconds`, `minutes:seconds` or plain seconds; None: unlimited or not set.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if text in _NOTHING or text.upper() in {"UNLIMITED", "INFINITE", "PARTITION_LIMIT", "INVALID"}:
+        return None
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(?:(\d{1,6}):)?(\d{1,9})", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"not a duration: {text!r}")
+    days, first, second, last = (None if part is None else int(part) for part in match.groups())
+    if second is None:
+        first, second = None, first
+    return ((days or 0) * 24 + (first or 0)) * 3600 + (second or 0) * 60 + (last or 0)
+
+
+def _records(text: str) -> list[dict[str, str]]:
+    """Blocks of `Key=value` lines, blank lines between."""
+    blocks: list[dict[str, str]] = []
+    for block in re.split(r"\n\s*\n", text.strip("\n")):
+        fields: dict[str, str] = {}
+        for line in block.splitlines():
+            _read_line(line.strip(), fields)
+        if fields:
+            blocks.append(fields)
+    return blocks
+
+
+def _read_line(line: str, fields: dict[str, str]) -> None:
+    while line:
+        key, equals, rest = line.partition("=")
+        if not equals or _KEY.fullmatch(key) is None:
+            # a word that belongs to the value before (`Power= `, `OS=Linux 6.1 #1 SMP`): nothing we read
+            line = line.partition(" ")[2].lstrip()
+            continue
+        if key in _FREE_TEXT and not (key == "Reason" and " Dependency=" in rest):
+            value, line = rest, ""
+        else:
+            value, _, line = rest.partition(" ")
+            line = line.lstrip()
+        if key in fields:
+            raise _unreadable(f"the field {key} twice")
+        fields[key] = value
+
+
+def _unreadable(found: str) -> SlurmMissing:
+    return SlurmMissing(
+        "the answer of scontrol is not understood",
+        found=found[:200],
+        remedy="run `scontrol show job JOBID` by hand; report the output if it looks sane",
+    )
+
+
+def parse_job(text: str, job_id: int) -> JobFacts:
+    """The output of `scontrol show job ID`.
+
+    Args:
+        text: what it printed; several records where ID is an array or a heterogeneous job.
+        job_id: the record wanted.
+
+    Raises:
+        NotFound: no such record.
+        SlurmMissing: the text is not what Slurm prints.
+    """
+    for fields in _records(text):
+        if fields.get("JobId") == str(job_id):
+            try:
+                return _job(fields)
+            except (KeyError, ValueError) as error:
+                raise _unreadable(f"{type(error).__name__} {error}") from error
+    raise NotFound(
+        "Slurm does not know the job",
+        where=job_id,
+        remedy="squeue --me lists your jobs; those long over are in sacct, where there is one",
+    )
+
+
+def _job(fields: dict[str, str]) -> JobFacts:
+    user = re.search(r"\((\d+)\)$", fields["UserId"])
+    if user is None:
+        raise ValueError(f"UserId {fields['UserId']!r}")
+    return JobFacts(
+        job_id=int(fields["JobId"]),
+        name=fields.get("JobName", ""),
+        state=fields["JobState"],
+        reason=_optional(fields["Reason"]),
+        restarts=int(fields["Restarts"]),
+        requeue=fields["Requeue"] == "1",
+        partition=fields["Partition"],
+        preempt_time=parse_time(fields.get("PreemptTime", "")),  # not printed while pending
+        eligible_time=parse_time(fields["EligibleTime"]),
+        start_time=parse_time(fields["StartTime"]),
+        end_time=parse_time(fields["EndTime"]),
+        time_limit_s=parse_seconds(fields["TimeLimit"]),
+        exit_code=fields["ExitCode"],
+        batch_host=_optional(fields.get("BatchHost", "")),
+        node_list=_optional(fields.get("NodeList", "")),
+        num_nodes=int(fields["NumNodes"].partition("-")[0]),
+        user_id=int(user[1]),
+        std_out=_optional(fields.get("StdOut", "")),
+    )
+
+
+def _optional(value: str) -> str | None:
+    return None if value in _NOTHING else value
+
+
+def parse_node(text: str, name: str) -> NodeFacts:
+    """The output of `scontrol show node NAME`.
+
+    Raises:
+        NotFound: no such node.
+        SlurmMissing: the text is not what Slurm prints.
+    """
+    for fields in _records(text):
+        if fields.get("NodeName") == name:
+            try:
+                return NodeFacts(
+                    name=name,
+                    addr=fields["NodeAddr"],
+                    hostname=fields["NodeHostName"],
+                    state=_node_state(fields["State"]),
+                    cpus=int(fields["CPUTot"]),
+                )
+            except (KeyError, ValueError) as error:
+                raise _unreadable(f"{type(error).__name__} {error}") from error
+    raise NotFound("Slurm does not know the node", where=name, remedy="sinfo -N lists the nodes")
+
+
+def _node_state(text: str) -> frozenset[str]:
+    states = {word.rstrip("*~#!%$@^-") for word in text.upper().split("+")}
+    if "*" in text:
+        states.add("NOT_RESPONDING")
+    return frozenset(states)
+
+
+def parse_partition(text: str, name: str) -> PartitionFacts:
+    """The output of `scontrol show partition NAME`.
+
+    Raises:
+        NotFound: no such partition.
+        SlurmMissing: the text is not what Slurm prints.
+    """
+    for fields in _records(text):
+        if fields.get("PartitionName") == name:
+            try:
+                limit = fields.get("MaxNodes", "UNLIMITED")
+                return PartitionFacts(
+                    name=name,
+                    state=fields["State"],
+                    total_nodes=int(fields["TotalNodes"]),
+                    total_cpus=int(fields["TotalCPUs"]),
+                    max_time_s=parse_seconds(fields["MaxTime"]),
+                    max_nodes=None if limit == "UNLIMITED" else int(limit),
+                    grace_s=int(fields.get("GraceTime", "0")),
+                    preempt_mode=fields.get("PreemptMode", "OFF"),
+                    is_default=fields.get("Default") == "YES",
+                )
+            except (KeyError, ValueError) as error:
+                raise _unreadable(f"{type(error).__name__} {error}") from error
+    raise NotFound(
+        "Slurm has no such partition",
+        where=name,
+        remedy="sinfo -s lists the partitions; set slurm.partition to one of them",
+    )
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """The output of `scontrol show config`: `Name = value` lines, by name."""
+    config: dict[str, str] = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and re.fullmatch(r"[A-Za-z][\w/.-]*(?:\[\d+\])?", key.strip(), re.ASCII):
+            config[key.strip()] = value.strip()
+    return config
+
+
+def parse_hostnames(text: str) -> list[str]:
+    """The output of `scontrol show hostnames LIST`: one name a line.
+
+    Raises:
+        SlurmMissing: a line that is no host name.
+    """
+    names = text.split()
+    for name in names:
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,254}", name, re.ASCII) is None:
+            raise _unreadable(f"host name {name!r}")
+    return names

@@ -1,0 +1,104 @@
+"""One command to its end: a deadline, capped output, and no signal of the job's end may stop it.
+
+A requeue sends TERM to every process of the job within milliseconds, this command too; so it starts with TERM,
+USR1, USR2, INT and HUP blocked. A blocked mask survives exec (a handler does not), and it is set in the
+calling thread only, between two lines, so nothing else that is started meanwhile inherits it. SIGKILL after
+KillWait still ends it.
+
+Blocking: the client calls it in a worker thread. That keeps asyncio's child watching and a `preexec_fn`, which
+is unsafe beside threads, out of it.
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from verl_slurm.errors import SlurmMissing
+
+__all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command"]
+
+MAX_OUTPUT_BYTES = 2**20
+"""Of each stream. A `scontrol show job` is 2 kB; a stub or a wrapper that babbles is cut off here."""
+_BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP}
+
+
+class Completed(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that ended by itself.
+
+    Called by: SlurmClient, devcluster.faults.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Completed:
+    """Run it and read what it says.
+
+    Args:
+        argv: the program's absolute path and its arguments.
+        env: its whole environment.
+        timeout_s: seconds until it is killed.
+
+    Raises:
+        SlurmMissing: not to be started, no end in time, or endless output. It is dead then.
+    """
+    began = time.monotonic()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+        )
+    except OSError as error:
+        raise _no_answer(argv, str(error)) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with process:
+        try:
+            stdout, stderr = _read(process, argv, began + timeout_s)
+            code = process.wait(max(0.0, began + timeout_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise _no_answer(argv, f"no end within {timeout_s:g} s") from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+    return Completed(exit_code=code, stdout=stdout, stderr=stderr, seconds=time.monotonic() - began)
+
+
+def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) -> tuple[str, str]:
+    """Both streams to their ends, or TimeoutExpired at the deadline."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for stream in said:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(argv, 0)
+            for key, _ in ready:
+                chunk = os.read(key.fd, 65536)
+                said[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                elif len(said[key.fd]) > MAX_OUTPUT_BYTES:
+                    raise _no_answer(argv, f"more than {MAX_OUTPUT_BYTES} bytes of output")
+    stdout, stderr = (data.decode(errors="replace") for data in said.values())
+    return stdout, stderr
+
+
+def _no_answer(argv: list[str], found: str) -> SlurmMissing:
+    return SlurmMissing(
+        "Slurm does not answer",
+        where=" ".join(argv),
+        found=found,
+        remedy="see whether slurmctld is up: scontrol ping",
+    )

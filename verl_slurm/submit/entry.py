@@ -1,0 +1,38 @@
+"""What submitit unpickles on the first node: turn its process into the lead. Imports as little as it can.
+
+`os.execv` keeps the process id, so Slurm's `B:` signals and submitit's local controller go on to reach it,
+and it drops submitit's own handlers, which would requeue by elapsed time.
+"""
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+__all__ = ["BecomeLead"]
+
+_EARLY = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGCONT}
+
+
+class BecomeLead:
+    """Picklable by reference; holds a path and nothing else.
+
+    Args:
+        run_dir: the run directory, absolute.
+
+    Called by: submitit, on the first node.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+
+    def __call__(self) -> NoReturn:
+        # Between exec and the lead's own handlers lie some hundred milliseconds in which a warning would
+        # kill it. Ignored is the one disposition that survives exec; the lead asks Slurm for the facts when
+        # it starts.
+        for number in _EARLY:
+            signal.signal(number, signal.SIG_IGN)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        argv = [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", self.run_dir]
+        os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours, and no shell is what we want

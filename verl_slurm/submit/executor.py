@@ -1,0 +1,167 @@
+"""The only file that knows submitit.
+
+A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), because
+it needs an environment without the variables of a job we may be inside of, a umask of 077 (submitit's files
+are pickles), and, for the local executor, a session of its own: submitit's local controller is a child that
+must outlive the terminal, must not get its Ctrl-C and must not hold our standard output open.
+
+The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are
+not used: the lead starts its next incarnation itself.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import SlurmMissing, SlurmRefused
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.entry import BecomeLead
+from verl_slurm.submit.plan import Cluster, SubmissionPlan, sbatch_parameters, unwanted_environment
+
+__all__ = ["local_command", "main", "render_script", "submit_job"]
+
+_TIMEOUT_S = 120.0
+_NO_LIMIT_MIN = 366 * 24 * 60
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What the child says on its last line of standard output."""
+
+    job_id: str = ""
+    error: str = ""
+
+
+def render_script(plan: SubmissionPlan) -> str:
+    """The batch script that submitit would hand to sbatch, byte for byte. Writes nothing.
+
+    Raises:
+        SlurmMissing: submitit finds no srun.
+    """
+    executor = _slurm_executor(plan.config, RunPaths(plan.run_dir))
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    return text
+
+
+def local_command(plan: SubmissionPlan) -> str:
+    """The command that the local executor would start."""
+    folder = RunPaths(plan.run_dir).logs
+    return shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
+
+
+def submit_job(plan: SubmissionPlan) -> str:
+    """Submit; `RUN/run.yaml` must be written.
+
+    Returns:
+        The job id: Slurm's, or the process id of submitit's local controller.
+
+    Raises:
+        SlurmRefused: sbatch said no; the error quotes it.
+        SlurmMissing: no answer in time.
+    """
+    gone = unwanted_environment(list(os.environ), plan.config)
+    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    command = [sys.executable, "-m", __name__, str(plan.run_dir), plan.cluster]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise SlurmMissing(
+            "sbatch did not answer",
+            found=f"nothing in {_TIMEOUT_S:.0f} s",
+            remedy="see `scontrol ping`, and with `squeue --me` whether the job was queued all the same",
+        ) from None
+    try:
+        answer = msgspec.json.decode(done.stdout.rpartition(b"\n{")[2].join((b"{", b"")), type=_Answer)
+    except msgspec.MsgspecError:
+        answer = _Answer(error=_last_line(done.stderr) or f"submitit ended with exit code {done.returncode}")
+    if answer.error or not answer.job_id:
+        raise SlurmRefused(
+            "the job was not accepted",
+            where=plan.config.slurm.partition,
+            found=answer.error,
+            remedy="mend the slurm section of the configuration; `sinfo -s` shows what there is",
+        )
+    return answer.job_id
+
+
+def main(run_dir: str, cluster: Cluster) -> int:
+    """The child: submit and answer in one JSON line."""
+    os.umask(0o077)
+    # The local controller inherits 1 and 2; the answer goes out through a descriptor that it does not get.
+    answer_fd = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    paths = RunPaths(run_dir)
+    config = load_resolved(paths.run_yaml)
+    try:
+        executor = _slurm_executor(config, paths) if cluster == "slurm" else _local_executor(config, paths)
+        job = executor.submit(BecomeLead(run_dir))
+        answer = _Answer(job_id=str(job.job_id))
+    except Exception as error:  # noqa: BLE001 - whatever submitit raises is the answer
+        answer = _Answer(error=_sbatch_words(error))
+    os.write(answer_fd, b"\n" + msgspec.json.encode(answer))
+    return 0
+
+
+def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
+    from submitit import SlurmExecutor
+
+    try:
+        executor = SlurmExecutor(folder=paths.logs, python="exec " + shlex.quote(sys.executable))
+    except RuntimeError as error:
+        raise SlurmMissing(
+            "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
+        ) from error
+    executor.update_parameters(**sbatch_parameters(config))
+    return executor
+
+
+def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
+    from submitit import LocalExecutor
+
+    _stay_private_to_this_process()
+    executor = LocalExecutor(folder=paths.logs, python=shlex.quote(sys.executable))
+    executor.update_parameters(
+        timeout_min=_NO_LIMIT_MIN,
+        signal_delay_s=0,
+        gpus_per_node=config.slurm.gpus_per_node,
+        stderr_to_stdout=True,
+    )
+    return executor
+
+
+def _stay_private_to_this_process() -> None:
+    """Nothing of the controller's goes to the pipe that the parent reads to its end."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def _sbatch_words(error: Exception) -> str:
+    """`sbatch: error: Batch job submission failed: Invalid partition name specified` → its last part."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else type(error).__name__
+    return text.removeprefix("sbatch: error: ")
+
+
+def _last_line(raw: bytes) -> str:
+    lines = raw.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(str(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local"))

@@ -1,0 +1,180 @@
+"""Follow a growing file, and a run to its end, woken by the file system instead of by a clock.
+
+inotify sees nothing of what another machine writes to a network file system; there watchdog's own polling
+observer looks every two seconds. The silence time-out is no polling of the file: it is when somebody who
+can know whether the run still lives is asked.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import psutil
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+from watchdog.observers.polling import PollingObserver
+
+from verl_slurm.errors import SlurmMissing
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.liveness import job_state
+from verl_slurm.submit.record import Event, last_job, parse_event, read_status
+
+__all__ = ["follow_lines", "follow_run"]
+
+_REMOTE = (
+    "nfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "cifs",
+    "smb",
+    "ceph",
+    "fuse",
+    "panfs",
+    "9p",
+    "virtiofs",
+    "afs",
+    "wekafs",
+)
+_POLL_S = 2.0
+# watchdog calls it an error when an event comes while its thread is being stopped, which is how every follow ends.
+logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
+Wake = Callable[[], None]
+_SILENCE_S = {"slurm": 30.0, "local": 5.0}
+
+
+class _Bell(FileSystemEventHandler):
+    """Rings when one of the watched names changes."""
+
+    def __init__(self, paths: set[str]) -> None:
+        self._paths = paths
+        self.queue: SimpleQueue[None] = SimpleQueue()
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        if {str(event.src_path), str(event.dest_path)} & self._paths:
+            self.queue.put(None)
+
+
+def follow_lines(
+    path: Path,
+    offset: int = 0,
+    *,
+    silence_s: float,
+    beside: Path | None = None,
+    on_beside: Wake | None = None,
+) -> Iterator[bytes | None]:
+    """Yield each finished line behind `offset`; None after `silence_s` without any.
+
+    Never ends by itself. The file need not exist yet; its directory must.
+
+    Args:
+        path: the file that grows.
+        offset: bytes to pass over.
+        silence_s: how long nothing may come before the caller is given a turn.
+        beside: another file in the same directory; `on_beside` is called when it changes.
+
+    Called by: follow_run, cli logs.
+    """
+    bell = _Bell({str(path), str(beside)})
+    observer = _observer(path.parent)
+    observer.schedule(bell, str(path.parent))
+    observer.start()
+    try:
+        while True:
+            lines = _read_lines(path, offset)
+            for line in lines:
+                offset += len(line) + 1
+                yield line
+            if on_beside is not None:
+                on_beside()
+            if lines:
+                continue
+            try:
+                bell.queue.get(timeout=silence_s)
+            except Empty:
+                if not _read_lines(path, offset):
+                    yield None
+    finally:
+        observer.stop()
+        observer.join()
+
+
+def follow_run(
+    paths: RunPaths,
+    offset: int,
+    on_event: Callable[[Event], None],
+    on_status: Callable[[Event], None] | None = None,
+) -> ExitCode:
+    """Hand every event behind `offset` to `on_event` until the run has ended, over all its requeues.
+
+    Args:
+        paths: the run.
+        offset: bytes of events.jsonl that are history.
+        on_event: gets each event, and at last perhaps one of ours: `gone`, for a job that ended without a word.
+        on_status: gets the content of status.json whenever it has changed.
+
+    Returns:
+        The run's exit code: that of the last lead, or what the scheduler says where a lead died without a
+        word.
+
+    Called by: submit --wait, watch.
+    """
+    silence_s = _SILENCE_S[last_job(paths).cluster]
+    lines = follow_lines(
+        paths.events,
+        offset,
+        silence_s=silence_s,
+        beside=paths.status,
+        on_beside=None if on_status is None else lambda: _hand_status(paths, on_status),
+    )
+    for line in lines:
+        if line is not None:
+            event = parse_event(line)
+            if event is None:
+                continue
+            on_event(event)
+            code = _ended(event)
+            if code is not None and code is not ExitCode.REQUEUED:
+                return code
+            continue
+        job = last_job(paths)
+        try:
+            state = job_state(paths, job)
+        except SlurmMissing:
+            continue  # a controller that is away for a while ends no run
+        if state.over:
+            on_event({"event": "gone", "job_id": job.job_id, "state": state.state})
+            return state.exit_code
+    raise AssertionError("unreachable: follow_lines never ends")
+
+
+def _hand_status(paths: RunPaths, on_status: Callable[[Event], None]) -> None:
+    status = read_status(paths)
+    if status:
+        on_status(status)
+
+
+def _ended(event: Event) -> ExitCode | None:
+    if event.get("event") != "ended":
+        return None
+    return next((code for code in ExitCode if code == event.get("exit_code")), ExitCode.INTERNAL)
+
+
+def _read_lines(path: Path, offset: int) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+
+
+def _observer(directory: Path) -> BaseObserver:
+    kind, longest = "", -1
+    for mount in psutil.disk_partitions(all=True):
+        if directory.is_relative_to(mount.mountpoint) and len(mount.mountpoint) > longest:
+            kind, longest = mount.fstype, len(mount.mountpoint)
+    return PollingObserver(timeout=_POLL_S) if kind.startswith(_REMOTE) else Observer()

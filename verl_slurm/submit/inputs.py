@@ -1,0 +1,233 @@
+"""The model and the data of a run: absolute paths, built-in ones made, and a look at what is there.
+
+Torch-free: what must be built is built by a child process, once, in the user's cache.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+import verl_slurm
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError, DataError
+
+__all__ = [
+    "absolute",
+    "build_builtins",
+    "built_before",
+    "cache_dir",
+    "check_data",
+    "check_model",
+    "check_names",
+    "needs_building",
+]
+
+_BUILTIN = "builtin:"
+_MODELS = ("tiny",)
+_DATA = ("arithmetic",)
+_RULES = ("arithmetic",)
+_CLASSIFIER = "classifier:"
+_BUILD_TIMEOUT_S = 900.0
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def cache_dir() -> Path:
+    """Where this version's built-in models and data are kept.
+
+    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache; VERSION is the hash of the code
+    that builds them, so that a changed builder never gets to see what an older one made.
+    """
+    builder = hashlib.sha256()
+    for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
+        builder.update(source.name.encode() + b"\0" + source.read_bytes())
+    return _cache_base() / builder.hexdigest()[:12]
+
+
+def _cache_base() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "verl-slurm" / "builtin"
+
+
+def absolute(config: RunConfig, base: Path) -> RunConfig:
+    """The config with every path made absolute against `base`, and the run's name put into `run_dir`.
+
+    `resume_from` may be `auto` or a path; `builtin:` and `rule:` stay.
+    """
+
+    def path(text: str) -> str:
+        return os.path.abspath(base / Path(text).expanduser())
+
+    replace = msgspec.structs.replace
+    model, data, checkpoint = config.model, config.data, config.checkpoint
+    if not model.path.startswith(_BUILTIN):
+        model = replace(model, path=path(model.path))
+    if model.reward.startswith(_CLASSIFIER):
+        model = replace(model, reward=_CLASSIFIER + path(model.reward.removeprefix(_CLASSIFIER)))
+    if not data.root.startswith(_BUILTIN):
+        data = replace(data, root=path(data.root))
+    if checkpoint.resume_from not in (None, "auto"):
+        checkpoint = replace(checkpoint, resume_from=path(str(checkpoint.resume_from)))
+    run_dir = path(config.run_dir.replace("{name}", config.name))
+    return replace(config, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir)
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse a `builtin:` or `rule:` that does not exist.
+
+    Raises:
+        ConfigError: with the names there are.
+    """
+    for key, value, prefix, names in (
+        ("model.path", config.model.path, _BUILTIN, _MODELS),
+        ("data.root", config.data.root, _BUILTIN, _DATA),
+        ("model.reward", config.model.reward, "rule:", _RULES),
+    ):
+        if value.startswith(prefix) and value.removeprefix(prefix) not in names:
+            raise ConfigError(
+                "no such built-in",
+                where=key,
+                found=value,
+                expected=" or ".join(prefix + name for name in names),
+                remedy=f"set {key}",
+            )
+
+
+def build_builtins(config: RunConfig) -> RunConfig:
+    """Build what is `builtin:` (the first time takes a minute) and put its path into the config.
+
+    Raises:
+        DataError: it could not be built.
+    """
+    replace = msgspec.structs.replace
+    if config.data.root.startswith(_BUILTIN):
+        config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
+    if config.model.path.startswith(_BUILTIN):
+        config = replace(config, model=replace(config.model, path=_build("model", config.model.path)))
+    return config
+
+
+def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
+    """Take over what an existing run's `builtin:` was built to, even by an older version."""
+    replace = msgspec.structs.replace
+    base = str(_cache_base()) + os.sep
+    if config.data.root.startswith(_BUILTIN) and old.data.root.startswith(base):
+        config = replace(config, data=replace(config.data, root=old.data.root))
+    if config.model.path.startswith(_BUILTIN) and old.model.path.startswith(base):
+        config = replace(config, model=replace(config.model, path=old.model.path))
+    return config
+
+
+def _build(kind: str, spec: str) -> str:
+    command = [sys.executable, "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            "the built-in could not be built in time",
+            where=spec,
+            found=f"nothing after {_BUILD_TIMEOUT_S:.0f} s",
+            remedy="try again on an idle machine",
+        ) from None
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    if done.returncode or not lines or not Path(lines[-1]).is_dir():
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise DataError(
+            "the built-in could not be built",
+            where=spec,
+            found=words[-1] if words else f"exit code {done.returncode}",
+            remedy=f"see what `{' '.join(command[1:4])} {spec}` says; the cache is {cache_dir()}",
+        )
+    return lines[-1]
+
+
+def check_model(key: str, directory: Path) -> None:
+    """A Hugging Face model directory: config, weights. `builtin:` is not asked about here.
+
+    Raises:
+        DataError: missing, or without one of these.
+    """
+    remedy = f"set {key} to a directory made by save_pretrained, or to builtin:tiny"
+    if not directory.is_dir():
+        raise DataError("no such model directory", where=directory, remedy=remedy)
+    if not (directory / "config.json").is_file():
+        raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
+    if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
+        raise DataError(
+            "the model directory has no weights",
+            where=directory,
+            expected=" or ".join(_WEIGHTS),
+            remedy=remedy,
+        )
+
+
+def check_data(config: RunConfig) -> None:
+    """At least one `*.jsonl` with something in it, and a first line of each with the two keys as text.
+
+    The trainer reads every line; this looks at the first of each file, so that a wrong key costs no
+    allocation.
+
+    Raises:
+        DataError: missing, empty, unreadable or of another form, with file and line.
+    """
+    root, data = Path(config.data.root), config.data
+    remedy = "set data.root to a directory of *.jsonl files"
+    if not root.is_dir():
+        found = "a file" if root.exists() else "nothing"
+        raise DataError("no such data directory", where=root, found=found, remedy=remedy)
+    try:
+        files = sorted(path for path in root.iterdir() if path.suffix == ".jsonl" and path.is_file())
+    except PermissionError as error:
+        raise DataError(
+            "the data cannot be read", where=root, found=error.strerror, remedy="chmod u+rx"
+        ) from None
+    if not files:
+        raise DataError("the data directory is empty", where=root, expected="*.jsonl files", remedy=remedy)
+    filled = 0
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                first = file.readline(1 << 20)
+        except OSError as error:
+            raise DataError(
+                "a data file cannot be read", where=path, found=error.strerror, remedy=f"chmod u+r {path}"
+            ) from None
+        if first.strip():
+            filled += 1
+            _check_line(path, first, (data.prompt_key, data.answer_key))
+    if not filled:
+        raise DataError(
+            "the data is empty",
+            where=root,
+            found=f"{len(files)} files without a line",
+            expected="one JSON object a line",
+            remedy=remedy,
+        )
+
+
+def _check_line(path: Path, line: bytes, keys: tuple[str, str]) -> None:
+    remedy = "mend that line, or set data.prompt_key and data.answer_key"
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.MsgspecError as error:
+        raise DataError("not JSON", where=f"{path}:1", found=error, remedy=remedy) from None
+    for key in keys:
+        value = row.get(key) if isinstance(row, dict) else None
+        if not isinstance(value, str):
+            raise DataError(
+                "a prompt without its key",
+                where=f"{path}:1",
+                found="no text" if isinstance(row, dict) else type(row).__name__,
+                expected=f"text under {key!r}",
+                remedy=remedy,
+            )
+
+
+def needs_building(config: RunConfig) -> bool:
+    """Whether something of it is `builtin:`."""
+    return config.model.path.startswith(_BUILTIN) or config.data.root.startswith(_BUILTIN)

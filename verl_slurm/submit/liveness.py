@@ -1,0 +1,71 @@
+"""Whether a run's job still lives: Slurm's word, or a process of this machine."""
+
+import asyncio
+import socket
+
+import msgspec
+import psutil
+
+from verl_slurm.errors import NotFound
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.submit.record import Submission
+
+__all__ = ["JobState", "controller", "job_state"]
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler says of a job now."""
+
+    state: str
+    """Slurm's state, or RUNNING and GONE for a local one."""
+    over: bool
+    """It will not run again by itself."""
+    detail: str = ""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """How a run whose daemon said nothing about its end is to be judged."""
+        if self.state.startswith("CANCELLED"):
+            return ExitCode.CANCELLED
+        return ExitCode.OK if self.state == "COMPLETED" else ExitCode.CRASHED
+
+
+def job_state(paths: RunPaths, job: Submission) -> JobState:
+    """Ask once.
+
+    Raises:
+        SlurmMissing: no Slurm, or no answer.
+
+    Called by: submission, follow, cli.
+    """
+    if job.cluster == "local":
+        return _local_state(paths, job)
+    if not job.job_id.isdecimal():
+        return JobState(state="GONE", over=True, detail="not a Slurm job id")
+    try:
+        facts = asyncio.run(SlurmClient().job(int(job.job_id)))
+    except NotFound:
+        return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
+    return JobState(state=facts.state, over=facts.is_over, detail=facts.reason or "")
+
+
+def _local_state(paths: RunPaths, job: Submission) -> JobState:
+    if job.host and job.host != socket.gethostname():
+        return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
+    process = controller(paths, job)
+    if process is None:
+        return JobState(state="GONE", over=True)
+    return JobState(state="RUNNING", over=False, detail=f"process {process.pid}")
+
+
+def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
+    """submitit's local controller of this run, if it lives. A reused process id is not taken for it."""
+    try:
+        process = psutil.Process(int(job.job_id))
+        if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    except (ValueError, psutil.Error):
+        return None
+    return None

@@ -1,0 +1,157 @@
+"""Asked before anything is made or queued: is Slurm there, may it be written there, is the data there.
+
+What is checked here costs a second; the same mistake found by the job costs a wait in the queue.
+"""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import NotFound, PermissionRefused, SlurmMissing, SlurmRefused
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.parse import PartitionFacts
+from verl_slurm.submit.inputs import check_data, check_model, check_names
+from verl_slurm.submit.plan import Cluster
+
+__all__ = ["check_inputs", "check_run_dir", "check_slurm", "choose_cluster", "partition_complaint"]
+
+_CLASSIFIER = "classifier:"
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Model, reward and data are there and not empty. Paths must be absolute; `builtin:` names must exist.
+
+    Raises:
+        ConfigError: no such built-in.
+        DataError: see `inputs`.
+    """
+    check_names(config)
+    if not config.model.path.startswith("builtin:"):
+        check_model("model.path", Path(config.model.path))
+    if config.model.reward.startswith(_CLASSIFIER):
+        check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
+    if not config.data.root.startswith("builtin:"):
+        check_data(config)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """The run directory is ours and can be written, or can be made. Makes nothing.
+
+    Raises:
+        PermissionRefused: not writable, not ours, or something else is in the way.
+    """
+    place = run_dir
+    while not os.path.lexists(place):
+        if place == place.parent:
+            break
+        place = place.parent
+    remedy = "choose another run_dir"
+    if not place.is_dir():
+        raise PermissionRefused("a file is in the way of the run directory", where=place, remedy=remedy)
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True) or _is_read_only(place):
+        raise PermissionRefused(
+            "the run directory cannot be written",
+            where=run_dir,
+            found=f"no write permission in {place}",
+            remedy=f"{remedy}, or ask for write permission",
+        )
+    if place == run_dir and place.stat().st_uid != os.geteuid():
+        raise PermissionRefused(
+            "the run directory belongs to another user",
+            where=run_dir,
+            found=f"uid {place.stat().st_uid}",
+            expected=f"uid {os.geteuid()}",
+            remedy=remedy,
+        )
+    if place == run_dir and not (run_dir / "run.yaml").exists() and any(run_dir.iterdir()):
+        raise PermissionRefused(
+            "the run directory holds something that is not a run",
+            where=run_dir,
+            found=f"{next(run_dir.iterdir()).name} and no run.yaml",
+            expected="an empty or a new directory",
+            remedy=remedy,
+        )
+
+
+def _is_read_only(place: Path) -> bool:
+    """Root passes every access check; a read-only or kernel file system still takes no directory."""
+    flags = os.statvfs(place).f_flag
+    return bool(flags & os.ST_RDONLY) or place.is_relative_to("/proc") or place.is_relative_to("/sys")
+
+
+def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, str]:
+    """Slurm where its commands are, else this machine; never this machine because Slurm does not answer.
+
+    Returns:
+        The cluster, and a note for the user where it was chosen for them.
+    """
+    if wanted != "auto":
+        return wanted, ""
+    if shutil.which("sbatch") is None:
+        return "local", "no Slurm here (no sbatch in PATH): the run starts on this machine (--cluster local)"
+    return "slurm", ""
+
+
+def check_slurm(config: RunConfig) -> None:
+    """Slurm answers, and its partition can ever run this job.
+
+    Raises:
+        SlurmMissing: no commands, or no answer.
+        SlurmRefused: the partition does not exist, is down, or is too small or too short.
+    """
+    for program in ("sbatch", "srun", "scontrol"):
+        if shutil.which(program) is None:
+            raise SlurmMissing(
+                "Slurm's commands are not here",
+                where=program,
+                remedy="load Slurm's module (e.g. `module load slurm`), or use --cluster local",
+            )
+    asyncio.run(_ask(config))
+
+
+async def _ask(config: RunConfig) -> None:
+    client = SlurmClient()
+    name = config.slurm.partition
+    try:
+        if name is None:
+            await client.config()
+            return
+        facts = await client.partition(name)
+    except SlurmMissing as error:
+        # scontrol complains in several lines; its last one says what is the matter.
+        raise SlurmMissing(
+            "Slurm does not answer",
+            found=str(error.found).strip().splitlines()[-1],
+            remedy="see `scontrol ping` and SLURM_CONF; --cluster local runs on this machine",
+        ) from None
+    except NotFound:
+        raise SlurmRefused(
+            "no such partition",
+            where=name,
+            remedy="`sinfo -s` lists them; set slurm.partition to one of them",
+        ) from None
+    complaint = partition_complaint(config, facts)
+    if complaint:
+        raise SlurmRefused(
+            "the partition cannot run this job",
+            where=name,
+            found=complaint,
+            remedy="`scontrol show partition` says its limits; change the slurm section or take another one",
+        )
+
+
+def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
+    """Why this partition can never run this job; empty where nothing speaks against it. Pure."""
+    nodes, limit_s = config.distributed.nodes, config.slurm.time_limit_min * 60
+    if facts.state != "UP":
+        return f"its state is {facts.state}"
+    if nodes > facts.total_nodes:
+        return f"{facts.total_nodes} nodes in it, {nodes} asked for"
+    if facts.max_nodes is not None and nodes > facts.max_nodes:
+        return f"at most {facts.max_nodes} nodes a job, {nodes} asked for"
+    if facts.max_time_s is not None and limit_s > facts.max_time_s:
+        return f"at most {facts.max_time_s // 60} min a job, {limit_s // 60} asked for"
+    return ""

@@ -1,0 +1,119 @@
+"""What is known of a run's jobs: read from, and added to, `RUN/events.jsonl`.
+
+The daemon writes the same file. Appending one line at once is safe for both; nobody rewrites it.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.errors import CheckpointCorrupt, NotFound
+from verl_slurm.files import append_line
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.plan import Cluster
+
+__all__ = [
+    "Event",
+    "Submission",
+    "last_job",
+    "parse_event",
+    "read_events",
+    "read_status",
+    "record",
+    "require_run",
+]
+
+Event = dict[str, Any]
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """The job that a run has, or had last."""
+
+    job_id: str
+    cluster: Cluster
+    host: str = ""
+    """Where a local one was started."""
+    time: str = ""
+
+
+def require_run(paths: RunPaths) -> RunPaths:
+    """Refuse a directory that is not a run.
+
+    Raises:
+        NotFound: it has no run.yaml.
+    """
+    if not paths.run_yaml.is_file():
+        load_resolved(paths.run_yaml)  # says so
+    return paths
+
+
+def record(paths: RunPaths, event: str, **fields: object) -> None:
+    """Append an event of the command line: `submitted`, `force_resume`, `cancel_asked`, `requeue_asked`."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_line(paths.events, msgspec.json.encode({"time": now, "event": event, **fields}))
+
+
+def parse_event(line: bytes) -> Event | None:
+    """One line of the journal, or None if it is not an event."""
+    try:
+        event = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+    return event if isinstance(event.get("event"), str) else None
+
+
+def read_events(paths: RunPaths) -> list[Event]:
+    """All events, oldest first; a last line that is not finished yet is left out.
+
+    Raises:
+        CheckpointCorrupt: a line in the middle is not an event.
+    """
+    try:
+        lines = paths.events.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for number, line in enumerate(lines[:-1], start=1):
+        event = parse_event(line)
+        if event is None:
+            raise CheckpointCorrupt(
+                "the journal of the run is damaged",
+                where=f"{paths.events}:{number}",
+                remedy="move that line aside by hand; the state of the run is in checkpoints/",
+            )
+        events.append(event)
+    return events
+
+
+def read_status(paths: RunPaths) -> dict[str, Any]:
+    """The daemon's snapshot, or an empty one where no daemon ever ran. Replaced atomically, so always whole."""
+    try:
+        return msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return {}
+
+
+def last_job(paths: RunPaths) -> Submission:
+    """The newest job of the run, whoever submitted it.
+
+    Raises:
+        NotFound: the run was never submitted.
+    """
+    cluster: Cluster = "slurm"
+    host = ""
+    found: Submission | None = None
+    for event in read_events(paths):
+        if event["event"] == "submitted" and event.get("cluster") in ("slurm", "local"):
+            cluster, host = event["cluster"], str(event.get("host", ""))
+        job_id = event.get("job_id")
+        if isinstance(job_id, str) and job_id and (found is None or job_id != found.job_id):
+            found = Submission(job_id=job_id, cluster=cluster, host=host, time=str(event.get("time", "")))
+    if found is None:
+        raise NotFound(
+            "the run has no job yet",
+            where=paths.root,
+            remedy=f"verl-slurm submit {paths.run_yaml}",
+        )
+    return found

@@ -1,0 +1,94 @@
+"""From a score for each sample to an advantage for each token. Pure.
+
+N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["gae", "masked_moments", "token_kl", "token_rewards", "whiten"]
+
+
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log p(token) - log p_ref(token), 0 outside the mask: the k1 estimator of KL(p || p_ref).
+
+    Its sum over a sample's tokens, averaged over samples, estimates the KL of whole responses in nats
+    without bias (http://joschu.net/blog/kl-approx.html).
+
+    Args:
+        logprobs: float [N, T], of the policy that sampled.
+        ref_logprobs: float [N, T], of the reference, at the same temperature.
+        mask: bool [N, T].
+    """
+    return torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """r_t = -beta * KL_t, plus the sample's score at its last token (Ziegler et al. 2019, arXiv:1909.08593).
+
+    Args:
+        scores: float [N], one for each whole response.
+        kl: float [N, T], from `token_kl`.
+        mask: bool [N, T]; every sample has at least one true position.
+        kl_coef: beta.
+
+    Returns:
+        float [N, T], 0 outside the mask.
+    """
+    rewards = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl))
+    last = mask.sum(dim=1) - 1
+    rewards[torch.arange(len(scores), device=scores.device), last] += scores.to(rewards.dtype)
+    return rewards
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
+
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; V after the last token is 0.
+
+    Args:
+        rewards: float [N, T].
+        values: float [N, T]; V_t is the value before token t is chosen.
+        mask: bool [N, T].
+        gamma: discount a token.
+        gae_lambda: 0: one-step; 1: Monte Carlo.
+
+    Returns:
+        advantages and returns (= advantages + values), float [N, T], both 0 outside the mask.
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = torch.zeros_like(rewards[:, 0])
+    running = torch.zeros_like(next_value)
+    for t in reversed(range(rewards.shape[1])):
+        valid = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = torch.where(valid, delta + gamma * gae_lambda * running, torch.zeros_like(running))
+        advantages[:, t] = running
+        next_value = torch.where(valid, values[:, t], torch.zeros_like(next_value))
+    returns = torch.where(mask, advantages + values, torch.zeros_like(values))
+    return advantages, returns
+
+
+def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares where `mask`, float64 [3]: all-reduce it by SUM, then `whiten`."""
+    valid = torch.where(mask, x, torch.zeros_like(x)).to(torch.float64)
+    return torch.stack([mask.sum().to(torch.float64), valid.sum(), (valid * valid).sum()])
+
+
+def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps) where `mask`, 0 elsewhere.
+
+    Args:
+        x: float [N, T], this rank's share.
+        mask: bool [N, T].
+        moments: float64 [3], of all ranks together (`masked_moments`); float64 because the variance is a
+            difference of two sums.
+        eps: keeps a constant batch finite.
+    """
+    count = moments[0].clamp(min=1.0)
+    mean = moments[1] / count
+    variance = (moments[2] / count - mean * mean).clamp(min=0.0)
+    white = (x.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
+    return torch.where(mask, white, torch.zeros_like(white)).to(x.dtype)

@@ -1,0 +1,150 @@
+"""Prompts: read once, tokenised once, handed out in an order that is a function of (seed, epoch).
+
+`sample_id` counts the prompts consumed over the whole run. It names a prompt and an epoch exactly, so an
+offset is all the state there is.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.errors import DataError
+from verl_slurm.trainer.counter_rng import Purpose, permutation
+
+__all__ = ["Batch", "PromptData", "load_tokenizer"]
+
+Batch = dict[str, torch.Tensor]
+"""Column name to CPU tensor; the first dimension is the sample."""
+
+
+def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer; a pad token is chosen where it has none."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model_path))
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no end-of-sequence token",
+            where=model_path,
+            expected="eos_token in tokenizer_config.json",
+            remedy="set eos_token in the model directory",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read_rows(root: Path, config: DataConfig) -> list[tuple[str, str]]:
+    """All (prompt, answer) of `root/*.jsonl`, by file name, then line."""
+    files = sorted(root.glob("*.jsonl"))
+    rows: list[tuple[str, str]] = []
+    for file in files:
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            where = f"{file}:{number}"
+            remedy = "mend or remove the line"
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                raise DataError("a line is not JSON", where=where, found=error, remedy=remedy) from error
+            if not isinstance(item, dict):
+                raise DataError("a line is not an object", where=where, found=type(item).__name__, remedy=remedy)
+            pair = item.get(config.prompt_key), item.get(config.answer_key)
+            for key, value in zip((config.prompt_key, config.answer_key), pair, strict=True):
+                if not isinstance(value, str) or (key == config.prompt_key and not value):
+                    raise DataError(
+                        f"a line has no text under {key!r}",
+                        where=where,
+                        found=f"keys {sorted(item)}",
+                        expected=f"a string under {key!r}",
+                        remedy="set data.prompt_key and data.answer_key",
+                    )
+            rows.append((str(pair[0]), str(pair[1])))
+    if not rows:
+        raise DataError(
+            "the data root holds no prompts",
+            where=root,
+            found=f"{len(files)} .jsonl files, 0 lines",
+            expected="at least one line",
+            remedy="set data.root",
+        )
+    return rows
+
+
+class PromptData:
+    """All prompts of a run.
+
+    Args:
+        root: directory of `*.jsonl`.
+        tokenizer: the model's.
+        config: names of the keys, longest prompt, whether to shuffle.
+        seed: the run's seed; it alone decides the order of every epoch.
+
+    Raises:
+        DataError: no file, no line, a broken line, or a prompt longer than `max_prompt_tokens`
+            (cutting it would silently change the question).
+
+    Called by: trainer.__main__ once, trainer.step each step.
+    """
+
+    def __init__(self, root: Path, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seed: int) -> None:
+        rows = _read_rows(root, config)
+        self._prompts = [prompt for prompt, _ in rows]
+        self._answers = [answer for _, answer in rows]
+        self._seed, self._shuffle = seed, config.shuffle
+        self._order: tuple[int, list[int]] = (-1, [])
+        length = config.max_prompt_tokens
+        encoded: list[list[int]] = tokenizer(self._prompts, add_special_tokens=False)["input_ids"]
+        longest = max(range(len(encoded)), key=lambda row: len(encoded[row]))
+        if len(encoded[longest]) > length:
+            raise DataError(
+                "a prompt is too long",
+                where=f"{root}, prompt {self._prompts[longest][:40]!r}",
+                found=f"{len(encoded[longest])} tokens",
+                expected=f"at most data.max_prompt_tokens={length}",
+                remedy="raise data.max_prompt_tokens",
+            )
+        self._ids = torch.full((len(rows), length), int(tokenizer.pad_token_id), dtype=torch.int64)
+        self._mask = torch.zeros((len(rows), length), dtype=torch.bool)
+        for row, ids in enumerate(encoded):
+            if ids:
+                self._ids[row, -len(ids) :] = torch.tensor(ids, dtype=torch.int64)
+                self._mask[row, -len(ids) :] = True
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
+
+    def row(self, sample_id: int) -> int:
+        """Which line (counted over all files) the `sample_id`-th prompt of the run is."""
+        epoch, position = divmod(sample_id, len(self))
+        if not self._shuffle:
+            return position
+        if self._order[0] != epoch:
+            order = permutation(self._seed, Purpose.DATA_ORDER, (epoch,), len(self))
+            self._order = epoch, order.tolist()
+        return self._order[1][position]
+
+    def batch(self, offset: int, num: int) -> Batch:
+        """The prompts `offset .. offset + num` of the run.
+
+        Returns:
+            sample_id int64 [N]; prompt_ids int64 [N, P], left-padded; prompt_mask bool [N, P];
+            P is always `max_prompt_tokens`, so a batch's shape never depends on its prompts.
+        """
+        rows = [self.row(sample_id) for sample_id in range(offset, offset + num)]
+        return {
+            "sample_id": torch.arange(offset, offset + num, dtype=torch.int64),
+            "prompt_ids": self._ids[rows],
+            "prompt_mask": self._mask[rows],
+        }
+
+    def prompts(self, sample_ids: torch.Tensor) -> list[str]:
+        """The prompts' text, one for each sample id."""
+        return [self._prompts[self.row(int(sample_id))] for sample_id in sample_ids]
+
+    def answers(self, sample_ids: torch.Tensor) -> list[str]:
+        """The right answers, one for each sample id."""
+        return [self._answers[self.row(int(sample_id))] for sample_id in sample_ids]

@@ -1,0 +1,155 @@
+"""The training of one rank, readable top to bottom: agree, save, leave, or do the next piece of work.
+
+All that can end a run in an orderly way is decided at one place, between two positions; all ranks come by
+there together.
+"""
+
+import time
+from enum import StrEnum
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp.collective import RanksFailed
+from verl_slurm.errors import Fenced
+from verl_slurm.trainer.position import Position, StepShape, after, safe_point
+from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.saving import Checkpointer, is_due
+from verl_slurm.trainer.state import TrainState
+from verl_slurm.trainer.step import Learner
+from verl_slurm.trainer.stopping import Order, Stopper
+
+__all__ = ["Ending", "Loop"]
+
+
+class Ending(StrEnum):
+    """Why the loop returned."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+class Loop:
+    """Drives one rank from where its state stands to the end. Called by: trainer.__main__.
+
+    Args:
+        saved_as: the checkpoint that `state` was loaded from, empty for a fresh start. A save asked for
+            before anything has happened is answered with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        shape: StepShape,
+        state: TrainState,
+        learner: Learner,
+        checkpointer: Checkpointer,
+        stopper: Stopper,
+        reporter: Reporter,
+        saved_as: str,
+    ) -> None:
+        self._config, self._shape, self._state = config, shape, state
+        self._learner, self._checkpointer = learner, checkpointer
+        self._stopper, self._reporter = stopper, reporter
+        self._saved: tuple[Position, str, int] | None = (state.position, saved_as, 0) if saved_as else None
+        self._clock = _PhaseClock()
+
+    def run(self) -> Ending:
+        """Train until all steps are done or the daemon asks to stop.
+
+        Raises:
+            Fenced: another incarnation owns the run; nothing of it was touched.
+        """
+        try:
+            return self._run()
+        finally:
+            self._reporter.close()
+
+    def _run(self) -> Ending:
+        state, total = self._state, self._config.train.steps
+        while True:
+            order = self._stopper.agree()
+            finished = state.position == Position(total)
+            if order is not None or self._is_due(state.position):
+                self._save(order)
+            if finished:
+                self._reporter.finished(total)
+                return Ending.FINISHED
+            if order is not None and order.stop:
+                self._reporter.stopped(order.request_id)
+                return Ending.STOPPED
+            self._advance()
+
+    def _advance(self) -> None:
+        """Do the work of the present position and move to the next."""
+        state = self._state
+        with self._clock.phase(state.position.phase):
+            self._learner.work(state)
+        following = after(state.position, self._shape)
+        metrics: dict[str, float] = {}
+        if following.phase == "step_end":
+            metrics = self._finish_step()
+        state.position = following
+        self._reporter.at(following, self._learner.new_rollouts, metrics)
+
+    def _finish_step(self) -> dict[str, float]:
+        row = self._learner.finish_step(self._state)
+        timings = self._clock.take(self._learner.take_new_tokens())
+        self._reporter.step_done(row, timings)
+        return row | timings
+
+    def _is_due(self, position: Position) -> bool:
+        already = self._saved is not None and self._saved[0] == position
+        return not already and is_due(position, self._config.checkpoint, self._config.train.steps)
+
+    def _save(self, order: Order | None) -> None:
+        """Save, say so, clean up. A save that fails is said too, and training goes on with what it has."""
+        state, request_id = self._state, order.request_id if order else 0
+        position = state.position
+        self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
+        if self._saved is not None and self._saved[0] == position:
+            self._reporter.saved(request_id, self._saved[1], 0.0, self._saved[2])
+            return
+        try:
+            done = self._checkpointer.save(state)
+        except RanksFailed as error:
+            self._reporter.save_failed(request_id, error.one_line())
+            if Fenced.__name__ in error.kinds:
+                raise Fenced("another incarnation owns the run", found=error.found) from error
+            return
+        self._saved = (position, done.name, done.num_bytes)
+        self._reporter.saved(request_id, done.name, done.seconds, done.num_bytes)
+        if order is not None and order.stop:
+            return  # the next incarnation cleans up; now every second counts
+        try:
+            self._checkpointer.clean_up()
+        except RanksFailed as error:
+            self._reporter.complain(error.one_line())
+
+
+class _PhaseClock:
+    """Seconds of each phase of the running step, by this process."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._phase, self._since = "", 0.0
+
+    def phase(self, name: str) -> "_PhaseClock":
+        # Scoring and advantages are one column for people.
+        self._phase = {"step_end": "generate", "advantage": "score"}.get(name, name)
+        return self
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.perf_counter() - self._since
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
+
+    def take(self, new_tokens: int) -> dict[str, float]:
+        """The timings of the step that ends; starts the next from zero."""
+        seconds, self._seconds = self._seconds, {}
+        timings = {f"{name}_s": seconds.get(name, 0.0) for name in ("generate", "score", "update")}
+        spent = timings["generate_s"]
+        # Replayed rollouts cost no sampling and count for no tokens.
+        timings["tokens_per_second"] = new_tokens / spent if new_tokens and spent else 0.0
+        return timings

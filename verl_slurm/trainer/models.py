@@ -1,0 +1,187 @@
+"""Actor, critic and reference: loaded by Hugging Face names, sharded by FSDP2.
+
+Parameter names are those of the Hugging Face classes (`AutoModelForCausalLM`, and for the critic
+`AutoModelForTokenClassification` with one label), so a checkpoint's tensors can be exported as they are.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.utils import logging as hf_logging
+
+from verl_slurm.errors import DataError
+from verl_slurm.trainer.data import Batch
+
+__all__ = [
+    "Models",
+    "build_models",
+    "clip_gradients",
+    "copy_weights",
+    "load_causal_lm",
+    "load_critic",
+    "logprobs_and_entropy",
+    "values",
+]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The three networks of a PPO run.
+
+    Called by: trainer.loop, dcp.saver and dcp.loader (actor and critic; the reference never changes).
+    """
+
+    actor: nn.Module
+    critic: nn.Module
+    reference: nn.Module
+
+
+@contextlib.contextmanager
+def _quiet_load(path: Path) -> Iterator[None]:
+    """No chatter about fresh heads, no draw from the global generator, one error for all that can fail."""
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "the model cannot be loaded",
+            where=path,
+            found=error,
+            expected="a Hugging Face model directory",
+            remedy="set model.path",
+        ) from error
+    finally:
+        hf_logging.set_verbosity(verbosity)
+
+
+def load_causal_lm(path: Path, *, dtype: str = "float32") -> nn.Module:
+    """The whole, unsharded policy network in eval mode, on the CPU."""
+    with _quiet_load(path):
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
+    """The policy's backbone with a scalar head that starts at zero.
+
+    A zero head makes the first values 0 instead of noise, and the same on every rank and every start.
+    """
+    with _quiet_load(path):
+        config = AutoConfig.from_pretrained(str(path), num_labels=1)
+        config.classifier_dropout = 0.0
+        model: nn.Module = AutoModelForTokenClassification.from_pretrained(
+            str(path), config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+    head = model.get_submodule("score")
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return model.eval()
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
+    """FSDP2 over `mesh`, a group for each decoder layer and one for the rest; None: leave it whole."""
+    if mesh is None:
+        return model
+    layers = model.get_submodule("model.layers")
+    for layer in layers.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: torch.device) -> Models:
+    """Load and shard all three. Collective where `mesh` is given: every rank calls it.
+
+    Args:
+        path: Hugging Face model directory, seen by every rank.
+        dtype: `float32` or `bfloat16`.
+        mesh: the data-parallel mesh (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
+        device: where the parameters live.
+
+    Returns:
+        Models in eval mode: there is no dropout in PPO here, else the ratio of new to old policy would
+        not start at 1.
+
+    Raises:
+        DataError: no model there, or not one that Hugging Face knows.
+    """
+    actor = load_causal_lm(path, dtype=dtype).to(device)
+    critic = load_critic(path, dtype=dtype).to(device)
+    reference = load_causal_lm(path, dtype=dtype).to(device).requires_grad_(False)
+    return Models(_shard(actor, mesh), _shard(critic, mesh), _shard(reference, mesh))
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy a sharded model's parameters into a whole one, tensor by tensor. Collective for DTensors.
+
+    One tensor at a time, so that never more than one whole parameter exists twice.
+    """
+    parameters = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            parameters.pop(name).copy_(whole)
+    if parameters:
+        raise ValueError(f"parameters without a source: {sorted(parameters)}")
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """Prompt and response side by side, positions counted from the first real token."""
+    ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
+    mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
+    positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+
+
+def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log probability of each response token, and the entropy of its distribution, at `temperature`.
+
+    Args:
+        model: a causal LM. Sharded: a collective forward, so all ranks call it equally often with
+            whatever batch they have.
+        batch: prompt_ids, prompt_mask, response_ids, response_mask.
+        temperature: the one the response was sampled with; the distribution is softmax(logits / it).
+
+    Returns:
+        logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. Outside the
+        response mask the numbers mean nothing.
+    """
+    device = next(model.parameters()).device
+    num_tokens = batch["response_ids"].shape[1]
+    # The logits before token t choose it: T + 1 positions from the end, the very last chooses nothing.
+    output = model(**_inputs(batch, device), use_cache=False, logits_to_keep=num_tokens + 1)
+    distribution = torch.log_softmax(output.logits[:, :-1].float() / temperature, dim=-1)
+    tokens = batch["response_ids"].to(device).unsqueeze(-1)
+    logprobs = distribution.gather(-1, tokens).squeeze(-1)
+    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    return logprobs, entropy
+
+
+def values(critic: nn.Module, batch: Batch) -> Tensor:
+    """The critic's value before each response token, float32 [N, T], on its device.
+
+    Sharded: a collective forward. Outside the response mask the numbers mean nothing.
+    """
+    device = next(critic.parameters()).device
+    num_tokens = batch["response_ids"].shape[1]
+    output = critic(**_inputs(batch, device), use_cache=False)
+    return output.logits[:, -num_tokens - 1 : -1, 0].float()

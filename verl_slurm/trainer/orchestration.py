@@ -1,0 +1,96 @@
+"""Orchestration state: how a run is laid out, written once at its first start and read-only from then on.
+
+`RUN/orchestration.json`, and a copy in every checkpoint. It holds no number of the training; it is there to
+refuse a resume under another layout before anything is loaded, and for people and tools to read.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.fingerprint import Fingerprint
+from verl_slurm.checkpoint.format import Topology
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.files import write_file
+from verl_slurm.paths import RunPaths
+
+__all__ = ["Orchestration", "check_or_write", "describe"]
+
+
+class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of orchestration.json."""
+
+    version: int = 1
+    data_root: str
+    data_files: dict[str, str]
+    """File under the root → its SHA-256."""
+    dataset_fingerprint: str
+    world_size: int
+    nodes: int
+    topology: Topology
+    device_groups: dict[str, list[list[int]]]
+    """Axis → the groups of ranks that communicate along it."""
+    backend: str
+    shard_map: dict[str, str]
+    """Rank → which prompts and which share of every tensor are its own, in words."""
+    log_paths: dict[str, str]
+    """What → path relative to the run's directory."""
+    metric_history: dict[str, str]
+    """Where the numbers of each step are kept, relative to the run's directory."""
+
+
+def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str) -> Orchestration:
+    """The layout of a run that starts now."""
+    shape = config.distributed
+    ranks = range(shape.world_size)
+    size = config.rollout.micro_batch_size_per_device
+    return Orchestration(
+        data_root=str(data_root),
+        data_files={name: entry.sha256 for name, entry in sorted(data.files.items())},
+        dataset_fingerprint=data.digest,
+        world_size=shape.world_size,
+        nodes=shape.nodes,
+        topology=Topology(dp=shape.dp_size, tp=shape.tp_size, pp=shape.pp_size),
+        device_groups={"dp": [list(ranks)]},
+        backend=backend,
+        shard_map={
+            str(rank): f"prompts {rank * size} to {(rank + 1) * size - 1} of every {size * len(ranks)};"
+            f" rows of FSDP2 shard {rank} of {len(ranks)}"
+            for rank in ranks
+        },
+        log_paths={"events": "events.jsonl", "ranks": "logs", "tensorboard": "tensorboard"},
+        metric_history={"curves": "tensorboard", "rows": "checkpoints/*/metadata.json: history"},
+    )
+
+
+def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
+    """Write the layout at the first start; at every later one, hold the present layout to it.
+
+    Called by: trainer.setup, rank 0.
+
+    Raises:
+        ConfigError: the run was started with another world size or topology.
+        CheckpointCorrupt: the file is not readable as what it should be.
+    """
+    path = paths.orchestration
+    if not path.exists():
+        write_file(path, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+        os.chmod(path, 0o400)
+        return now
+    try:
+        first = msgspec.json.decode(path.read_bytes(), type=Orchestration)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "the orchestration state cannot be read", where=path, found=error, remedy="restore it from a checkpoint"
+        ) from error
+    if (first.world_size, first.topology) != (now.world_size, now.topology):
+        raise ConfigError(
+            "the run was started with another number of ranks, and this version cannot reshard a resume",
+            where=path,
+            found=f"world size {now.world_size}, {now.topology}",
+            expected=f"world size {first.world_size}, {first.topology}",
+            remedy="resume with the first layout, or start a new run",
+        )
+    return first

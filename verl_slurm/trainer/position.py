@@ -1,0 +1,138 @@
+"""Where a run is: the state machine of a step, as a table that can be read top to bottom.
+
+```
+step_end(k)       k whole steps are done                                          safe point 0
+  └▶ generate(i)  sample micro-batch i of this rank        G of them              0 .. G-1
+  └▶ score(i)     reward, reference, old policy, values    S micro-batches        G .. G+S-1
+  └▶ advantage    KL penalty, GAE, whitening over all ranks                       G+S
+  └▶ update(u)    one optimizer update of actor and critic U of them              G+S+1 .. G+S+U
+  └▶ step_end(k+1)
+```
+
+A position names what comes NEXT. Between two positions lies a safe point: everything that was done is in
+the state, and a run that starts from a position does exactly what one that arrives there would do.
+`step_end(k)` and `generate(0)` of the same k are the same place; the first is the name that is saved.
+"""
+
+from dataclasses import dataclass, replace
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.runtime_state.format import Phase
+
+__all__ = ["Position", "StepShape", "after", "check_position", "rollout_offset", "safe_point"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """What comes next, on every rank alike.
+
+    Called by: everything in the trainer that must know where it is.
+    """
+
+    step: int = 0
+    """Whole steps done; also the number of the running step, counted from 0."""
+    phase: Phase = "step_end"
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"step {self.step} {self.phase} {self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """How many pieces each phase of a step has on one rank, and how many prompts a piece takes."""
+
+    generations: int
+    scores: int
+    updates: int
+    world_size: int
+    prompts_per_generation: int
+    """Prompts of one generation micro-batch on one rank."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "StepShape":
+        """The shape that `config` asks for; `config.load` has checked that everything divides."""
+        train, rollout = config.train, config.rollout
+        return cls(
+            generations=train.batch_size_per_device // rollout.micro_batch_size_per_device,
+            scores=-(-train.batch_size_per_device // train.micro_batch_size_per_device),
+            updates=train.ppo_epochs * (train.batch_size_per_device // train.mini_batch_size_per_device),
+            world_size=config.distributed.world_size,
+            prompts_per_generation=rollout.micro_batch_size_per_device,
+        )
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of one step over all ranks."""
+        return self.generations * self.prompts_per_generation * self.world_size
+
+    def pieces(self, phase: Phase) -> int:
+        """How many positions `phase` has."""
+        match phase:
+            case "generate":
+                return self.generations
+            case "score":
+                return self.scores
+            case "update":
+                return self.updates
+            case "advantage" | "step_end":
+                return 1
+
+
+def after(position: Position, shape: StepShape) -> Position:
+    """The position that follows once the work of `position` is done."""
+    if position.index + 1 < shape.pieces(position.phase):
+        return replace(position, index=position.index + 1)
+    match position.phase:
+        case "step_end":
+            # Entering a step is no work: whoever is at step_end does the first generation.
+            return after(Position(position.step, "generate"), shape)
+        case "generate":
+            return Position(position.step, "score")
+        case "score":
+            return Position(position.step, "advantage")
+        case "advantage":
+            return Position(position.step, "update")
+        case "update":
+            return Position(position.step + 1, "step_end")
+
+
+def safe_point(position: Position, shape: StepShape) -> int:
+    """Safe points passed since the last whole step; the number in a checkpoint's name."""
+    before = {
+        "step_end": 0,
+        "generate": 0,
+        "score": shape.generations,
+        "advantage": shape.generations + shape.scores,
+        "update": shape.generations + shape.scores + 1,
+    }
+    return before[position.phase] + position.index
+
+
+def rollout_offset(position: Position, shape: StepShape) -> int:
+    """Prompts consumed in all, over all ranks, when a run stands at `position`."""
+    match position.phase:
+        case "step_end":
+            inside = 0
+        case "generate":
+            inside = position.index * shape.prompts_per_generation * shape.world_size
+        case _:
+            inside = shape.prompts
+    return position.step * shape.prompts + inside
+
+
+def check_position(position: Position, shape: StepShape, *, where: object) -> None:
+    """Refuse a position that this run's configuration does not have.
+
+    Raises:
+        CheckpointCorrupt: the index lies outside its phase.
+    """
+    if not 0 <= position.index < shape.pieces(position.phase):
+        raise CheckpointCorrupt(
+            "the checkpoint stands at a place that this configuration does not have",
+            where=where,
+            found=position,
+            expected=f"{position.phase} below {shape.pieces(position.phase)}",
+            remedy="resume with the batch sizes the run was started with (run.yaml)",
+        )

@@ -1,0 +1,120 @@
+"""What a rank tells: messages to its daemon, one line a step on stdout, curves for TensorBoard.
+
+Nothing here changes a number of the training, and nothing here may stop it.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_slurm.trainer.position import Position
+from verl_slurm.wire.client import RankLine
+from verl_slurm.wire.messages import Finished, Progress, Saved, SaveFailed, SaveStarted, Stopped
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Reporter", "progress_line"]
+
+
+def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
+    """One finished step for a person: `step 12/30 reward 0.412 kl 0.031 ...`."""
+    return (
+        f"step {row['step']:.0f}/{total_steps}"
+        f"  reward {row['reward']:.3f}  kl {row['kl']:.4f}"
+        f"  policy loss {row['policy_loss']:+.4f}  value loss {row['value_loss']:.4f}"
+        f"  {timings['tokens_per_second']:.0f} tokens/s"
+        f"  generate {timings['generate_s']:.2f} s  score {timings['score_s']:.2f} s"
+        f"  update {timings['update_s']:.2f} s"
+    )
+
+
+class Reporter:
+    """One rank's voice. Called by: trainer.loop.
+
+    Args:
+        line: to the daemon, or `NoDaemon`.
+        tensorboard: where rank 0 writes its curves.
+        first_step: whole steps done at the start. Curves of an earlier life from there on are purged: they
+            show steps that are done again.
+    """
+
+    def __init__(
+        self, *, rank: int, line: RankLine, total_steps: int, tensorboard: Path, first_step: int
+    ) -> None:
+        self._rank, self._line, self._total_steps = rank, line, total_steps
+        self._safe_points = 0
+        self._writer: SummaryWriter | None = None
+        if rank == 0:
+            # Here, not at the top: the other ranks need not pay for the import.
+            from torch.utils.tensorboard import SummaryWriter
+
+            tensorboard.mkdir(mode=0o700, exist_ok=True)
+            self._writer = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
+
+    def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
+        """A safe point was reached; `position` comes next."""
+        self._safe_points += 1
+        self._line.send(
+            Progress(
+                rank=self._rank,
+                step=position.step,
+                phase=position.phase,
+                index=position.index,
+                safe_points=self._safe_points,
+                new_rollouts=new_rollouts,
+                metrics=metrics or {},
+            )
+        )
+
+    def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
+        """A step is finished: the line and the curves, from rank 0."""
+        if self._writer is None:
+            return
+        self.say(progress_line(row, timings, self._total_steps))
+        step = int(row["step"])
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(f"train/{name}", value, step)
+        for name, value in timings.items():
+            self._writer.add_scalar(f"time/{name}", value, step)
+        self._writer.flush()
+
+    def save_started(self, request_id: int, step: int, safe_point: int) -> None:
+        self._line.send(
+            SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point)
+        )
+
+    def saved(self, request_id: int, name: str, seconds: float, num_bytes: int) -> None:
+        """The checkpoint is in place; rank 0 says so."""
+        if self._rank == 0:
+            self.say(f"saved {name} ({num_bytes} bytes, {seconds:.2f} s)")
+            self._line.send(
+                Saved(rank=0, request_id=request_id, name=name, seconds=seconds, num_bytes=num_bytes)
+            )
+
+    def save_failed(self, request_id: int, reason: str) -> None:
+        if self._rank == 0:
+            self.complain(f"save failed: {reason}")
+            self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason))
+
+    def complain(self, text: str) -> None:
+        """Something that does not stop the training; one line on stderr, from rank 0."""
+        if self._rank == 0:
+            sys.stderr.write(text + "\n")
+
+    def stopped(self, request_id: int) -> None:
+        self._line.send(Stopped(rank=self._rank, request_id=request_id))
+
+    def finished(self, step: int) -> None:
+        self._line.send(Finished(rank=self._rank, step=step))
+
+    def say(self, text: str) -> None:
+        """One line on stdout, from rank 0."""
+        if self._rank == 0:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

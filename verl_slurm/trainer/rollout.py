@@ -1,0 +1,151 @@
+"""Sampling from the policy with Hugging Face `generate`, and noise that depends on nothing but its name.
+
+`generate` is told to be greedy, and a logits processor leaves it one choice: the token that inverse-CDF
+sampling picks with a counter-based uniform (`counter_rng`). So no generator is consumed, and a sample is
+the same alone, in any batch, on any rank, and after any restart (to the rounding of the matrix kernels).
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from verl_slurm.config.schema import RolloutConfig
+from verl_slurm.trainer.counter_rng import uniforms
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.models import copy_weights, load_causal_lm
+
+__all__ = ["HFRollout", "pick_tokens"]
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Inclusive sum along the last dimension, the same bits every time.
+
+    CUDA's floating-point `cumsum` is refused by `torch.use_deterministic_algorithms`, so there it is a
+    scan by doubling (Hillis and Steele 1986): log2(V) additions in a fixed order.
+    """
+    if x.device.type == "cpu":
+        return x.cumsum(dim=-1)
+    return _doubling_scan(x)
+
+
+def _doubling_scan(x: Tensor) -> Tensor:
+    shift = 1
+    while shift < x.shape[-1]:
+        x = torch.cat([x[..., :shift], x[..., shift:] + x[..., :-shift]], dim=-1)
+        shift *= 2
+    return x
+
+
+def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample one token a row from softmax(logits / temperature) by inverting its CDF.
+
+    Args:
+        logits: float32 [N, V].
+        uniform: float64 [N], in [0, 1).
+        temperature: above 0.
+
+    Returns:
+        tokens int64 [N] and their log probabilities float32 [N] under that same distribution.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    # float64: in float32 the sum of 150,000 probabilities would round whole tail tokens away.
+    cdf = _running_sum(logprobs.double().exp())
+    # Times the total, for it is 1 only up to rounding. `right`: a token of probability 0 is never picked.
+    point = (uniform.to(cdf.device) * cdf[:, -1]).unsqueeze(-1)
+    tokens = torch.searchsorted(cdf, point, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+
+
+class _CounterSampler(LogitsProcessor):
+    """Replaces the scores by a one-hot choice, and remembers the log probabilities it chose at."""
+
+    def __init__(self, uniform: Tensor, temperature: float) -> None:
+        self._uniform, self._temperature = uniform, temperature
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens, logprobs = pick_tokens(scores, self._uniform[:, len(self.logprobs)], self._temperature)
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, float("-inf")).scatter_(-1, tokens.unsqueeze(-1), 0.0)
+
+
+class HFRollout:
+    """A whole copy of the actor on every rank, and the sampler on top.
+
+    Args:
+        model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
+        config: temperature, new tokens a sample.
+        seed: the run's seed.
+        eos_id, pad_id: the tokenizer's.
+        dtype: as the actor's.
+        device: where to sample.
+
+    Called by: trainer.step, every rank.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        eos_id: int,
+        pad_id: int,
+        dtype: str = "float32",
+        device: torch.device | None = None,
+    ) -> None:
+        self._model = load_causal_lm(model_path, dtype=dtype).to(device or torch.device("cpu"))
+        self._model.requires_grad_(False)
+        self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
+        # The directory's own generation settings (top_p, repetition penalty) would bend the distribution.
+        self._model.generation_config = GenerationConfig(
+            max_new_tokens=config.max_new_tokens,
+            do_sample=False,
+            eos_token_id=eos_id,
+            pad_token_id=pad_id,
+        )
+
+    def sync(self, actor: nn.Module) -> None:
+        """Take over the actor's weights. Collective where the actor is sharded; once a step."""
+        copy_weights(actor, self._model)
+
+    @torch.no_grad()
+    def generate(self, prompts: Batch, step: int) -> Batch:
+        """Sample one response for each prompt. Not collective: ranks may call it any number of times.
+
+        Args:
+            prompts: sample_id [N], prompt_ids [N, P], prompt_mask [N, P], from `PromptData.batch`.
+            step: the training step; part of the noise's name.
+
+        Returns:
+            The prompts' columns and response_ids int64 [N, T] (right-padded), response_mask bool [N, T]
+            (true up to and including the end-of-sequence token), logprobs float32 [N, T] (0 outside the
+            mask). All on the CPU; T is always `max_new_tokens`.
+        """
+        num, length = prompts["prompt_ids"].shape
+        num_tokens = self._config.max_new_tokens
+        device = next(self._model.parameters()).device
+        noise = torch.from_numpy(uniforms(self._seed, step, prompts["sample_id"].tolist(), num_tokens))
+        sampler = _CounterSampler(noise.to(device), self._config.temperature)
+        output: Tensor = self._model.generate(
+            input_ids=prompts["prompt_ids"].to(device),
+            attention_mask=prompts["prompt_mask"].long().to(device),
+            logits_processor=LogitsProcessorList([sampler]),
+        )
+        made = output[:, length:].cpu()
+        response = torch.full((num, num_tokens), self._pad_id, dtype=torch.int64)
+        response[:, : made.shape[1]] = made
+        logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
+        logprobs[:, : made.shape[1]] = torch.stack(sampler.logprobs, dim=1).cpu()
+        ended = (response == self._eos_id).long()
+        # Not yet ended before this position; the position of the end itself still counts.
+        mask = (ended.cumsum(dim=1) - ended) == 0
+        mask[:, made.shape[1] :] = False
+        return {
+            **prompts,
+            "response_ids": response.masked_fill(~mask, self._pad_id),
+            "response_mask": mask,
+            "logprobs": logprobs.masked_fill(~mask, 0.0),
+        }

@@ -1,0 +1,285 @@
+"""The work of one PPO step, phase by phase, each cut into pieces that can be stopped between.
+
+Each method does the work of one position and puts the result into the buffers; what it computes depends on
+the weights, the buffers, the configuration and the position, and on nothing else. All ranks call the same
+method with the same index: the forward passes of sharded models are collective.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
+from verl_slurm.trainer.counter_rng import Purpose, permutation
+from verl_slurm.trainer.data import Batch, PromptData
+from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
+from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
+from verl_slurm.trainer.position import Position, StepShape, rollout_offset
+from verl_slurm.trainer.rewards import Reward, decode_responses
+from verl_slurm.trainer.rollout import HFRollout
+from verl_slurm.trainer.schedule import learning_rate
+from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
+
+__all__ = ["Learner", "Optimizers"]
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """The two AdamW of a run. Called by: trainer.step, trainer.saving."""
+
+    actor: Optimizer
+    critic: Optimizer
+
+
+class Learner:
+    """One rank's share of the work.
+
+    Args:
+        replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
+        ledger: takes each fresh micro-batch.
+
+    Called by: trainer.loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        shape: StepShape,
+        models: Models,
+        optimizers: Optimizers,
+        sampler: HFRollout,
+        data: PromptData,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: Reward,
+        collective: Collective,
+        ledger: Ledger,
+        replay: dict[tuple[int, int], Arrays],
+    ) -> None:
+        self._config, self._shape, self._ranks = config, shape, collective
+        self._models, self._optimizers, self._sampler = models, optimizers, sampler
+        self._data, self._tokenizer, self._reward = data, tokenizer, reward
+        self._ledger, self._replay = ledger, replay
+        self._synced_step = -1
+        self.new_rollouts = 0
+        """Responses sampled, not replayed, by this process."""
+        self._new_tokens = 0
+
+    def work(self, state: TrainState) -> None:
+        """Do what `state.position` names. The position itself is moved on by the loop."""
+        match state.position.phase:
+            case "step_end" | "generate":
+                self._generate(state)
+            case "score":
+                self._score(state)
+            case "advantage":
+                self._estimate(state)
+            case "update":
+                self._update(state)
+
+    def take_new_tokens(self) -> int:
+        """Response tokens sampled over all ranks' equal shares since the last call, estimated from this one."""
+        tokens, self._new_tokens = self._new_tokens, 0
+        return tokens * self._shape.world_size
+
+    # ---- generate
+
+    def _generate(self, state: TrainState) -> None:
+        position, size = state.position, self._shape.prompts_per_generation
+        micro_batch = position.index * self._shape.world_size + self._ranks.rank
+        # rollout_offset counts what all ranks had consumed; this rank's share begins `rank` pieces later.
+        prompts = self._data.batch(rollout_offset(position, self._shape) + self._ranks.rank * size, size)
+        batch = self._replayed(position.step, micro_batch, prompts)
+        # The sampler gets its weights once a step, and not at all where every rank finds all in the ledger.
+        if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
+            self._sampler.sync(self._models.actor)
+            self._synced_step = position.step
+        if batch is None:
+            batch = self._sampler.generate(prompts, position.step)
+            self.new_rollouts += size
+            self._new_tokens += int(batch["response_mask"].sum())
+            self._journal(position.step, micro_batch, batch)
+        state.buffers.rollouts.append(batch)
+
+    def _replayed(self, step: int, micro_batch: int, prompts: Batch) -> Batch | None:
+        arrays = self._replay.pop((step, micro_batch), None)
+        if arrays is None:
+            return None
+        batch = to_batch(arrays)
+        # A record for other prompts is of another data set (--force-resume): generating again is right.
+        same = all(name in batch and torch.equal(batch[name], prompts[name]) for name in prompts)
+        return batch if same else None
+
+    def _journal(self, step: int, micro_batch: int, batch: Batch) -> None:
+        try:
+            self._ledger.append(step, micro_batch, to_arrays(batch))
+        except OSError as error:
+            # Without its record this rollout would be sampled again after a crash; no reason to crash now.
+            sys.stderr.write(f"rank {self._ranks.rank}: rollout not journaled: {error}\n")
+
+    # ---- score
+
+    @torch.no_grad()
+    def _score(self, state: TrainState) -> None:
+        size, temperature = self._config.train.micro_batch_size_per_device, self._config.rollout.temperature
+        start = state.position.index * size
+        batch = _rows(stacked(state.buffers.rollouts), slice(start, start + size))
+        old, _ = logprobs_and_entropy(self._models.actor, batch, temperature=temperature)
+        reference, _ = logprobs_and_entropy(self._models.reference, batch, temperature=temperature)
+        scores = self._reward(
+            self._data.prompts(batch["sample_id"]),
+            decode_responses(self._tokenizer, batch),
+            self._data.answers(batch["sample_id"]),
+        )
+        state.buffers.scored.append(
+            {
+                "scores": scores.float().cpu(),
+                "old_logprobs": old.float().cpu(),
+                "ref_logprobs": reference.float().cpu(),
+                "old_values": values(self._models.critic, batch).cpu(),
+            }
+        )
+
+    # ---- advantage
+
+    def _estimate(self, state: TrainState) -> None:
+        train = self._config.train
+        mask, scored = stacked(state.buffers.rollouts)["response_mask"], stacked(state.buffers.scored)
+        kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
+        rewards = token_rewards(scored["scores"], kl, mask, state.kl.coef)
+        advantages, returns = gae(
+            rewards, scored["old_values"], mask, gamma=train.gamma, gae_lambda=train.gae_lambda
+        )
+        moments = self._ranks.sum(masked_moments(advantages, mask).tolist())
+        white = whiten(advantages, mask, torch.tensor(moments, dtype=torch.float64))
+        state.buffers.estimates = {"advantages": white, "returns": returns}
+
+    # ---- update
+
+    def _update(self, state: TrainState) -> None:
+        train, position = self._config.train, state.position
+        step, buffers = position.step, state.buffers
+        mini_batches = train.batch_size_per_device // train.mini_batch_size_per_device
+        epoch, mini_batch = divmod(position.index, mini_batches)
+        order = permutation(
+            self._config.seed,
+            Purpose.MINI_BATCH_ORDER,
+            (step, epoch, self._ranks.rank),
+            train.batch_size_per_device,
+        )
+        size = train.mini_batch_size_per_device
+        rows = torch.from_numpy(order)[mini_batch * size : (mini_batch + 1) * size]
+        batch = _rows(stacked(buffers.rollouts) | stacked(buffers.scored) | buffers.estimates, rows)
+        # Mean over the mini-batch's tokens on all ranks; FSDP averages over ranks (losses.py says why).
+        tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
+        sums = dict.fromkeys(UPDATE_METRICS, 0.0)
+        for start in range(0, size, train.micro_batch_size_per_device):
+            piece = _rows(batch, slice(start, start + train.micro_batch_size_per_device))
+            for name, value in self._backward(piece, tokens).items():
+                sums[name] += value
+        for role, model, optimizer, base in (
+            ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
+            ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
+        ):
+            sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(base, train, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        buffers.updates.append([sums[name] for name in UPDATE_METRICS])
+
+    def _backward(self, batch: Batch, tokens: float) -> Mapping[str, float]:
+        """Add one micro-batch's gradients to both models; its share of the metrics."""
+        train = self._config.train
+        batch = {name: column.to(_device(self._models.actor)) for name, column in batch.items()}
+        mask = batch["response_mask"]
+        logprobs, entropy_NT = logprobs_and_entropy(
+            self._models.actor, batch, temperature=self._config.rollout.temperature
+        )
+        policy = policy_loss(
+            logprobs,
+            batch["old_logprobs"],
+            batch["advantages"],
+            mask,
+            clip_ratio=train.clip_ratio,
+            denominator=tokens,
+        )
+        entropy = masked_mean(entropy_NT, mask, tokens)
+        _run_backward(policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss)
+        value = value_loss(
+            values(self._models.critic, batch),
+            batch["old_values"],
+            batch["returns"],
+            mask,
+            value_clip=train.value_clip,
+            denominator=tokens,
+        )
+        _run_backward(value.loss)
+        return {
+            "policy_loss": float(policy.loss.detach()),
+            "value_loss": float(value.loss.detach()),
+            "entropy": float(entropy.detach()),
+            "policy_kl": float(policy.approx_kl),
+            "policy_clip": float(policy.clip_fraction),
+            "value_clip": float(value.clip_fraction),
+        }
+
+    # ---- the end of a step
+
+    def finish_step(self, state: TrainState) -> dict[str, float]:
+        """Turn the buffers into the step's metrics, move the KL controller, empty the buffers. Collective.
+
+        Returns:
+            The row that was added to the history: the same bits on every rank.
+        """
+        buffers = state.buffers
+        rollouts, scored = stacked(buffers.rollouts), stacked(buffers.scored)
+        mask = rollouts["response_mask"]
+        kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
+        gap = torch.where(mask, (scored["old_logprobs"] - rollouts["logprobs"]).abs(), torch.zeros_like(kl))
+        updates = torch.tensor(buffers.updates, dtype=torch.float64).mean(dim=0)
+        mine: list[Tensor] = [
+            torch.tensor(float(len(mask)), dtype=torch.float64),
+            scored["scores"].double().sum(),
+            kl.double().sum(),
+            mask.double().sum(),
+            gap.double().sum(),
+            *updates,
+        ]
+        samples, score, kl_sum, tokens, gap_sum, *means = self._ranks.sum([float(x) for x in mine])
+        row = {
+            "step": float(state.position.step + 1),
+            "reward": score / samples,
+            "kl": kl_sum / samples,
+            "kl_coef": state.kl.coef,
+            "response_tokens": tokens / samples,
+            "sampler_gap": gap_sum / tokens,
+            "learning_rate": learning_rate(self._config.train.actor_lr, self._config.train, state.position.step),
+        }
+        for name, total in zip(UPDATE_METRICS, means, strict=True):
+            row[name] = total / self._ranks.world_size
+        state.kl = state.kl.update(row["kl"])
+        state.buffers = type(buffers)()
+        state.remember(row)
+        return row
+
+
+def _rows(batch: Batch, rows: slice | Tensor) -> Batch:
+    return {name: column[rows] for name, column in batch.items()}
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _run_backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here

@@ -1,0 +1,66 @@
+"""How a rank hears that it should save, and how all ranks come to hear it at the same safe point.
+
+The daemon writes a request into the control page of each node, at slightly different moments. So at every
+safe point the ranks combine what each has read with one tiny all-reduce on the CPU; from the same numbers
+all draw the same conclusion. Nothing happens in a signal handler: a rank that computes is asked at its next
+safe point, and one that hangs is the daemon's business.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Asked", "Order", "Page", "Stopper"]
+
+
+class Asked(Protocol):
+    """One request, as a page shows it (`wire.control_page.Request`)."""
+
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def stop(self) -> bool: ...
+
+
+class Page(Protocol):
+    """What a rank reads at a safe point (`wire.client.RankLine`). Costs one memory read, never blocks."""
+
+    def request(self) -> Asked | None: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks do now: save, and then leave if `stop`."""
+
+    request_id: int
+    stop: bool
+
+
+class Stopper:
+    """Asks the page and the other ranks; remembers what was already obeyed.
+
+    Args:
+        page: this rank's line to its daemon.
+        greatest: the maximum of each number over all ranks; collective (`Collective.max`).
+
+    Called by: trainer.loop, on every rank at every safe point.
+    """
+
+    def __init__(self, page: Page, greatest: Callable[[Sequence[int]], list[int]]) -> None:
+        self._page, self._greatest = page, greatest
+        self._obeyed = 0
+
+    def agree(self) -> Order | None:
+        """The order that is new to this run, the same on every rank; None: train on. Collective.
+
+        A request to stop is not lost when a newer one, to save only, is seen by some ranks first: the ids
+        of the newest request and of the newest that says stop travel separately.
+        """
+        asked = self._page.request()
+        mine = (0, 0) if asked is None else (asked.request_id, asked.request_id if asked.stop else 0)
+        newest, newest_stop = self._greatest(mine)
+        if newest <= self._obeyed:
+            return None
+        order = Order(request_id=newest, stop=newest_stop > self._obeyed)
+        self._obeyed = newest
+        return order
