@@ -65,12 +65,14 @@ def test_a_second_start_leaves_the_running_cluster_alone(cluster: DevCluster) ->
     assert (cluster.directory / "state.json").read_bytes() == before
 
 
-def test_stop_leaves_nothing_of_a_running_job(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> None:
+def test_stop_leaves_nothing_of_a_running_job(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
     cluster = make_cluster(nodes=2)
     job = submit(cluster, tmp_path, TWO_STEPS, "-N2")
     until(cluster, job, lambda facts: facts.state == "RUNNING")
     deadline = time.monotonic() + 20
-    # munged, slurmctld and its script process, 2 slurmd, 3 slurmstepd, the batch shell, srun twice, 2 x (sh, sleep)
+    # munged, slurmctld and its script process, 2 slurmd, 3 slurmstepd, the batch shell, srun twice, 2 x 2
     while len(before := list_members(cluster.directory, cluster.slurm_conf)) < 15:
         assert time.monotonic() < deadline, before
         time.sleep(0.05)
@@ -175,7 +177,9 @@ def test_a_directory_that_slurm_cannot_use_is_refused_before_anything(name: str)
 
 def test_a_daemon_that_does_not_come_up_is_quoted_and_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="vs-") as directory:
-        monkeypatch.setattr("verl_slurm.devcluster.cluster.slurm_conf", lambda *_: "ClusterName=x\nNoSuchKey=1\n")
+        monkeypatch.setattr(
+            "verl_slurm.devcluster.cluster.slurm_conf", lambda *_: "ClusterName=x\nNoSuchKey=1\n"
+        )
         cluster = DevCluster(directory)
         with pytest.raises(SlurmRefused, match="slurmctld did not start"):
             cluster.start()
@@ -210,7 +214,7 @@ def test_an_ordinary_user_has_the_whole_of_it(nobodys_home: Path) -> None:
             os.environ.update(HOME=str(nobodys_home), PATH="/usr/bin:/bin")
             os.chdir(nobodys_home)
             _whole_story(DevCluster(nobodys_home / "c"), nobodys_home)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the fork must not return into pytest
             (nobodys_home / "error").write_text(traceback.format_exc())
             os._exit(1)
         os._exit(0)

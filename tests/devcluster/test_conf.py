@@ -51,7 +51,9 @@ def test_nobody_but_this_machine_can_connect() -> None:
     assert text.count("NodeAddr=127.0.0.1") == 4
 
 
-@pytest.mark.parametrize("options", [{"nodes": 0}, {"nodes": 17}, {"grace_s": -1}, {"cred_expire_s": 0}, {"nodez": 1}])
+@pytest.mark.parametrize(
+    "options", [{"nodes": 0}, {"nodes": 17}, {"grace_s": -1}, {"cred_expire_s": 0}, {"nodez": 1}]
+)
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(options, ClusterOptions)

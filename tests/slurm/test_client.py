@@ -143,7 +143,7 @@ async def _submit(client: SlurmClient, directory: Path, *options: str) -> int:
 
 async def _until(client: SlurmClient, job_id: int, test: Callable[[JobFacts], bool]) -> JobFacts:
     async with asyncio.timeout(60):
-        while not test(facts := await client.job(job_id)):
+        while not test(facts := await client.job(job_id)):  # noqa: ASYNC110 - one has to ask
             await asyncio.sleep(0.1)
     return facts
 

@@ -1,12 +1,12 @@
 """One command to its end: a deadline, capped output, and no signal of the job's end may stop it.
 
-A requeue sends TERM to every process of the job within milliseconds, this command too; so it starts with TERM,
-USR1, USR2, INT and HUP blocked. A blocked mask survives exec (a handler does not), and it is set in the
+A requeue sends TERM to every process of the job within milliseconds, this command too; so it starts with
+TERM, USR1, USR2, INT and HUP blocked. A blocked mask survives exec (a handler does not), and it is set in the
 calling thread only, between two lines, so nothing else that is started meanwhile inherits it. SIGKILL after
 KillWait still ends it.
 
-Blocking: the client calls it in a worker thread. That keeps asyncio's child watching and a `preexec_fn`, which
-is unsafe beside threads, out of it.
+Blocking: the client calls it in a worker thread. That keeps asyncio's child watching and a `preexec_fn`,
+which is unsafe beside threads, out of it.
 """
 
 import os
