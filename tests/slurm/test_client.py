@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 import stat
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,6 +174,40 @@ def test_a_requeued_job_runs_again_after_the_short_delay(
     assert again.kind == "already_requeued"
     assert running.start_time is not None
     assert (running.start_time - asked_at).total_seconds() < 30
+
+
+INSIDE = """
+import asyncio, os, signal, sys
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.environment import SlurmJob
+job = SlurmJob.from_environ(os.environ)
+if job.restart_count < 3:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler, as the lead has: it does not survive exec
+    print(asyncio.run(SlurmClient().requeue(job.job_id, 2, own_restarts=job.restart_count)), flush=True)
+"""
+
+
+@pytest.mark.slurm
+def test_a_job_requeues_itself_again_and_again(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    """From inside, where the TERM of its own requeue meets the commands in flight; default cred_expire."""
+    cluster = make_cluster(nodes=1)
+    script = tmp_path / "job.py"
+    script.write_text(f"#!{sys.executable}\n{INSIDE}")
+    env = {**cluster.client_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    async def story(client: SlurmClient) -> JobFacts:
+        output = tmp_path / "out"
+        argv = ["sbatch", "--parsable", "--requeue", "--open-mode=append", f"--output={output}", str(script)]
+        done = await client.run(argv)
+        return await _until(client, int(done.stdout), lambda facts: facts.is_over)
+
+    facts = asyncio.run(story(SlurmClient(env)))
+    said = (tmp_path / "out").read_text()
+    assert (facts.state, facts.restarts) == ("COMPLETED", 3), said
+    assert said.count("kind='requeued'") == 3
+    assert said.count("delay_kept=True") == 3
 
 
 @pytest.mark.slurm

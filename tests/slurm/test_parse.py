@@ -121,7 +121,8 @@ def test_a_partition() -> None:
         "PartitionName=urgent\n   AllocNodes=ALL Default=NO QoS=N/A\n"
         "   DefaultTime=00:10:00 DisableRootJobs=NO ExclusiveUser=NO GraceTime=0 Hidden=NO\n"
         "   MaxNodes=UNLIMITED MaxTime=1-00:00:00 MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED\n"
-        "   OverTimeLimit=NONE PreemptMode=OFF\n   State=UP TotalCPUs=8 TotalNodes=4 SelectTypeParameters=NONE\n"
+        "   OverTimeLimit=NONE PreemptMode=OFF\n"
+        "   State=UP TotalCPUs=8 TotalNodes=4 SelectTypeParameters=NONE\n"
     )
     partition = parse_partition(text, "urgent")
     assert (partition.state, partition.total_nodes, partition.total_cpus) == ("UP", 4, 8)

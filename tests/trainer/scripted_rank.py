@@ -5,13 +5,16 @@
     rank       which rank acts
     safe_point the how-manieth safe point of this process (0: before any work) it acts at
     action     stop, save: ask for it as a daemon would; kill: SIGKILL oneself;
-               alarm: have the kernel end the process `seconds` later, wherever it is then
+               alarm: have the kernel end the process `seconds` later, wherever it is then;
+               break_save: let this rank's part of the next save fail
 """
 
 import json
 import os
 import signal
 
+from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.dcp import saver
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.control_page import Request
@@ -34,9 +37,20 @@ class ScriptedLine(NoDaemon):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "alarm" if number == self._script["safe_point"]:
                 signal.setitimer(signal.ITIMER_REAL, self._script["seconds"])
+            case "break_save" if number == self._script["safe_point"]:
+                self._break_save()
             case "stop" | "save" as action:
                 return Request(1, action == "stop", 0)
         return None
+
+    def _break_save(self) -> None:
+        seal = saver.seal
+
+        def fail_once(*_: object) -> list[FileEntry]:
+            saver.seal = seal
+            raise OSError(28, "No space left on device")
+
+        saver.seal = fail_once
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ _SEED = 20260101
 _PROMPT_WIDTH = 6
 _RESPONSE_WIDTH = 10
 _ANSWER_STARTS = 12
-_WARM_STEPS = 480
+_WARM_STEPS = 500
 _WARM_BATCH = 64
 _WARM_LR = 4e-3
-_NOISE = 0.6
+_NOISE = 0.5
 """Share of the answers' digits that the warm start replaces at random: what PPO has to unlearn."""
 
 

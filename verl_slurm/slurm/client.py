@@ -201,8 +201,8 @@ class SlurmClient:
 
         The state is read just before: a job that its user has cancelled is never requeued. Then two commands
         in one breath, the requeue and a start time (6 and 8 ms). TERM is on its way to every process of the
-        job when this returns. Measured with Slurm's default cred_expire and a job that left at once: it ran again
-        1.0, 3.0, 4.0, 4.9 and 11.0 s after the requeue for delays of 1, 2, 3, 5 and 10 s, instead of 121.
+        job when this returns. Measured with Slurm's default cred_expire and a job that left at once: it ran
+        again 1.0, 3.0, 4.0, 4.9 and 11.0 s after the requeue for delays of 1, 2, 3, 5 and 10 s, not 121.
 
         Args:
             job_id: the job.

@@ -20,7 +20,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import Phase
 
-__all__ = ["Position", "StepShape", "after", "check_position", "rollout_offset", "safe_point"]
+__all__ = ["Position", "StepShape", "after", "check_position", "first_generation", "rollout_offset", "safe_point"]
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,17 @@ def safe_point(position: Position, shape: StepShape) -> int:
 
 def rollout_offset(position: Position, shape: StepShape) -> int:
     """Prompts consumed in all, over all ranks, when a run stands at `position`."""
+    per_generation = shape.prompts_per_generation * shape.world_size
+    return position.step * shape.prompts + first_generation(position, shape) * per_generation
+
+
+def first_generation(position: Position, shape: StepShape) -> int:
+    """The first generation micro-batch of a rank in the running step that is still to be done (G: none is)."""
     match position.phase:
-        case "step_end":
-            inside = 0
-        case "generate":
-            inside = position.index * shape.prompts_per_generation * shape.world_size
+        case "step_end" | "generate":
+            return position.index
         case _:
-            inside = shape.prompts
-    return position.step * shape.prompts + inside
+            return shape.generations
 
 
 def check_position(position: Position, shape: StepShape, *, where: object) -> None:

@@ -39,7 +39,7 @@ from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.orchestration import check_or_write, describe
-from verl_slurm.trainer.position import StepShape, rollout_offset
+from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.rewards import build_reward
 from verl_slurm.trainer.rollout import HFRollout
@@ -188,7 +188,7 @@ def build_loop(
     ledger = Ledger(paths, epoch, ranks.rank)
 
     state = _load(directory, config, shape, models, optimizers, ranks) if directory else fresh_state(config)
-    replay = _replay(paths, state, ranks)
+    replay = _replay(paths, state, shape, ranks)
     reporter = Reporter(
         rank=ranks.rank,
         line=line,
@@ -327,14 +327,21 @@ def _load(
     return restore_state(saved, config, shape, where=directory)
 
 
-def _replay(paths: RunPaths, state: TrainState, ranks: Collective) -> dict[tuple[int, int], Arrays]:
-    """This rank's journaled rollouts from the present step on."""
+def _replay(
+    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective
+) -> dict[tuple[int, int], Arrays]:
+    """This rank's journaled rollouts that lie before it."""
 
     def report(text: str) -> None:
         sys.stderr.write(f"rank {ranks.rank}: {text}\n")
 
     found = journal.load(paths, from_step=state.position.step, report=report)
-    return {key: arrays for key, arrays in found.items() if key[1] % ranks.world_size == ranks.rank}
+    ahead = (state.position.step, first_generation(state.position, shape) * ranks.world_size)
+    return {
+        key: arrays
+        for key, arrays in found.items()
+        if key >= ahead and key[1] % ranks.world_size == ranks.rank
+    }
 
 
 def _where_it_starts(state: TrainState, shape: StepShape, manifest: Manifest | None, num_replay: int) -> str:

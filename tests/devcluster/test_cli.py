@@ -1,0 +1,49 @@
+"""`verl-slurm devcluster`, as far as it needs no cluster; the rest is behind the functions it calls."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from verl_slurm.cli.devcluster import command
+from verl_slurm.errors import ConfigError, NotFound
+
+COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "restore-node", "env")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str) -> None:
+    done = CliRunner().invoke(command, [name, "--help"])
+    assert done.exit_code == 0
+    assert "--json" in done.output
+    assert len(done.output.split("\n\n")[1].strip()) > 30
+
+
+def test_the_help_shows_a_whole_session() -> None:
+    text = CliRunner().invoke(command, ["--help"]).output
+    for name in COMMANDS:
+        assert name in text
+    assert 'eval "$(verl-slurm devcluster env)"' in text
+
+
+def test_env_is_fit_for_eval(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["env", "--dir", str(tmp_path / "it's")])
+    assert done.output == f"export SLURM_CONF='{tmp_path}/it'\"'\"'s/slurm.conf'\n"
+
+
+def test_status_of_nothing_is_an_answer(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["status", "--json", "--dir", str(tmp_path)])
+    assert json.loads(done.output)["running"] is False
+
+
+def test_an_option_out_of_range_is_a_config_error(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["start", "--nodes", "99", "--dir", str(tmp_path / "c")])
+    assert isinstance(done.exception, ConfigError)
+    assert not (tmp_path / "c").exists()
+
+
+def test_without_a_cluster_the_remedy_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["preempt", "1", "--dir", str(tmp_path)])
+    assert isinstance(done.exception, NotFound)
+    assert "devcluster start" in str(done.exception)

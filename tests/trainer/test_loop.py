@@ -1,0 +1,325 @@
+"""The proof that an interruption changes nothing: real ranks, really ended, compared bit for bit.
+
+Every start is torchrun with two ranks on gloo. The safe points of a process of this configuration, by number:
+
+    0 step 0    1-3 generate    4-7 score    8 advantage    9-12 update
+    13 step 1   14-16 generate  17-20 score  21 advantage   22-25 update   26 the end
+"""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+from verl_slurm.checkpoint.recover import choose_resume  # noqa: E402
+from verl_slurm.checkpoint.verify import verify  # noqa: E402
+from verl_slurm.config import load  # noqa: E402
+from verl_slurm.config.schema import (  # noqa: E402
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from verl_slurm.dcp.compare import compare  # noqa: E402
+from verl_slurm.fence import take_epoch  # noqa: E402
+from verl_slurm.files import private_dir, write_file  # noqa: E402
+from verl_slurm.paths import RunPaths  # noqa: E402
+from verl_slurm.quickstart import model as quickstart_model  # noqa: E402
+from verl_slurm.quickstart.data import build_data  # noqa: E402
+from verl_slurm.runtime_state.ledger import stats  # noqa: E402
+from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME  # noqa: E402
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request  # noqa: E402
+from verl_slurm.wire.messages import (  # noqa: E402
+    FromRank,
+    Progress,
+    RankStarted,
+    Saved,
+    SaveStarted,
+    Stopped,
+)
+
+pytestmark = pytest.mark.torch
+
+STEPS, WORLD = 2, 2
+TRAIN = TrainConfig(
+    steps=STEPS,
+    batch_size_per_device=16,
+    mini_batch_size_per_device=8,
+    micro_batch_size_per_device=4,
+    ppo_epochs=2,
+    lr_schedule="cosine",
+    warmup_steps=1,
+    weight_decay=0.01,
+    entropy_coef=0.01,
+)
+ROLLOUTS = STEPS * WORLD * TRAIN.batch_size_per_device
+REPOSITORY = Path(__file__).resolve().parents[2]
+_START_TIMEOUT_S = 240.0
+
+
+@dataclass
+class Ended:
+    """How one start went."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Runs:
+    """Makes runs of one configuration and starts their ranks."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._model = quickstart_model.build_model(root / "model")
+        self._data = build_data(root / "data")
+
+    def make(self, name: str) -> RunPaths:
+        paths = RunPaths(self._root / name)
+        config = RunConfig(
+            name=name,
+            run_dir=str(paths.root),
+            model=ModelConfig(path=str(self._model)),
+            data=DataConfig(root=str(self._data)),
+            rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
+            train=TRAIN,
+            distributed=DistributedConfig(dp_size=WORLD, nodes=1, device="cpu"),
+            checkpoint=CheckpointConfig(every_steps=1, keep_last=2),
+        )
+        private_dir(paths.root)
+        write_file(paths.run_yaml, load.dump(config))
+        return paths
+
+    def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None, control: Path | None = None) -> Ended:
+        """One incarnation: take the epoch, choose what to resume from, run all ranks to their end."""
+        epoch = take_epoch(paths, job_id="test", restart=0).epoch
+        resume = choose_resume(paths, "auto").name or ""
+        module = "tests.trainer.scripted_rank" if script else "verl_slurm.trainer"
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+        argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "daemon")]),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        environ.pop("VERL_SLURM_CONTROL", None)
+        if script:
+            environ["VS_TEST_SCRIPT"] = json.dumps(script)
+        if control:
+            environ["VERL_SLURM_CONTROL"] = str(control)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(argv, cwd=REPOSITORY, env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
+            try:
+                out, err = process.communicate(timeout=_START_TIMEOUT_S)
+            finally:
+                _end_tree(process.pid)
+        return Ended(process.returncode, out, err)
+
+
+def _end_tree(pid: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            process.kill()
+
+
+def _final(paths: RunPaths) -> Path:
+    return paths.checkpoint(STEPS)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quickstart_model, "_WARM_STEPS", 20)
+        return Runs(tmp_path_factory.mktemp("loop"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs) -> RunPaths:
+    """A run from start to end in one go."""
+    paths = runs.make("undisturbed")
+    ended = runs.start(paths)
+    assert ended.code == 0, ended.err
+    assert [line.split()[1] for line in ended.out.splitlines() if line.startswith("step ")] == ["1/2", "2/2"]
+    return paths
+
+
+def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
+    """Weights, optimizers, generators, history: every bit. And no rollout was sampled twice or lost."""
+    result = compare(_final(undisturbed), _final(paths))
+    assert result.same, result.differing
+    assert result.num_tensors > 100
+    journal = stats(paths)
+    assert journal.duplicates == ()
+    assert journal.problems == ()
+
+
+def _replayed(ended: Ended) -> int:
+    """Micro-batches of rank 0 that the start found in the ledger."""
+    return int(ended.out.partition(" journaled micro-batches")[0].rsplit(maxsplit=1)[1])
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "name"),
+    [
+        ("generate", 2, "step_000000_sp0002"),  # before the first optimizer update there ever was
+        ("score", 18, "step_000001_sp0005"),
+        ("update", 24, "step_000001_sp0011"),
+    ],
+)
+def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
+    runs: Runs, undisturbed: RunPaths, phase: str, number: int, name: str
+) -> None:
+    paths = runs.make(phase)
+    first = runs.start(paths, script={"rank": 1, "safe_point": number, "action": "stop"})
+    assert first.code == 0, first.err
+    verdict = verify(paths.checkpoints / name)
+    assert verdict.ok, verdict.problems
+    assert verdict.manifest is not None
+    assert verdict.manifest.phase == phase
+    # The second life is also asked for a save in passing, which must not disturb it either.
+    second = runs.start(paths, script={"rank": 0, "safe_point": 1, "action": "save"})
+    assert second.code == 0, second.err
+    assert f"resumed {name}" in second.out
+    assert _replayed(second) == 0
+    _assert_nothing_changed(paths, undisturbed)
+    assert _final(paths).is_dir()
+
+
+def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(runs: Runs, undisturbed: RunPaths) -> None:
+    """One rank dies inside step 1, at a random place; the last checkpoint is the periodic one before it."""
+    seed = int(os.environ.get("VERL_SLURM_TEST_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"VERL_SLURM_TEST_SEED={seed}")
+    dice = random.Random(seed)
+    paths = runs.make("killed")
+    number = dice.randrange(15, 25)
+    script = {"rank": dice.randrange(WORLD), "safe_point": number, "action": "alarm", "seconds": dice.uniform(1e-4, 0.1)}
+    first = runs.start(paths, script=script)
+    assert first.code != 0
+    assert choose_resume(paths, "auto").name == "step_000001"
+    before = stats(paths).rollouts
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert _replayed(second) >= min(number, 16) - 14 >= 1
+    _assert_nothing_changed(paths, undisturbed)
+    assert before < ROLLOUTS or number > 16
+
+
+def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(runs: Runs, undisturbed: RunPaths) -> None:
+    paths = runs.make("killed_early")
+    first = runs.start(paths, script={"rank": 0, "safe_point": 11, "action": "kill"})
+    assert first.code != 0
+    assert choose_resume(paths, "auto").name is None
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert _replayed(second) == 4
+    _assert_nothing_changed(paths, undisturbed)
+    # Nothing was pruned here but whole steps, so the journal of step 1 is all there, once.
+    assert stats(paths).rollouts >= ROLLOUTS // STEPS
+
+
+def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(runs: Runs, undisturbed: RunPaths) -> None:
+    paths = runs.make("broken_save")
+    ended = runs.start(paths, script={"rank": 1, "safe_point": 5, "action": "break_save"})
+    assert ended.code == 0, ended.err
+    assert "save failed: writing the checkpoint failed (found rank 1: OSError: [Errno 28]" in ended.err
+    names = sorted(path.name for path in paths.checkpoints.iterdir())
+    assert names == ["latest", "step_000002"]
+    _assert_nothing_changed(paths, undisturbed)
+
+
+class Agent:
+    """The other end of the ranks' line; stops them at the first word from inside an update."""
+
+    def __init__(self, directory: Path) -> None:
+        self.page = ControlPage.create(directory / PAGE_NAME)
+        self.messages: list[FromRank] = []
+        self._asked = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(directory / SOCKET_NAME))
+        self._listener.listen(WORLD)
+        self._threads = [threading.Thread(target=self._listen) for _ in range(WORLD)]
+        for thread in self._threads:
+            thread.start()
+
+    def _listen(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            while packet := connection.recv(MAX_MESSAGE):
+                message = msgspec.msgpack.decode(packet, type=FromRank)
+                self.messages.append(message)
+                if isinstance(message, Progress) and message.phase == "update" and not self._asked:
+                    self._asked = True
+                    self.page.post(Request(1, True, 0))
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(timeout=10)
+        self._listener.close()
+        self.page.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    made = Agent(private_dir(tmp_path / "c"))
+    yield made
+    made.close()
+
+
+def test_ranks_obey_the_control_page_and_say_so(
+    runs: Runs, undisturbed: RunPaths, agent: Agent, tmp_path: Path
+) -> None:
+    paths = runs.make("asked")
+    ended = runs.start(paths, control=tmp_path / "c")
+    assert ended.code == 0, ended.err
+    agent.close()
+    kinds = [type(message) for message in agent.messages]
+    assert kinds[:2] == [RankStarted] * 2 or kinds.count(RankStarted) == 2
+    assert kinds.count(Stopped) == kinds.count(RankStarted) == 2
+    assert sum(isinstance(m, SaveStarted) and m.request_id == 1 for m in agent.messages) == WORLD
+    saved = [m for m in agent.messages if isinstance(m, Saved) and m.request_id == 1]
+    assert len(saved) == 1
+    assert verify(paths.checkpoints / saved[0].name).ok
+    assert all(m.new_rollouts > 0 for m in agent.messages if isinstance(m, Progress))
+    assert runs.start(paths).code == 0
+    _assert_nothing_changed(paths, undisturbed)
+
+
+def test_a_finished_run_that_is_started_again_does_nothing(runs: Runs, undisturbed: RunPaths) -> None:
+    before = stats(undisturbed)
+    ended = runs.start(undisturbed)
+    assert ended.code == 0, ended.err
+    assert "resumed step_000002" in ended.out
+    assert "saved" not in ended.out
+    assert stats(undisturbed) == before
+
+
+def test_orchestration_state_is_written_once_and_read_only(undisturbed: RunPaths) -> None:
+    layout = msgspec.json.decode(undisturbed.orchestration.read_bytes())
+    assert layout["world_size"] == WORLD
+    assert list(layout["data_files"]) == ["sums.jsonl"]
+    assert undisturbed.orchestration.stat().st_mode & 0o777 == 0o400
+    assert (_final(undisturbed) / "orchestration.json").read_bytes() == undisturbed.orchestration.read_bytes()
+
+
+def test_everything_a_run_writes_is_private(undisturbed: RunPaths) -> None:
+    open_to_others = [
+        path for path in undisturbed.root.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o077
+    ]
+    assert open_to_others == []
