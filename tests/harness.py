@@ -3,6 +3,7 @@
 Waiting is for events (the journal and the status file, by inotify), never for time.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ import psutil
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.paths import RunPaths
-from verl_slurm.slurm.parse import JobFacts, parse_job
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.parse import JobFacts
 from verl_slurm.submit.follow import follow_lines
 from verl_slurm.submit.record import Event, read_events, read_status
 
@@ -78,7 +80,7 @@ class LiveRun:
 
     def facts(self) -> JobFacts:
         """The job as Slurm has it now."""
-        return parse_job(self.slurm("scontrol", "-o", "show", "job", self.job_id))
+        return asyncio.run(SlurmClient(self.cluster.client_env()).job(int(self.job_id)))
 
     def events(self, name: str | None = None) -> list[Event]:
         return [e for e in read_events(self.paths) if name is None or e["event"] == name]

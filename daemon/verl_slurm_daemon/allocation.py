@@ -114,7 +114,7 @@ class SlurmAllocation:
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.job_id == self.job_id:
-            return ""  # our own former life: Slurm does not start a job before it has cleaned up after it
+            return ""  # our own former life; what may still run of it is fenced out by the epoch
         if not owner.job_id.isdigit():
             return ""  # it ran without Slurm, on a machine that is not ours to ask
         try:

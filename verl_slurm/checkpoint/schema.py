@@ -46,10 +46,13 @@ TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
     "trainer.actor": {"parameters": "tensor by qualified name, torch.distributed.checkpoint"},
     "trainer.critic": {"parameters": "tensor by qualified name, torch.distributed.checkpoint"},
     "trainer.optimizer": {
-        "actor": "AdamW state by qualified name: step, exp_avg, exp_avg_sq",
-        "critic": "AdamW state by qualified name: step, exp_avg, exp_avg_sq",
+        "actor": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",
+        "critic": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",
     },
-    "trainer.scheduler": {"actor": "LambdaLR state", "critic": "LambdaLR state"},
+    "trainer.scheduler": {
+        "actor": "schedule, warmup_steps, base_lr, step, lr",
+        "critic": "schedule, warmup_steps, base_lr, step, lr",
+    },
     "trainer.sampling": {"noise": "Philox, key (run seed, step, sample id, sample index), counter position"},
     "trainer.step": {"phases": "generate score advantage update step_end", "micro_batch": "i * world + rank"},
 }

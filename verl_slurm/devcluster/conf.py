@@ -1,6 +1,6 @@
 """The embedded cluster's configuration, as text. Pure: options in, slurm.conf out.
 
-What differs between Slurm versions (each line was met, none is a guess):
+What differs between Slurm versions (run on 22.05.8; what is said of newer ones was read, not run):
 
 * up to 22.05 the early warning at a preemption is `SlurmctldParameters=preempt_send_user_signal`, from
   23.02 it is `PreemptParameters=send_user_signal`; the other spelling is a fatal parse error.

@@ -10,7 +10,7 @@ _PREFIX = "builtin:"
 
 
 def resolve_model(spec: str, cache: Path) -> Path:
-    """The directory that `model.path` names; `builtin:tiny` is built under `cache` where it is missing.
+    """The directory that `model.path` names; `builtin:tiny` is built under `cache` once.
 
     Raises:
         ConfigError: no such built-in model.
@@ -20,7 +20,11 @@ def resolve_model(spec: str, cache: Path) -> Path:
         return Path(spec)
     if spec != "builtin:tiny":
         raise ConfigError(
-            "no such built-in model", where="model.path", found=spec, expected="builtin:tiny", remedy="set model.path"
+            "no such built-in model",
+            where="model.path",
+            found=spec,
+            expected="builtin:tiny",
+            remedy="set model.path",
         )
     from verl_slurm.quickstart.model import build_model
 
@@ -28,7 +32,7 @@ def resolve_model(spec: str, cache: Path) -> Path:
 
 
 def resolve_data(spec: str, cache: Path) -> Path:
-    """The data root that `data.root` names; `builtin:arithmetic` is written under `cache` where it is missing.
+    """The data root that `data.root` names; `builtin:arithmetic` is written under `cache` once.
 
     Raises:
         ConfigError: no such built-in data set.

@@ -9,11 +9,13 @@ start of the same machine.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import pre_tokenizers
+from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging as hf_logging
 
 from verl_slurm.quickstart.data import sums
 from verl_slurm.quickstart.install import build_once
@@ -37,15 +39,9 @@ def _tokenizer() -> PreTrainedTokenizerBase:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocab = {token: index for index, token in enumerate(alphabet + special)}
-    return Qwen2Tokenizer(
-        vocab=vocab,
-        merges=[],
-        unk_token=None,
-        bos_token=None,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
+    pad, start, end = special
+    names: dict[str, Any] = {"unk_token": None, "bos_token": None, "eos_token": end, "pad_token": pad}
+    return Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=[start], **names)
 
 
 def _config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
@@ -68,7 +64,10 @@ def _config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
 def _reproducible() -> Iterator[None]:
     """One thread, deterministic kernels, and the caller's random state given back."""
     threads = torch.get_num_threads()
-    strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    strict, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     try:
@@ -88,6 +87,17 @@ def worked(prompt: str, answer: str) -> str:
     return f"{units:02d} {tens:02d} {answer}"
 
 
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def _examples(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Prompt, worked answer, end token, padding: int64 [N, 6 + 10]."""
     pad, eos = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)
@@ -99,7 +109,7 @@ def _examples(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return ids
 
 
-def _warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Next-token training on worked sums in which a share of the answers' digits is wrong."""
     examples = _examples(tokenizer)
     pad = int(tokenizer.pad_token_id)
@@ -118,7 +128,7 @@ def _warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> 
         logits = model(input_ids=ids[:, :-1], logits_to_keep=_RESPONSE_WIDTH).logits
         targets = ids[:, _PROMPT_WIDTH:]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=pad)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -141,10 +151,11 @@ def build_model(directory: Path) -> Path:
     def build(temp: Path) -> None:
         tokenizer = _tokenizer()
         with _reproducible():
-            model = Qwen2ForCausalLM(_config(tokenizer))
+            model: Any = Qwen2ForCausalLM(_config(tokenizer))  # type: ignore[no-untyped-call]
             _warm_start(model, tokenizer)
         tokenizer.save_pretrained(str(temp))
-        model.save_pretrained(str(temp))
+        with _no_progress_bar():
+            model.save_pretrained(str(temp))
 
     required = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     build_once(directory, build, required=required)

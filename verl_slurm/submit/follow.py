@@ -19,7 +19,7 @@ from watchdog.observers.polling import PollingObserver
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
-from verl_slurm.submit.liveness import job_state
+from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.record import Event, last_job, parse_event, read_status
 
 __all__ = ["follow_lines", "follow_run"]
@@ -43,7 +43,10 @@ _POLL_S = 2.0
 # watchdog calls it an error when an event comes while its thread is being stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 Wake = Callable[[], None]
-_SILENCE_S = {"slurm": 30.0, "local": 5.0}
+_SILENCE_S = {"slurm": 30.0, "local": 2.0}
+
+
+_WRITES = frozenset({"created", "modified", "moved", "closed"})
 
 
 class _Bell(FileSystemEventHandler):
@@ -54,7 +57,8 @@ class _Bell(FileSystemEventHandler):
         self.queue: SimpleQueue[None] = SimpleQueue()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        if {str(event.src_path), str(event.dest_path)} & self._paths:
+        # "opened" and "closed_no_write" are our own reading: they would ring for ever.
+        if event.event_type in _WRITES and {str(event.src_path), str(event.dest_path)} & self._paths:
             self.queue.put(None)
 
 
@@ -138,6 +142,7 @@ def follow_run(
             on_event(event)
             code = _ended(event)
             if code is not None and code is not ExitCode.REQUEUED:
+                settle(paths, last_job(paths))
                 return code
             continue
         job = last_job(paths)

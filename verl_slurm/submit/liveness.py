@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import suppress
 
 import msgspec
 import psutil
@@ -12,7 +13,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.record import Submission
 
-__all__ = ["JobState", "controller", "job_state"]
+__all__ = ["JobState", "controller", "job_state", "settle"]
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,3 +70,11 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     except (ValueError, psutil.Error):
         return None
     return None
+
+
+def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:
+    """After a run's end: wait until submitit's local controller has noticed it, too (under a second)."""
+    process = controller(paths, job) if job.cluster == "local" else None
+    if process is not None:
+        with suppress(psutil.Error):
+            process.wait(timeout=timeout_s)

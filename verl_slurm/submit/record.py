@@ -10,6 +10,7 @@ import msgspec
 
 from verl_slurm.config.load import load_resolved
 from verl_slurm.errors import CheckpointCorrupt, NotFound
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import append_line
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.plan import Cluster
@@ -17,6 +18,7 @@ from verl_slurm.submit.plan import Cluster
 __all__ = [
     "Event",
     "Submission",
+    "has_ended",
     "last_job",
     "parse_event",
     "read_events",
@@ -93,6 +95,15 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
         return msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
     except (FileNotFoundError, msgspec.MsgspecError):
         return {}
+
+
+def has_ended(paths: RunPaths, job: Submission) -> bool:
+    """Whether the daemon of this job wrote down an end that is not a requeue."""
+    ended = False
+    for event in read_events(paths):
+        if event.get("job_id") == job.job_id:
+            ended = event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED
+    return ended
 
 
 def last_job(paths: RunPaths) -> Submission:

@@ -24,10 +24,10 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.executor import submit_job
 from verl_slurm.submit.inputs import absolute, build_builtins, built_before
-from verl_slurm.submit.liveness import job_state
+from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
 from verl_slurm.submit.preflight import check_inputs, check_run_dir, check_slurm, choose_cluster
-from verl_slurm.submit.record import last_job, record
+from verl_slurm.submit.record import has_ended, last_job, record
 
 __all__ = ["Submitted", "carry_out", "plan_submission"]
 
@@ -159,6 +159,9 @@ def _refuse_living(paths: RunPaths) -> None:
     try:
         job = last_job(paths)
     except NotFound:
+        return
+    if has_ended(paths, job):
+        settle(paths, job)  # it may take Slurm or submitit another moment to notice
         return
     state = job_state(paths, job)
     if not state.over:

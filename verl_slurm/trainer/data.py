@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.errors import DataError
@@ -21,10 +21,23 @@ Batch = dict[str, torch.Tensor]
 
 
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer; a pad token is chosen where it has none."""
-    from transformers import AutoTokenizer
+    """The model's own tokenizer; a pad token is chosen where it has none.
 
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(model_path))
+    Raises:
+        DataError: none there, or one without an end-of-sequence token.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(model_path), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "the tokenizer cannot be loaded",
+            where=model_path,
+            found=error,
+            expected="a Hugging Face model directory with its tokenizer",
+            remedy="set model.path",
+        ) from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no end-of-sequence token",
@@ -50,7 +63,9 @@ def _read_rows(root: Path, config: DataConfig) -> list[tuple[str, str]]:
             except ValueError as error:
                 raise DataError("a line is not JSON", where=where, found=error, remedy=remedy) from error
             if not isinstance(item, dict):
-                raise DataError("a line is not an object", where=where, found=type(item).__name__, remedy=remedy)
+                raise DataError(
+                    "a line is not an object", where=where, found=type(item).__name__, remedy=remedy
+                )
             pair = item.get(config.prompt_key), item.get(config.answer_key)
             for key, value in zip((config.prompt_key, config.answer_key), pair, strict=True):
                 if not isinstance(value, str) or (key == config.prompt_key and not value):

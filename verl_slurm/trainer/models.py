@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.utils import logging as hf_logging
 
 from verl_slurm.errors import DataError
@@ -27,6 +28,7 @@ __all__ = [
     "copy_weights",
     "load_causal_lm",
     "load_critic",
+    "load_pretrained",
     "logprobs_and_entropy",
     "values",
 ]
@@ -45,50 +47,99 @@ class Models:
 
 
 @contextlib.contextmanager
-def _quiet_load(path: Path) -> Iterator[None]:
-    """No chatter about fresh heads, no draw from the global generator, one error for all that can fail."""
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
+def _quiet() -> Iterator[None]:
+    """No chatter about fresh heads, no progress bars, no draw from the global generator."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
-    except (OSError, ValueError) as error:
-        raise DataError(
-            "the model cannot be loaded",
-            where=path,
-            found=error,
-            expected="a Hugging Face model directory",
-            remedy="set model.path",
-        ) from error
     finally:
         hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def load_pretrained(
+    auto_class: type, path: Path, key: str, *, may_miss: tuple[str, ...] = (), **options: object
+) -> nn.Module:
+    """A whole model in eval mode on the CPU, from a local directory of safetensors, or a clear refusal.
+
+    Nothing is downloaded, no code of the directory is run, and no pickle is read.
+
+    Args:
+        auto_class: `AutoModelForCausalLM` or a sibling.
+        path: Hugging Face model directory.
+        key: the config key that named it, for the error.
+        may_miss: prefixes of parameters that may be absent and start fresh. Any other missing one is
+            refused, for Hugging Face would fill it with random numbers and only log it.
+        options: for `from_pretrained`.
+
+    Raises:
+        DataError: no model there, not one that Hugging Face knows, or parameters are missing.
+    """
+    expected = "a Hugging Face model directory with safetensors"
+    if not (path / "config.json").is_file():
+        raise DataError("there is no model", where=path, expected=expected, remedy=f"set {key}")
+    try:
+        with _quiet():
+            model, report = auto_class.from_pretrained(  # type: ignore[attr-defined]
+                str(path),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise DataError(
+            "the model cannot be loaded", where=path, found=error, expected=expected, remedy=f"set {key}"
+        ) from error
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(may_miss))
+    if missing:
+        raise DataError(
+            "the model lacks parameters",
+            where=path,
+            found=f"no {', '.join(missing[:3])} ({len(missing)} missing)",
+            expected=auto_class.__name__,
+            remedy=f"set {key} to a complete model of that kind",
+        )
+    whole: nn.Module = model
+    return whole.eval()
 
 
 def load_causal_lm(path: Path, *, dtype: str = "float32") -> nn.Module:
-    """The whole, unsharded policy network in eval mode, on the CPU."""
-    with _quiet_load(path):
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
-    return model.eval()
+    """The whole, unsharded policy network in eval mode, on the CPU.
+
+    Raises:
+        DataError: see `load_pretrained`.
+    """
+    return load_pretrained(
+        AutoModelForCausalLM, path, "model.path", dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    )
 
 
 def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
-    """The policy's backbone with a scalar head that starts at zero.
+    """The policy's backbone with a scalar head that starts at zero, in eval mode, on the CPU.
 
     A zero head makes the first values 0 instead of noise, and the same on every rank and every start.
+
+    Raises:
+        DataError: see `load_pretrained`.
     """
-    with _quiet_load(path):
-        config = AutoConfig.from_pretrained(str(path), num_labels=1)
-        config.classifier_dropout = 0.0
-        model: nn.Module = AutoModelForTokenClassification.from_pretrained(
-            str(path), config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
-    head = model.get_submodule("score")
-    for parameter in head.parameters():
+    model = load_pretrained(
+        AutoModelForTokenClassification,
+        path,
+        "model.path",
+        may_miss=("score.",),
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa",
+        num_labels=1,
+    )
+    for parameter in model.get_submodule("score").parameters():
         nn.init.zeros_(parameter)
-    return model.eval()
+    return model
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
@@ -183,5 +234,5 @@ def values(critic: nn.Module, batch: Batch) -> Tensor:
     """
     device = next(critic.parameters()).device
     num_tokens = batch["response_ids"].shape[1]
-    output = critic(**_inputs(batch, device), use_cache=False)
-    return output.logits[:, -num_tokens - 1 : -1, 0].float()
+    logits: Tensor = critic(**_inputs(batch, device), use_cache=False).logits
+    return logits[:, -num_tokens - 1 : -1, 0].float()

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +11,17 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from verl_slurm.errors import ConfigError, DataError
 from verl_slurm.trainer.data import Batch, load_tokenizer
+from verl_slurm.trainer.models import load_pretrained
 
-__all__ = ["RULES", "ClassifierReward", "Reward", "RuleReward", "arithmetic", "build_reward", "decode_responses"]
+__all__ = [
+    "RULES",
+    "ClassifierReward",
+    "Reward",
+    "RuleReward",
+    "arithmetic",
+    "build_reward",
+    "decode_responses",
+]
 
 
 class Reward(Protocol):
@@ -86,17 +95,9 @@ class ClassifierReward:
     """
 
     def __init__(self, directory: Path, *, batch_size: int = 64, device: torch.device | None = None) -> None:
-        self._tokenizer = load_tokenizer(directory)
-        try:
-            model = AutoModelForSequenceClassification.from_pretrained(str(directory), dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                "the reward model cannot be loaded",
-                where=directory,
-                found=error,
-                expected="a Hugging Face sequence classifier",
-                remedy="set model.reward to classifier:DIR",
-            ) from error
+        model: Any = load_pretrained(
+            AutoModelForSequenceClassification, directory, "model.reward", dtype=torch.float32
+        )
         if model.config.num_labels != 1:
             raise DataError(
                 "the reward model does not give one score",
@@ -105,10 +106,11 @@ class ClassifierReward:
                 expected="1 label",
                 remedy="train it with num_labels=1",
             )
+        self._tokenizer = load_tokenizer(directory)
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self._tokenizer.pad_token_id
         self._device = device or torch.device("cpu")
-        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._model = model.requires_grad_(False).to(self._device)
         self._batch_size = batch_size
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ the same alone, in any batch, on any rank, and after any restart (to the roundin
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +97,11 @@ class HFRollout:
         dtype: str = "float32",
         device: torch.device | None = None,
     ) -> None:
-        self._model = load_causal_lm(model_path, dtype=dtype).to(device or torch.device("cpu"))
+        self._model: Any = load_causal_lm(model_path, dtype=dtype).to(device or torch.device("cpu"))
         self._model.requires_grad_(False)
         self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
         # The directory's own generation settings (top_p, repetition penalty) would bend the distribution.
-        self._model.generation_config = GenerationConfig(
+        self._model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=config.max_new_tokens,
             do_sample=False,
             eos_token_id=eos_id,
