@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 # A run of seconds: every phase is there, nothing is long.
 SMALL = (
     "train.steps=6",
-    "train.batch_size_per_device=32",
+    "train.batch_size_per_device=64",
     "train.mini_batch_size_per_device=16",
     "train.micro_batch_size_per_device=16",
     "train.ppo_epochs=2",
@@ -104,7 +104,7 @@ class LiveRun:
 
         try:
             lines = follow_lines(
-                self.paths.events, 0, silence_s=timeout_s, beside=self.paths.status, on_beside=look
+                self.paths.events, 0, silence_s=lambda: timeout_s, beside=self.paths.status, on_beside=look
             )
             for line in lines:
                 if line is None:
@@ -133,6 +133,8 @@ class LiveRun:
 
         def there() -> dict[str, Any] | None:
             now = self.status()
+            over = self.events("ended")
+            assert not over or over[-1]["exit_code"] == 25, f"it ended before that:\n{self.story()}"
             right = now.get("state") == "running" and now.get("phase") == phase
             return now if right and now["step"] >= step and now["index"] >= index else None
 

@@ -13,6 +13,7 @@ from typing import Any, assert_never
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import (
@@ -29,7 +30,7 @@ from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
-from verl_slurm_daemon.journal import Journal, read_events, stuck_starts
+from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.lead_address import LeadAddress, write_lead_address
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 
@@ -128,7 +129,7 @@ class Effects:
         self._generation = generation
         self._links, self._ready, self._listeners = {}, {}, set()
         self._all_ready = asyncio.Event()
-        point = await asyncio.to_thread(find_resume_point, self._paths, self._config)
+        point = await asyncio.to_thread(find_resume_point, self._paths, self._resume_from())
         for line in point.reasons:
             self._journal.event("resume", reason=line)
         self._journal.event(
@@ -142,6 +143,13 @@ class Effects:
         for link in self._links.values():
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
+
+    def _resume_from(self) -> str | None:
+        """What the user asked for counts for the first start after a submission; then the newest that verifies."""
+        since = read_events(self._paths)
+        last = max((n for n, event in enumerate(since) if event["event"] == "submitted"), default=-1)
+        started = any(event["event"] == "generation" for event in since[last + 1 :])
+        return "auto" if started else self._config.checkpoint.resume_from
 
     async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
         try:

@@ -1,8 +1,7 @@
 """What happened to a run, for people and for programs: `events.jsonl`, `status.json` and the log.
 
-`events.jsonl` is append-only, one JSON object a line, durable before the act it announces: `time` (UTC),
-`event`, `epoch`, `job_id`, then the fields of the event. It is also the daemon's memory over restarts: how
-often a run started without getting anywhere is counted in it.
+The journal (`verl_slurm.events`) is also the daemon's memory over restarts: how often a run started without getting
+anywhere is counted in it.
 """
 
 import sys
@@ -11,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.files import append_line, write_file
+from verl_slurm.events import Event, append_event
+from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 
-__all__ = ["Journal", "Status", "read_events", "stuck_starts"]
+__all__ = ["Journal", "Status", "stuck_starts"]
 
 _LOUD = frozenset({"crash", "corrupt", "degraded", "save_failed", "refused", "held"})
 
@@ -55,9 +54,8 @@ class Journal:
         A full or broken log must not stop a save: standard output is best effort, the journal is not, and
         where the journal cannot be written the error is said on standard output and the lead goes on.
         """
-        record = {"time": _now(), "event": event, "epoch": self._epoch, "job_id": self._job_id, **fields}
         try:
-            append_line(self._paths.events, msgspec.json.encode(record))
+            append_event(self._paths, event, epoch=self._epoch, job_id=self._job_id, **fields)
         except OSError as error:
             self._say(f"cannot write {self._paths.events}: {error}", loud=True)
         told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
@@ -86,35 +84,7 @@ def _short(value: Any) -> str:
     return f'"{text[:300]}"' if " " in text else text[:300]
 
 
-def read_events(paths: RunPaths) -> list[dict[str, Any]]:
-    """All events of a run, oldest first. A last line cut by a power loss is left out.
-
-    Raises:
-        CheckpointCorrupt: another line than the last is not JSON.
-    """
-    try:
-        lines = paths.events.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    events = []
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            events.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.MsgspecError as error:
-            if number == len(lines):  # no newline behind it: the write was cut
-                break
-            raise CheckpointCorrupt(
-                "the journal of the run is damaged",
-                where=f"{paths.events}:{number}",
-                found=str(error),
-                remedy="move the damaged line aside by hand; the run itself is in checkpoints/",
-            ) from error
-    return events
-
-
-def stuck_starts(events: list[dict[str, Any]]) -> int:
+def stuck_starts(events: list[Event]) -> int:
     """How many generations in a row, up to now, crashed without anything new to show.
 
     A generation's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger). A

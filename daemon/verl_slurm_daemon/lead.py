@@ -16,6 +16,7 @@ from verl_slurm.checkpoint.fingerprint import check_dataset
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
+from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch, take_epoch
 from verl_slurm.files import private_dir
@@ -24,7 +25,7 @@ from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
 from verl_slurm_daemon.effects import Effects
-from verl_slurm_daemon.journal import Journal, Status, read_events, stuck_starts
+from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 from verl_slurm_daemon.policy import Limits, Model, decide
 from verl_slurm_daemon.states import State
 
@@ -127,9 +128,9 @@ class Lead:
         status.state, status.generation, status.cause = model.state, model.generation, model.cause
         match event:
             case ev.RankSaid(Progress() as message) if message.rank == 0:
+                changed = changed or message.phase != status.phase
                 status.step, status.phase, status.index = message.step, message.phase, message.index
                 status.metrics = message.metrics or status.metrics
-                changed = changed or message.phase == "step_end"
             case ev.RankSaid(Saved() as message):
                 changed = True
             case ev.Verified(name, good, _) if good:

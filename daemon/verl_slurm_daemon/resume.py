@@ -1,40 +1,86 @@
 """Which checkpoint a generation starts from, and whether a fresh one can be trusted: reads files, no torch."""
 
+import secrets
+import shutil
+from pathlib import Path
+
 import msgspec
 
+from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
-from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.files import fsync_path
 from verl_slurm.paths import RunPaths
 
 __all__ = ["ResumePoint", "find_resume_point", "read_back"]
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """`name`: a directory in checkpoints/, empty for a start from nothing."""
+    """Where a generation begins."""
 
     name: str
+    """A directory in checkpoints/, empty for a start from nothing."""
     reasons: tuple[str, ...]
     progress: str
     """What a start has to show: two starts with the same one brought nothing new in between."""
 
 
-def find_resume_point(paths: RunPaths, config: RunConfig) -> ResumePoint:
-    """Verify from the newest back and take the first that is good; sets corrupt ones aside."""
+def find_resume_point(paths: RunPaths, resume_from: str | None) -> ResumePoint:
+    """Verify from the newest back and take the first that is good; sets corrupt ones aside.
+
+    Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
+    is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
+    """
     sweep(paths)
-    choice = choose_resume(paths, config.checkpoint.resume_from)
+    choice = choose_resume(paths, resume_from)
+    if choice.path is not None and choice.path.parent != paths.checkpoints:
+        choice = choose_resume(paths, _adopt(paths, choice.path))
+    reasons = list(choice.reasons)
+    if resume_from != "auto":
+        reasons += _abandon_newer(paths, choice)
     name = choice.name or ""
     journaled = sum(f.stat().st_size for f in paths.ledger.glob("*.ledger")) if paths.ledger.is_dir() else 0
-    return ResumePoint(name, tuple(choice.reasons), f"{name or 'start'}+{journaled}")
+    return ResumePoint(name, tuple(reasons), f"{name or 'start'}+{journaled}")
+
+
+def _adopt(paths: RunPaths, source: Path) -> str:
+    """Copy a verified checkpoint of another run into this one; it is verified again where it lands."""
+    final = paths.checkpoints / source.name
+    if not final.exists():
+        staging = paths.staging(final, secrets.token_hex(4))
+        shutil.copytree(source, staging, symlinks=True)
+        for path in [*staging.rglob("*"), staging]:
+            path.chmod(0o700 if path.is_dir() else 0o600)
+            fsync_path(path)
+        staging.rename(final)
+        fsync_path(paths.checkpoints)
+    return final.name
+
+
+def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
+    chosen = checkpoint_order(choice.name) if choice.name else None
+    reasons = []
+    for info in list_checkpoints(paths):
+        order = checkpoint_order(info.name)
+        if info.kind != "committed" or order is None or (chosen is not None and order <= chosen):
+            continue
+        reason = f"{info.name}: newer than what this run was told to resume from; set aside"
+        move_to_quarantine(info.path, [reason])
+        reasons.append(reason)
+    return reasons
 
 
 def read_back(paths: RunPaths, name: str) -> tuple[bool, str]:
-    """Re-read a committed checkpoint, every byte; (good, what was found)."""
+    """Re-read a committed checkpoint, every byte; (good, what was found).
+
+    Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
+    """
     verdict = verify(paths.checkpoints / name)
     if verdict.ok:
         return True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
-    detail = "; ".join(f"{problem.path}: {problem.what}" for problem in verdict.problems[:3])
-    move_to_quarantine(paths.checkpoints / name, [detail])
-    return False, detail
+    if verdict.damaged:
+        move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
+    return False, verdict.one_line()

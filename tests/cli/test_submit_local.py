@@ -20,7 +20,7 @@ def wait_for_event(run: Path, event: str) -> dict[str, Any]:
     """Block until the run's journal has this event."""
     from verl_slurm.submit.follow import follow_lines
 
-    for line in follow_lines(run / "events.jsonl", silence_s=60.0):
+    for line in follow_lines(run / "events.jsonl", silence_s=lambda: 60.0):
         assert line is not None, f"no {event} for a minute"
         found: dict[str, Any] = json.loads(line)
         if found["event"] == event:
@@ -59,7 +59,9 @@ def test_json_says_the_same_to_a_script(workplace: Path, cli: Cli) -> None:
     assert [line["event"] for line in lines[1:]] == ["submitted", "started", "ended"]
 
 
-@pytest.mark.parametrize(("name", "code"), [("demo-crash", ExitCode.CRASHED), ("demo-mute", ExitCode.CRASHED)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("demo-crash", ExitCode.CRASHED), ("demo-mute", ExitCode.CRASHED)]
+)
 def test_wait_ends_with_the_run_s_own_code(workplace: Path, cli: Cli, name: str, code: ExitCode) -> None:
     result = cli("submit", "config.yaml", f"name={name}", *LOCAL, "--wait")
     assert result.code == code

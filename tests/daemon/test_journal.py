@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.journal import Journal, read_events, stuck_starts
+from verl_slurm_daemon.journal import Journal, stuck_starts
 
 from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 
 

@@ -1,4 +1,4 @@
-"""Saving, loading and comparing in one process, without sharding; the sharded way is tests/trainer/test_loop.py."""
+"""Saving, loading and comparing in one process, unsharded; the sharded way is tests/trainer/test_loop.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,25 +7,23 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology  # noqa: E402
-from verl_slurm.checkpoint.schema import current_schema, render_schema  # noqa: E402
-from verl_slurm.checkpoint.verify import verify  # noqa: E402
-from verl_slurm.dcp import compare as compare_module  # noqa: E402
-from verl_slurm.dcp import saver  # noqa: E402
-from verl_slurm.dcp.collective import Collective, RanksFailed  # noqa: E402
-from verl_slurm.dcp.compare import compare  # noqa: E402
-from verl_slurm.dcp.loader import load_runtime_state, load_tensors  # noqa: E402
-from verl_slurm.dcp.saver import Contents, Provenance, SavedCheckpoint, save  # noqa: E402
-from verl_slurm.dcp.tensors import initialise_adamw, model_tensors, optimizer_tensors  # noqa: E402
-from verl_slurm.errors import CheckpointCorrupt, Fenced  # noqa: E402
-from verl_slurm.exit_codes import ExitCode  # noqa: E402
-from verl_slurm.paths import RunPaths  # noqa: E402
-from verl_slurm.runtime_state.format import RuntimeState  # noqa: E402
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.schema import current_schema, render_schema
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.dcp import compare as compare_module
+from verl_slurm.dcp import saver
+from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.dcp.compare import compare
+from verl_slurm.dcp.loader import load_runtime_state, load_tensors
+from verl_slurm.dcp.saver import Contents, Provenance, SavedCheckpoint, save
+from verl_slurm.dcp.tensors import initialise_adamw, model_tensors, optimizer_tensors
+from verl_slurm.errors import CheckpointCorrupt, Fenced
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.format import RuntimeState
 
 pytestmark = pytest.mark.torch
 
@@ -195,6 +193,25 @@ def test_a_damaged_checkpoint_is_not_unpickled(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(compare_module, "FileSystemReader", lambda *_: pytest.fail("it was read"))
     with pytest.raises(CheckpointCorrupt):
         compare(_directory(tmp_path), _directory(tmp_path))
+
+
+def test_a_shard_that_cannot_be_written_fails_the_save_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", fail)
+    with pytest.raises(RanksFailed, match=r"writing actor failed.*rank 0: OSError: .*No space left"):
+        _save(tmp_path, Parts())
+    assert list(RunPaths(tmp_path).checkpoints.iterdir()) == []
+
+
+def test_a_shard_that_cannot_be_read_fails_the_load_with_its_reason(tmp_path: Path) -> None:
+    _save(tmp_path, Parts())
+    (_directory(tmp_path) / "actor" / "__0_0.distcp").unlink()
+    with pytest.raises(RanksFailed, match=r"reading actor failed.*rank 0: FileNotFoundError"):
+        load_tensors(_directory(tmp_path), Parts().tensors(), ALONE)
 
 
 @pytest.mark.parametrize("stage", ["begin", "encode", "seal", "commit"])

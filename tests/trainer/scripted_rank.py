@@ -1,4 +1,4 @@
-"""One trainer rank that is interrupted at an exact place; started by torchrun in place of `verl_slurm.trainer`.
+"""One trainer rank that is interrupted at an exact place; started by torchrun in place of the trainer.
 
 `VS_TEST_SCRIPT` is a JSON object:
 

@@ -24,7 +24,7 @@ def test_gae_of_two_samples_by_hand() -> None:
     advantages, returns = gae(rewards, values, MASK, gamma=0.9, gae_lambda=0.5)
     # sample 1, from the end: d2 = 1 - .6 = .4; d1 = .9*.6 - .4 = .14; d0 = .9*.4 - .5 = -.14
     #   A2 = .4; A1 = .14 + .45*.4 = .32; A0 = -.14 + .45*.32 = .004
-    # sample 2: d1 = 2 - 1 = 1; d0 = .9*1 - 1 = -.1; A1 = 1; A0 = -.1 + .45 = .35; the padding counts for nothing
+    # sample 2: d1 = 2 - 1 = 1; d0 = .9*1 - 1 = -.1; A1 = 1; A0 = -.1 + .45 = .35; padding is nothing
     expected = torch.tensor([[0.004, 0.32, 0.4], [0.35, 1.0, 0.0]])
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, torch.tensor([[0.504, 0.72, 1.0], [1.35, 2.0, 0.0]]))

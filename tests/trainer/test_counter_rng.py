@@ -13,8 +13,8 @@ pytestmark = pytest.mark.torch
 
 def test_the_numbers_are_the_published_ones_for_ever() -> None:
     # Computed once with numpy 2.4.6; they must never change, or resumed runs would sample other tokens.
-    assert uniforms(7, 3, [11], 2).tolist() == PUBLISHED_UNIFORMS
-    assert permutation(7, Purpose.DATA_ORDER, (1,), 8).tolist() == PUBLISHED_ORDER
+    assert uniforms(7, 3, [11], 2).tolist() == [[0.6924860880957484, 0.1388267138404261]]
+    assert permutation(7, Purpose.DATA_ORDER, (1,), 8).tolist() == [3, 0, 1, 5, 4, 6, 7, 2]
 
 
 def test_a_row_depends_neither_on_its_neighbours_nor_on_how_many_columns_are_asked_for() -> None:

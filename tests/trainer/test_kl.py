@@ -36,7 +36,7 @@ def test_continuing_from_coef_and_window_is_the_same_as_never_stopping() -> None
     part = AdaptiveKL(coef=0.02, target=0.1, size=3)
     for value in history[:3]:
         part = part.update(value)
-    part = AdaptiveKL(coef=part.coef, target=0.1, size=3, window=tuple(list(part.window)))
+    part = AdaptiveKL(coef=part.coef, target=0.1, size=3, window=part.window)
     for value in history[3:]:
         part = part.update(value)
     assert part == whole

@@ -23,12 +23,10 @@ import msgspec
 import psutil
 import pytest
 
-pytest.importorskip("torch")
-
-from verl_slurm.checkpoint.recover import choose_resume  # noqa: E402
-from verl_slurm.checkpoint.verify import verify  # noqa: E402
-from verl_slurm.config import load  # noqa: E402
-from verl_slurm.config.schema import (  # noqa: E402
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config import load
+from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,
     DistributedConfig,
@@ -37,16 +35,17 @@ from verl_slurm.config.schema import (  # noqa: E402
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.compare import compare  # noqa: E402
-from verl_slurm.fence import take_epoch  # noqa: E402
-from verl_slurm.files import private_dir, write_file  # noqa: E402
-from verl_slurm.paths import RunPaths  # noqa: E402
-from verl_slurm.quickstart import model as quickstart_model  # noqa: E402
-from verl_slurm.quickstart.data import build_data  # noqa: E402
-from verl_slurm.runtime_state.ledger import stats  # noqa: E402
-from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME  # noqa: E402
-from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request  # noqa: E402
-from verl_slurm.wire.messages import (  # noqa: E402
+from verl_slurm.dcp.compare import compare
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.quickstart import model as quickstart_model
+from verl_slurm.quickstart.data import build_data
+from verl_slurm.runtime_state.ledger import stats
+from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
+from verl_slurm.wire.messages import (
     FromRank,
     Progress,
     RankStarted,
@@ -69,7 +68,6 @@ TRAIN = TrainConfig(
     weight_decay=0.01,
     entropy_coef=0.01,
 )
-ROLLOUTS = STEPS * WORLD * TRAIN.batch_size_per_device
 REPOSITORY = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 240.0
 
@@ -107,7 +105,9 @@ class Runs:
         write_file(paths.run_yaml, load.dump(config))
         return paths
 
-    def start(self, paths: RunPaths, *, script: dict[str, Any] | None = None, control: Path | None = None) -> Ended:
+    def start(
+        self, paths: RunPaths, *, script: dict[str, Any] | None = None, control: Path | None = None
+    ) -> Ended:
         """One incarnation: take the epoch, choose what to resume from, run all ranks to their end."""
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
         resume = choose_resume(paths, "auto").name or ""
@@ -202,26 +202,29 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
     assert _final(paths).is_dir()
 
 
-def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(runs: Runs, undisturbed: RunPaths) -> None:
+def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
+    runs: Runs, undisturbed: RunPaths
+) -> None:
     """One rank dies inside step 1, at a random place; the last checkpoint is the periodic one before it."""
     seed = int(os.environ.get("VERL_SLURM_TEST_SEED", random.SystemRandom().randrange(2**32)))
     print(f"VERL_SLURM_TEST_SEED={seed}")
     dice = random.Random(seed)
     paths = runs.make("killed")
     number = dice.randrange(15, 25)
-    script = {"rank": dice.randrange(WORLD), "safe_point": number, "action": "alarm", "seconds": dice.uniform(1e-4, 0.1)}
-    first = runs.start(paths, script=script)
+    script = {"rank": dice.randrange(WORLD), "safe_point": number, "action": "alarm"}
+    first = runs.start(paths, script=script | {"seconds": dice.uniform(1e-4, 0.1)})
     assert first.code != 0
     assert choose_resume(paths, "auto").name == "step_000001"
-    before = stats(paths).rollouts
     second = runs.start(paths)
     assert second.code == 0, second.err
-    assert _replayed(second) >= min(number, 16) - 14 >= 1
+    # A rank that is at safe point 15 knows that every rank has passed 14: one micro-batch of step 1 is done.
+    assert _replayed(second) >= min(number - 14, 4)
     _assert_nothing_changed(paths, undisturbed)
-    assert before < ROLLOUTS or number > 16
 
 
-def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(runs: Runs, undisturbed: RunPaths) -> None:
+def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
+    runs: Runs, undisturbed: RunPaths
+) -> None:
     paths = runs.make("killed_early")
     first = runs.start(paths, script={"rank": 0, "safe_point": 11, "action": "kill"})
     assert first.code != 0
@@ -230,11 +233,11 @@ def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(runs: Ru
     assert second.code == 0, second.err
     assert _replayed(second) == 4
     _assert_nothing_changed(paths, undisturbed)
-    # Nothing was pruned here but whole steps, so the journal of step 1 is all there, once.
-    assert stats(paths).rollouts >= ROLLOUTS // STEPS
 
 
-def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(runs: Runs, undisturbed: RunPaths) -> None:
+def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
+    runs: Runs, undisturbed: RunPaths
+) -> None:
     paths = runs.make("broken_save")
     ended = runs.start(paths, script={"rank": 1, "safe_point": 5, "action": "break_save"})
     assert ended.code == 0, ended.err
@@ -290,7 +293,6 @@ def test_ranks_obey_the_control_page_and_say_so(
     assert ended.code == 0, ended.err
     agent.close()
     kinds = [type(message) for message in agent.messages]
-    assert kinds[:2] == [RankStarted] * 2 or kinds.count(RankStarted) == 2
     assert kinds.count(Stopped) == kinds.count(RankStarted) == 2
     assert sum(isinstance(m, SaveStarted) and m.request_id == 1 for m in agent.messages) == WORLD
     saved = [m for m in agent.messages if isinstance(m, Saved) and m.request_id == 1]
@@ -308,6 +310,24 @@ def test_a_finished_run_that_is_started_again_does_nothing(runs: Runs, undisturb
     assert "resumed step_000002" in ended.out
     assert "saved" not in ended.out
     assert stats(undisturbed) == before
+
+
+def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: RunPaths) -> None:
+    paths = runs.make("drift")
+    (paths.root / ".dataset_fingerprint").write_bytes(
+        (undisturbed.root / ".dataset_fingerprint").read_bytes()
+    )
+    data = build_data(paths.root / "own")
+    with (data / "sums.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1=", "answer": "2"}\n')
+    config = load.load_resolved(paths.run_yaml)
+    config = msgspec.structs.replace(config, data=DataConfig(root=str(data)))
+    write_file(paths.run_yaml, load.dump(config))
+    ended = runs.start(paths)
+    assert ended.code != 0
+    assert "rank 0: the data set is not the one the run started with" in ended.err
+    assert f"exitcode  : {ExitCode.DATASET_DRIFT.value}" in ended.err
+    assert not paths.orchestration.exists()
 
 
 def test_orchestration_state_is_written_once_and_read_only(undisturbed: RunPaths) -> None:

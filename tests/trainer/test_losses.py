@@ -41,7 +41,9 @@ def test_the_policy_loss_of_four_tokens_by_hand() -> None:
 def test_a_clipped_token_has_no_gradient_and_a_pessimistic_one_keeps_it() -> None:
     logprobs = torch.tensor([[1.5, 1.5]]).log().requires_grad_()
     mask = torch.ones(1, 2, dtype=torch.bool)
-    policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), mask, clip_ratio=0.2).loss.backward()
+    policy_loss(
+        logprobs, torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), mask, clip_ratio=0.2
+    ).loss.backward()
     assert logprobs.grad is not None
     # d(-min(r A, ...) / 2) / d log r = -r A / 2, and 0 where the clip binds
     assert logprobs.grad.tolist() == [[0.0, pytest.approx(0.75)]]
@@ -64,7 +66,11 @@ def test_micro_batches_with_a_shared_denominator_add_up_to_the_whole() -> None:
     mask = torch.rand(6, 4, generator=generator) < 0.6
     whole = policy_loss(logprobs, old, advantages, mask, clip_ratio=0.2).loss
     parts = [
-        policy_loss(*(x[rows] for x in (logprobs, old, advantages, mask)), clip_ratio=0.2, denominator=float(mask.sum()))
+        policy_loss(
+            *(x[rows] for x in (logprobs, old, advantages, mask)),
+            clip_ratio=0.2,
+            denominator=float(mask.sum()),
+        )
         for rows in (slice(0, 2), slice(2, 6))
     ]
     assert sum(part.loss.item() for part in parts) == pytest.approx(whole.item(), rel=1e-5)

@@ -4,11 +4,10 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from verl_slurm.errors import CheckpointCorrupt  # noqa: E402
-from verl_slurm.trainer import rng  # noqa: E402
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.trainer import rng
 
 pytestmark = pytest.mark.torch
 

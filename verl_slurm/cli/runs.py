@@ -41,7 +41,7 @@ def status(run: RunPaths, as_json: bool) -> int:
         rows.append(("training", story.progress(snapshot)))
         counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
         rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
-    rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"])))
+    rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"], snapshot.get("last_checkpoint"))))
     if facts["last_cause"]:
         rows.append(("last cause", facts["last_cause"]))
     if facts["ended"]:
@@ -140,11 +140,12 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
     }
 
 
-def _checkpoint_words(checkpoint: dict[str, Any] | None) -> str:
+def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> str:
     if checkpoint is None:
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
-    return f"{checkpoint['name']}, {size:.1f} MB, {_ago(checkpoint['created_utc'])} (see verl-slurm verify)"
+    good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
+    return f"{checkpoint['name']}, {size:.1f} MB, {_ago(checkpoint['created_utc'])}, {good}"
 
 
 def _reward(snapshot: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from verl_slurm.exit_codes import ExitCode
 __all__ = ["progress", "tell"]
 
 Event = dict[str, Any]
+_SHOWN = ("reward", "kl", "policy_loss", "value_loss", "tokens_per_second")
 
 
 def tell(event: Event) -> str | None:
@@ -25,8 +26,10 @@ def progress(status: dict[str, Any]) -> str:
     if status.get("phase"):
         words.append(f"{status['phase']} {status.get('index', 0)}")
     metrics = status.get("metrics")
-    if isinstance(metrics, dict):
-        words += [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, int | float)]
+    for name in _SHOWN if isinstance(metrics, dict) else ():
+        value = metrics.get(name)
+        if isinstance(value, int | float):
+            words.append(f"{name.replace('_', ' ')} {value:.4g}")
     return "  ".join(words)
 
 
@@ -123,5 +126,8 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "ended": _ended,
     "gone": _gone,
     "force_resume": _drift,
+    "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
+    "cancel_asked": lambda event: "cancel asked for",
+    "requeue_asked": lambda event: "requeue asked for",
     "resume": lambda event: f"resume: {event.get('reason')}",
 }

@@ -84,7 +84,7 @@ def submit(
     for note in plan.notes:
         render.warning(note)
     if needs_building(plan.config):
-        render.warning("building the built-in model and data (the first time takes half a minute)")
+        render.warning("building the built-in model, once; this takes half a minute")
     paths = RunPaths(plan.run_dir)
     offset = paths.events.stat().st_size if paths.events.exists() else 0
     done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)

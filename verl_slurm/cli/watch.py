@@ -103,7 +103,7 @@ def _newest(files: list[Path], suffix: str, run: RunPaths) -> Path:
 def _follow(path: Path) -> int:
     from verl_slurm.submit.follow import follow_lines
 
-    for line in follow_lines(path, silence_s=3600.0):
+    for line in follow_lines(path, silence_s=lambda: 3600.0):
         if line is not None:
             render.raw_line(line)
     return ExitCode.OK

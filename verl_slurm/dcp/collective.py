@@ -7,7 +7,7 @@ the same place and none waits for ever in the next collective.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 
-__all__ = ["Collective", "RanksFailed", "alone_on_purpose"]
+__all__ = ["Collective", "RanksFailed", "alone_on_purpose", "ranks_failed"]
 
 T = TypeVar("T")
 
@@ -105,9 +105,9 @@ class Collective:
         reasons = [raw.decode(errors="replace") for raw in self.gather(reason.encode())]
         if any(reasons):
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
-            error = RanksFailed(f"{what} failed", found=found)
-            error.kinds = frozenset(text.partition(":")[0] for text in reasons if text)
-            raise error from failure
+            failed = RanksFailed(f"{what} failed", found=found)
+            failed.kinds = frozenset(text.partition(":")[0] for text in reasons if text)
+            raise failed from failure
         return result  # type: ignore[return-value]  # T may itself be None
 
     def on_first(self, what: str, work: Callable[[], bytes]) -> bytes:
@@ -117,6 +117,18 @@ class Collective:
             RanksFailed: on all ranks, if it raised.
         """
         return self.gather(self.together(what, work if self.rank == 0 else bytes))[0]
+
+
+def ranks_failed(what: str, failures: Mapping[int, tuple[BaseException, object]]) -> RanksFailed:
+    """The same for a piece of work that torch.distributed.checkpoint did together.
+
+    Args:
+        failures: of its `CheckpointException`, which it raises on every rank.
+    """
+    texts = (f"rank {rank}: {type(e).__name__}: {e}"[:_MAX_REASON] for rank, (e, _) in failures.items())
+    failed = RanksFailed(f"{what} failed", found="; ".join(texts))
+    failed.kinds = frozenset(type(e).__name__ for e, _ in failures.values())
+    return failed
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.collective import alone_on_purpose
@@ -123,7 +123,7 @@ def _groups(kinds: dict[str, _Kind]) -> Iterator[dict[str, _Kind]]:
 def _read(directory: Path, kinds: dict[str, _Kind]) -> dict[str, torch.Tensor]:
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
     with alone_on_purpose():
-        dcp.load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
+        dcp_load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
     # As bytes: numpy has no bfloat16, and bytes are what is compared.
     return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
 
@@ -136,8 +136,8 @@ def _compare_small(a: Path, b: Path) -> Iterator[str]:
     """Schedulers and runtime states; yields the names of what differs."""
     if (a / "scheduler.json").read_bytes() != (b / "scheduler.json").read_bytes():
         yield "scheduler.json"
-    files = {path.name for side in (a, b) for path in side.iterdir() if RUNTIME_STATE_FILE.fullmatch(path.name)}
-    for name in sorted(files):
+    names = {path.name for side in (a, b) for path in side.iterdir()}
+    for name in sorted(filter(RUNTIME_STATE_FILE.fullmatch, names)):
         if not ((a / name).exists() and (b / name).exists()):
             yield f"{name} (only in one)"
             continue

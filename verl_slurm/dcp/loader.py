@@ -7,11 +7,12 @@ with no other: a pickle is a program.
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from verl_slurm.dcp.collective import Collective, alone_on_purpose
+from verl_slurm.dcp.collective import Collective, alone_on_purpose, ranks_failed
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.codec import decode
@@ -34,13 +35,16 @@ def load_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Collect
     for domain, tensors in domains.items():
         # Every rank checks for itself against the same file, so all refuse or none.
         _check(directory / domain, tensors)
-        with alone_on_purpose():
-            dcp.load(
-                dict(tensors),
-                storage_reader=FileSystemReader(directory / domain),
-                process_group=ranks.group,
-                no_dist=ranks.group is None,
-            )
+        try:
+            with alone_on_purpose():
+                dcp_load(
+                    dict(tensors),
+                    storage_reader=FileSystemReader(directory / domain),
+                    process_group=ranks.group,
+                    no_dist=ranks.group is None,
+                )
+        except CheckpointException as error:
+            raise ranks_failed(f"reading {domain}", error.failures) from error
 
 
 def load_runtime_state(directory: Path, ranks: Collective) -> RuntimeState:
@@ -63,9 +67,10 @@ def load_runtime_state(directory: Path, ranks: Collective) -> RuntimeState:
 
 
 def _check(directory: Path, tensors: Tensors) -> None:
-    """Hold names, shapes and types in `directory` to those of `tensors`; DCP would cast, or leave some out."""
+    """Hold names, shapes and types in `directory` to those of `tensors`; DCP would cast, or skip some."""
     saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-    for what, names in (("missing", tensors.keys() - saved.keys()), ("left over", saved.keys() - tensors.keys())):
+    missing, left_over = tensors.keys() - saved.keys(), saved.keys() - tensors.keys()
+    for what, names in (("missing", missing), ("left over", left_over)):
         if names:
             some = ", ".join(sorted(names)[:3])
             raise _unfit(directory, f"{len(names)} {what}: {some}", "the tensors of this model")

@@ -1,8 +1,8 @@
 """Live tensors and runtime states of all ranks into one committed checkpoint. Collective.
 
-Order, on the ranks: rank 0 begins → all write (torch.distributed.checkpoint, then the runtime state) → all seal
-their own files → rank 0 gathers the entries and commits. Each stage is entered only when every rank has done
-the one before; where one rank failed, all raise `RanksFailed` and the staging directory is removed.
+Order: rank 0 begins → all write (torch.distributed.checkpoint, then the runtime state) → all seal their own
+files → rank 0 gathers the entries and commits. Each stage is entered only when every rank has done the one
+before; where one rank failed, all raise `RanksFailed` and the staging directory is removed.
 `checkpoint/format.py` specifies what lies there in the end.
 """
 
@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from verl_slurm.checkpoint.commit import Staging, abort, begin, commit, seal
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
-from verl_slurm.dcp.collective import Collective, RanksFailed, alone_on_purpose
+from verl_slurm.dcp.collective import Collective, alone_on_purpose, ranks_failed
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
@@ -135,7 +135,7 @@ def _write_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Colle
     for domain, tensors in domains.items():
         try:
             with alone_on_purpose():
-                dcp.save(
+                dcp_save(
                     dict(tensors),
                     # `seal` makes everything durable; DCP's own fsync would only do it twice.
                     storage_writer=FileSystemWriter(directory / domain, sync_files=False, overwrite=False),
@@ -143,9 +143,7 @@ def _write_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Colle
                     no_dist=ranks.group is None,
                 )
         except CheckpointException as error:
-            # DCP gathers errors itself and raises this on every rank.
-            reasons = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
-            raise RanksFailed(f"writing {domain} failed", found=reasons) from error
+            raise ranks_failed(f"writing {domain}", error.failures) from error
 
 
 def _write_own(directory: Path, contents: Contents, rank: int) -> _Entries:

@@ -28,10 +28,8 @@ def model_tensors(model: nn.Module) -> Tensors:
     _reshard(model)
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name, value in model.state_dict().items():
-        if name not in aliases and isinstance(value, Tensor):
-            tensors[name] = value
-    return tensors
+    buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
+    return tensors | {name: value for name, value in buffers.items() if isinstance(value, Tensor)}
 
 
 def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tensors:

@@ -60,6 +60,11 @@ class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in {"requeued", "already_requeued"}
 
 
+_BATCH_DIED = frozenset({"JobLaunchFailure", "RaisedSignal", "NonZeroExitCode"})
+"""Reasons of a job whose batch process was killed (22.05 shows `JobLaunchFailure ExitCode=0:9` for a SIGKILL, by
+whomever) or failed. `scancel`, with any signal but through `-b`, leaves Reason=None: measured."""
+
+
 def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
     """Whether the job must not be requeued (any more), and why; None: go on. Pure.
 
@@ -74,14 +79,16 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
             start_time=facts.eligible_time,
         )
     # after scancel the job is COMPLETING with Restarts unchanged, then CANCELLED; scontrol requeue would
-    # revive it (rc 0, seen), so a job that ends is left alone, unless Slurm says that it is the time limit
+    # revive it (rc 0, seen), so a job that ends is left alone, unless Slurm itself says that it is the time
+    # limit, or that the batch process died
     timed_out = facts.state in {"COMPLETING", "TIMEOUT"} and facts.reason == "TimeLimit"
-    if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not timed_out):
+    bereft = facts.state in {"COMPLETING", "FAILED"} and facts.reason in _BATCH_DIED
+    if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not (timed_out or bereft)):
         return RequeueOutcome(
             kind="cancelled",
             detail=f"JobState={facts.state}, Restarts={facts.restarts} unchanged: ended by its user",
         )
-    if facts.state != "RUNNING" and not timed_out:
+    if facts.state != "RUNNING" and not timed_out and not bereft:
         return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
     if not facts.requeue:
         return RequeueOutcome(

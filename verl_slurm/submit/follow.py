@@ -24,28 +24,14 @@ from verl_slurm.submit.record import Event, last_job, parse_event, read_status
 
 __all__ = ["follow_lines", "follow_run"]
 
-_REMOTE = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "cifs",
-    "smb",
-    "ceph",
-    "fuse",
-    "panfs",
-    "9p",
-    "virtiofs",
-    "afs",
-    "wekafs",
-)
+# As str.startswith takes them; fuse covers fuse.sshfs and its like.
+_REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "panfs", "9p", "virtiofs", "afs")
 _POLL_S = 2.0
-# watchdog calls it an error when an event comes while its thread is being stopped, which is how every follow ends.
+# watchdog calls it an error when an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 Wake = Callable[[], None]
 _SILENCE_S = {"slurm": 30.0, "local": 2.0}
-
-
+_CANCEL_S = 2.0
 _WRITES = frozenset({"created", "modified", "moved", "closed"})
 
 
@@ -66,7 +52,7 @@ def follow_lines(
     path: Path,
     offset: int = 0,
     *,
-    silence_s: float,
+    silence_s: Callable[[], float],
     beside: Path | None = None,
     on_beside: Wake | None = None,
 ) -> Iterator[bytes | None]:
@@ -77,7 +63,7 @@ def follow_lines(
     Args:
         path: the file that grows.
         offset: bytes to pass over.
-        silence_s: how long nothing may come before the caller is given a turn.
+        silence_s: asked anew each time: how long nothing may come before the caller is given a turn.
         beside: another file in the same directory; `on_beside` is called when it changes.
 
     Called by: follow_run, cli logs.
@@ -97,7 +83,7 @@ def follow_lines(
             if lines:
                 continue
             try:
-                bell.queue.get(timeout=silence_s)
+                bell.queue.get(timeout=silence_s())
             except Empty:
                 if not _read_lines(path, offset):
                     yield None
@@ -126,11 +112,11 @@ def follow_run(
 
     Called by: submit --wait, watch.
     """
-    silence_s = _SILENCE_S[last_job(paths).cluster]
+    patience_s = _SILENCE_S[last_job(paths).cluster]
     lines = follow_lines(
         paths.events,
         offset,
-        silence_s=silence_s,
+        silence_s=lambda: patience_s,
         beside=paths.status,
         on_beside=None if on_status is None else lambda: _hand_status(paths, on_status),
     )
@@ -140,6 +126,10 @@ def follow_run(
             if event is None:
                 continue
             on_event(event)
+            # A job that is cancelled while it waits ends without a word: soon after, somebody must ask.
+            patience_s = (
+                _CANCEL_S if event["event"] == "cancel_asked" else _SILENCE_S[last_job(paths).cluster]
+            )
             code = _ended(event)
             if code is not None and code is not ExitCode.REQUEUED:
                 settle(paths, last_job(paths))

@@ -16,6 +16,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DataError
 
 __all__ = [
+    "BUILTIN_DATA",
+    "BUILTIN_MODELS",
+    "RULES",
     "absolute",
     "build_builtins",
     "built_before",
@@ -27,9 +30,10 @@ __all__ = [
 ]
 
 _BUILTIN = "builtin:"
-_MODELS = ("tiny",)
-_DATA = ("arithmetic",)
-_RULES = ("arithmetic",)
+# What quickstart and the trainer offer; they import torch, so their names are repeated here and held by a test.
+BUILTIN_MODELS = ("tiny",)
+BUILTIN_DATA = ("arithmetic",)
+RULES = ("arithmetic",)
 _CLASSIFIER = "classifier:"
 _BUILD_TIMEOUT_S = 900.0
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -82,9 +86,9 @@ def check_names(config: RunConfig) -> None:
         ConfigError: with the names there are.
     """
     for key, value, prefix, names in (
-        ("model.path", config.model.path, _BUILTIN, _MODELS),
-        ("data.root", config.data.root, _BUILTIN, _DATA),
-        ("model.reward", config.model.reward, "rule:", _RULES),
+        ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
+        ("data.root", config.data.root, _BUILTIN, BUILTIN_DATA),
+        ("model.reward", config.model.reward, "rule:", RULES),
     ):
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
             raise ConfigError(
@@ -106,8 +110,15 @@ def build_builtins(config: RunConfig) -> RunConfig:
     if config.data.root.startswith(_BUILTIN):
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
     if config.model.path.startswith(_BUILTIN):
-        config = replace(config, model=replace(config.model, path=_build("model", config.model.path)))
+        # A model is there as a whole or not at all; looking costs nothing, the child imports torch.
+        there = _built_model(config)
+        path = str(there) if there.is_dir() else _build("model", config.model.path)
+        config = replace(config, model=replace(config.model, path=path))
     return config
+
+
+def _built_model(config: RunConfig) -> Path:
+    return cache_dir() / config.model.path.removeprefix(_BUILTIN)
 
 
 def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
@@ -229,5 +240,5 @@ def _check_line(path: Path, line: bytes, keys: tuple[str, str]) -> None:
 
 
 def needs_building(config: RunConfig) -> bool:
-    """Whether something of it is `builtin:`."""
-    return config.model.path.startswith(_BUILTIN) or config.data.root.startswith(_BUILTIN)
+    """Whether a model must be built first, which takes its time."""
+    return config.model.path.startswith(_BUILTIN) and not _built_model(config).is_dir()

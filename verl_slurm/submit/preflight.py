@@ -150,6 +150,9 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
         return f"its state is {facts.state}"
     if nodes > facts.total_nodes:
         return f"{facts.total_nodes} nodes in it, {nodes} asked for"
+    cpus = nodes * config.slurm.cpus_per_node
+    if cpus > facts.total_cpus:
+        return f"{facts.total_cpus} CPUs in it, {nodes} x {config.slurm.cpus_per_node} asked for"
     if facts.max_nodes is not None and nodes > facts.max_nodes:
         return f"at most {facts.max_nodes} nodes a job, {nodes} asked for"
     if facts.max_time_s is not None and limit_s > facts.max_time_s:

@@ -160,11 +160,13 @@ def _refuse_living(paths: RunPaths) -> None:
         job = last_job(paths)
     except NotFound:
         return
-    if has_ended(paths, job):
-        settle(paths, job)  # it may take Slurm or submitit another moment to notice
-        return
+    ended = has_ended(paths, job)
+    if ended:
+        settle(paths, job)
     state = job_state(paths, job)
-    if not state.over:
+    # Slurm takes a moment to notice an end that the daemon has written down already. But a job that waits
+    # again after its end was requeued by somebody.
+    if not state.over and not (ended and state.state != "PENDING"):
         raise Fenced(
             "the run has a job already",
             where=paths.root,

@@ -51,14 +51,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     from verl_slurm.config.load import load_resolved
-    from verl_slurm.trainer.setup import Place, build_loop, process_group
+    from verl_slurm.trainer.place import Place, process_group
+    from verl_slurm.trainer.setup import build_loop
 
     config = load_resolved(paths.run_yaml)
     place = Place.from_environ(os.environ)
     with process_group(config, place) as (device, ranks):
-        loop = build_loop(
-            config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line
-        )
+        loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
         loop.run()
 
 

@@ -93,7 +93,7 @@ class Loop:
 
     def _finish_step(self) -> dict[str, float]:
         row = self._learner.finish_step(self._state)
-        timings = self._clock.take(self._learner.take_new_tokens())
+        timings = self._clock.take(self._learner.new_tokens)
         self._reporter.step_done(row, timings)
         return row | timings
 

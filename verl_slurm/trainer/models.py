@@ -139,6 +139,9 @@ def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
     )
     for parameter in model.get_submodule("score").parameters():
         nn.init.zeros_(parameter)
+    for module in model.modules():  # Hugging Face gives such a head a dropout of 0.1
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     return model
 
 

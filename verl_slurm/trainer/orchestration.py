@@ -83,7 +83,10 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
         first = msgspec.json.decode(path.read_bytes(), type=Orchestration)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointCorrupt(
-            "the orchestration state cannot be read", where=path, found=error, remedy="restore it from a checkpoint"
+            "the orchestration state cannot be read",
+            where=path,
+            found=error,
+            remedy="copy it back from a checkpoint of this run",
         ) from error
     if (first.world_size, first.topology) != (now.world_size, now.topology):
         raise ConfigError(

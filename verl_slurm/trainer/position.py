@@ -20,7 +20,15 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import Phase
 
-__all__ = ["Position", "StepShape", "after", "check_position", "first_generation", "rollout_offset", "safe_point"]
+__all__ = [
+    "Position",
+    "StepShape",
+    "after",
+    "check_position",
+    "first_generation",
+    "rollout_offset",
+    "safe_point",
+]
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def rollout_offset(position: Position, shape: StepShape) -> int:
 
 
 def first_generation(position: Position, shape: StepShape) -> int:
-    """The first generation micro-batch of a rank in the running step that is still to be done (G: none is)."""
+    """A rank's first generation micro-batch of the running step that is still to be done (G: none is)."""
     match position.phase:
         case "step_end" | "generate":
             return position.index

@@ -12,7 +12,7 @@ from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.messages import Finished, Progress, Saved, SaveFailed, SaveStarted, Stopped
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils import tensorboard as tb
 
 __all__ = ["Reporter", "progress_line"]
 
@@ -44,7 +44,7 @@ class Reporter:
     ) -> None:
         self._rank, self._line, self._total_steps = rank, line, total_steps
         self._safe_points = 0
-        self._writer: SummaryWriter | None = None
+        self._writer: tb.SummaryWriter | None = None
         if rank == 0:
             # Here, not at the top: the other ranks need not pay for the import.
             from torch.utils.tensorboard import SummaryWriter
@@ -81,9 +81,7 @@ class Reporter:
         self._writer.flush()
 
     def save_started(self, request_id: int, step: int, safe_point: int) -> None:
-        self._line.send(
-            SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point)
-        )
+        self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
 
     def saved(self, request_id: int, name: str, seconds: float, num_bytes: int) -> None:
         """The checkpoint is in place; rank 0 says so."""

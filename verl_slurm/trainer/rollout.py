@@ -72,6 +72,11 @@ class _CounterSampler(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(-1, tokens.unsqueeze(-1), 0.0)
 
 
+def _plain_model(path: Path, dtype: str, device: torch.device) -> Any:
+    """A Hugging Face model that only samples; Any, for its `generate` has no types."""
+    return load_causal_lm(path, dtype=dtype).requires_grad_(False).to(device)
+
+
 class HFRollout:
     """A whole copy of the actor on every rank, and the sampler on top.
 
@@ -97,16 +102,12 @@ class HFRollout:
         dtype: str = "float32",
         device: torch.device | None = None,
     ) -> None:
-        self._model: Any = load_causal_lm(model_path, dtype=dtype).to(device or torch.device("cpu"))
-        self._model.requires_grad_(False)
-        self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
+        self._model = _plain_model(model_path, dtype, device or torch.device("cpu"))
         # The directory's own generation settings (top_p, repetition penalty) would bend the distribution.
         self._model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=config.max_new_tokens,
-            do_sample=False,
-            eos_token_id=eos_id,
-            pad_token_id=pad_id,
+            max_new_tokens=config.max_new_tokens, do_sample=False, eos_token_id=eos_id, pad_token_id=pad_id
         )
+        self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
 
     def sync(self, actor: nn.Module) -> None:
         """Take over the actor's weights. Collective where the actor is sharded; once a step."""

@@ -77,7 +77,8 @@ class TrainState:
 def fresh_state(config: RunConfig) -> TrainState:
     """The state of a run that has done nothing."""
     train = config.train
-    return TrainState(Position(), AdaptiveKL(coef=train.kl_coef, target=train.kl_target, size=train.kl_window))
+    kl = AdaptiveKL(coef=train.kl_coef, target=train.kl_target, size=train.kl_window)
+    return TrainState(Position(), kl)
 
 
 def capture_state(state: TrainState, shape: StepShape, *, rank: int) -> RuntimeState:
@@ -114,9 +115,10 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     """
     position = Position(saved.step, saved.phase, saved.index)
     check_position(position, shape, where=where)
+    found = (saved.safe_point, saved.rollout_offset)
     expected = (safe_point(position, shape), rollout_offset(position, shape))
-    if (saved.safe_point, saved.rollout_offset) != expected:
-        raise _misfit(where, f"safe point, prompts consumed: {saved.safe_point}, {saved.rollout_offset}", expected)
+    if found != expected:
+        raise _misfit(where, f"(safe point, prompts consumed) {found} at {position}", expected)
     rewards = dict(saved.rewards)
     updates = rewards.pop("updates", np.zeros((0, len(UPDATE_METRICS))))
     estimates = to_batch({name: rewards.pop(name) for name in ("advantages", "returns") if name in rewards})

@@ -23,7 +23,7 @@ from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
 from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
-from verl_slurm.trainer.position import Position, StepShape, rollout_offset
+from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.rollout import HFRollout
 from verl_slurm.trainer.schedule import learning_rate
@@ -72,7 +72,9 @@ class Learner:
         self._synced_step = -1
         self.new_rollouts = 0
         """Responses sampled, not replayed, by this process."""
-        self._new_tokens = 0
+        self._my_tokens = 0
+        self.new_tokens = 0
+        """Response tokens sampled, not replayed, in the step that was finished last, over all ranks."""
 
     def work(self, state: TrainState) -> None:
         """Do what `state.position` names. The position itself is moved on by the loop."""
@@ -85,11 +87,6 @@ class Learner:
                 self._estimate(state)
             case "update":
                 self._update(state)
-
-    def take_new_tokens(self) -> int:
-        """Response tokens sampled over all ranks' equal shares since the last call, estimated from this one."""
-        tokens, self._new_tokens = self._new_tokens, 0
-        return tokens * self._shape.world_size
 
     # ---- generate
 
@@ -106,7 +103,7 @@ class Learner:
         if batch is None:
             batch = self._sampler.generate(prompts, position.step)
             self.new_rollouts += size
-            self._new_tokens += int(batch["response_mask"].sum())
+            self._my_tokens += int(batch["response_mask"].sum())
             self._journal(position.step, micro_batch, batch)
         state.buffers.rollouts.append(batch)
 
@@ -253,9 +250,12 @@ class Learner:
             kl.double().sum(),
             mask.double().sum(),
             gap.double().sum(),
+            torch.tensor(float(self._my_tokens), dtype=torch.float64),
             *updates,
         ]
-        samples, score, kl_sum, tokens, gap_sum, *means = self._ranks.sum([float(x) for x in mine])
+        samples, score, kl_sum, tokens, gap_sum, fresh, *means = self._ranks.sum([float(x) for x in mine])
+        self.new_tokens, self._my_tokens = int(fresh), 0
+        rate = learning_rate(self._config.train.actor_lr, self._config.train, state.position.step)
         row = {
             "step": float(state.position.step + 1),
             "reward": score / samples,
@@ -263,7 +263,7 @@ class Learner:
             "kl_coef": state.kl.coef,
             "response_tokens": tokens / samples,
             "sampler_gap": gap_sum / tokens,
-            "learning_rate": learning_rate(self._config.train.actor_lr, self._config.train, state.position.step),
+            "learning_rate": rate,
         }
         for name, total in zip(UPDATE_METRICS, means, strict=True):
             row[name] = total / self._ranks.world_size

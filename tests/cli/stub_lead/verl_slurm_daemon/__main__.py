@@ -1,8 +1,8 @@
 """`python -m verl_slurm_daemon lead --run RUN`, without ranks.
 
 What it does is in RUN's name: `...-quick` ends at once, `...-crash` ends with 22, `...-mute` dies without a word,
-anything else waits for a signal: TERM ends it as cancelled, USR2 (or USR1) as requeued, after which it runs once
-more, in place, and ends well.
+anything else waits for a signal: TERM ends it as cancelled, USR2 (or USR1, or TERM where a requeue was asked for) as
+requeued, after which it runs once more and ends well.
 """
 
 import json
@@ -45,7 +45,7 @@ def main(run: Path) -> int:
     while (got := signal.sigwait(SIGNALS)) is signal.SIGCONT:
         pass
     note("cause", cause=got.name, evidence="stub")
-    if got is signal.SIGTERM:
+    if got is signal.SIGTERM and "requeue_asked" not in (run / "events.jsonl").read_text():
         return end(23)
     end(25)
     if "SLURM_JOB_ID" in os.environ:

@@ -1,0 +1,190 @@
+"""`checkpoints`, `list`, `verify`, `compare` and `fingerprint` on checkpoints made through the real commit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from verl_slurm.checkpoint.commit import begin, commit, seal
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.schema import current_schema, render_schema
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import DataConfig, RunConfig
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.codec import encode
+from verl_slurm.runtime_state.format import RuntimeState
+
+Cli = Callable[..., Any]
+Save = Callable[..., Path]
+DOMAINS = ("actor", "critic", "optimizer")
+
+
+def fill(directory: Path, value: float) -> None:
+    for name in ("config.yaml", "metadata.json", "orchestration.json", "scheduler.json"):
+        (directory / name).write_bytes(b"{}")
+    (directory / SCHEMA_VERSION).write_bytes(render_schema(current_schema()))
+    for name in DOMAINS:
+        (directory / name).mkdir()
+        (directory / name / "__0_0.distcp").write_text(f"{name} {value}")
+    state = RuntimeState(
+        rank=0,
+        world_size=1,
+        step=1,
+        phase="step_end",
+        index=0,
+        safe_point=0,
+        rollout_offset=0,
+        episode_id=0,
+        kl_coef=0.1,
+    )
+    (directory / "runtime_state.rank_0000.msgpack.zst").write_bytes(encode(state))
+
+
+def fill_with_tensors(directory: Path, value: float) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    fill(directory, value)
+    for name in DOMAINS:
+        (directory / name / "__0_0.distcp").unlink()
+        tensors = {"weight": torch.full((4, 4), value), "bias": torch.zeros(4)}
+        dcp.save(tensors, checkpoint_id=directory / name, no_dist=True)
+
+
+def make_run(root: Path) -> RunPaths:
+    paths = RunPaths(root)
+    private_dir(root)
+    (root / "data").mkdir()
+    (root / "data" / "a.jsonl").write_text("{}\n")
+    config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(root / "data")))
+    paths.run_yaml.write_bytes(dump(config))
+    return paths
+
+
+def save(paths: RunPaths, step: int, value: float = 0.0, fill: Callable[[Path, float], None] = fill) -> Path:
+    staging = begin(paths, step, 0)
+    fill(staging.directory, value)
+    files = sorted(str(p.relative_to(staging.directory)) for p in staging.directory.rglob("*") if p.is_file())
+    manifest = Manifest(
+        name=staging.final.name,
+        step=step,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id=current_schema().schema_id,
+        dataset_fingerprint="0" * 64,
+        world_size=1,
+        topology=Topology(dp=1),
+        files=tuple(seal(staging.directory, files)),
+        created_utc="2026-01-01T00:00:00Z",
+        save_seconds=0.5,
+    )
+    return commit(staging, manifest, epoch_check=lambda: None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "run")
+
+
+def test_the_checkpoints_are_listed_newest_first(run: RunPaths, cli: Cli) -> None:
+    save(run, 1)
+    save(run, 2)
+    begin(run, 3, 0)
+    listed = cli("checkpoints", run.root, "--json").json
+    assert [(info["name"], info["kind"]) for info in listed[:2]] == [
+        ("step_000002", "committed"),
+        ("step_000001", "committed"),
+    ]
+    assert listed[2]["kind"] == "torn"
+    assert cli("list", run.root, "--json").json == listed
+    table = cli("checkpoints", run.root).out
+    assert table.index("step_000002") < table.index("step_000001")
+
+
+def test_verify_says_that_all_is_well(run: RunPaths, cli: Cli) -> None:
+    path = save(run, 1)
+    save(run, 2)
+    result = cli("verify", run.root, "--json")
+    assert (result.code, result.json["ok"]) == (0, True)
+    assert [verdict["name"] for verdict in result.json["checkpoints"]] == ["step_000002", "step_000001"]
+    assert "step_000001  verified" in cli("verify", path).out
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "size"),
+        (lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]), "sha256"),
+        (lambda file: file.unlink(), "missing"),
+    ],
+    ids=["truncated", "one bit", "removed"],
+)
+def test_verify_names_the_damaged_file(
+    run: RunPaths, cli: Cli, damage: Callable[[Path], object], what: str
+) -> None:
+    damage(save(run, 1) / "actor" / "__0_0.distcp")
+    result = cli("verify", run.root)
+    assert result.code == ExitCode.CORRUPT
+    assert f"step_000001  BAD actor/__0_0.distcp: {what}" in result.out
+    assert (
+        cli("verify", run.root, "--json").json["checkpoints"][0]["problems"][0]["path"]
+        == "actor/__0_0.distcp"
+    )
+
+
+def test_what_is_not_there_is_not_found(run: RunPaths, cli: Cli) -> None:
+    for words in (("verify", "/nowhere"), ("verify", run.root), ("compare", run.root, run.root)):
+        result = cli(*words)
+        assert result.code == ExitCode.NOT_FOUND
+        assert result.error
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_compare_finds_the_same_the_same_and_names_what_differs(tmp_path: Path, cli: Cli) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    save(first, 1, 0.5, fill_with_tensors)
+    save(second, 1, 0.5, fill_with_tensors)
+    same = cli("compare", first.root, second.root)
+    assert (same.code, "the same: 6 tensors" in same.out) == (0, True)
+    save(second, 2, 0.25, fill_with_tensors)
+    other = cli("compare", first.root, second.root, "--json")
+    assert other.code == ExitCode.DIFFERENT
+    assert other.json["same"] is False
+    assert "actor/weight" in other.json["differing"]
+    assert "actor/bias" not in other.json["differing"]
+    assert "DIFFERENT in 3 places" in cli("compare", first.root, second.root).out
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_compare_refuses_a_checkpoint_that_does_not_verify(tmp_path: Path, cli: Cli) -> None:
+    paths = make_run(tmp_path / "a")
+    path = save(paths, 1, 0.5, fill_with_tensors)
+    (path / "metadata.json").write_bytes(b"{ }")
+    result = cli("compare", path, path)
+    assert result.code == ExitCode.CORRUPT
+    assert "metadata.json" in result.error
+
+
+def test_fingerprint_of_a_directory_is_its_tree_hash(run: RunPaths, cli: Cli) -> None:
+    root = run.root / "data"
+    first = cli("fingerprint", root, "--json").json
+    assert (len(first["digest"]), first["num_files"]) == (64, 1)
+    (root / "a.jsonl").write_text("[]\n")
+    assert cli("fingerprint", root, "--json").json["digest"] != first["digest"]
+
+
+def test_fingerprint_of_a_run_without_one_and_of_nothing_is_refused(
+    run: RunPaths, cli: Cli, tmp_path: Path
+) -> None:
+    assert cli("fingerprint", run.root).code == ExitCode.NOT_FOUND
+    result = cli("fingerprint", tmp_path / "nowhere")
+    assert result.code == ExitCode.DATA
+    assert result.error

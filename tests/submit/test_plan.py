@@ -1,0 +1,190 @@
+"""From a config to what is asked of the cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
+from verl_slurm.slurm.parse import PartitionFacts
+from verl_slurm.submit.inputs import (
+    BUILTIN_DATA,
+    BUILTIN_MODELS,
+    RULES,
+    absolute,
+    build_builtins,
+    built_before,
+    cache_dir,
+    needs_building,
+)
+from verl_slurm.submit.plan import refuse_changes, sbatch_options, sbatch_parameters, unwanted_environment
+from verl_slurm.submit.preflight import choose_cluster, partition_complaint
+
+
+def config(*overrides: str) -> RunConfig:
+    return parse_config(b"", "my.yaml", overrides)
+
+
+def facts(**changes: object) -> PartitionFacts:
+    known: dict[str, object] = {
+        "name": "gpu",
+        "state": "UP",
+        "total_nodes": 4,
+        "total_cpus": 8,
+        "max_time_s": None,
+        "max_nodes": None,
+        "grace_s": 0,
+        "preempt_mode": "OFF",
+        "is_default": True,
+    }
+    return PartitionFacts(**(known | changes))  # type: ignore[arg-type]
+
+
+def test_the_batch_process_alone_is_signalled_and_is_python_itself() -> None:
+    parameters = sbatch_parameters(config("slurm.signal_lead_s=30"))
+    additional = parameters["additional_parameters"]
+    assert additional == {"signal": "B:USR1@30", "requeue": True}
+    assert parameters["use_srun"] is False
+    assert parameters["ntasks_per_node"] == 1
+
+
+def test_what_is_not_asked_for_is_not_in_the_script() -> None:
+    parameters = sbatch_parameters(config("slurm.extra={exclusive: false}"))
+    assert not {"partition", "mem", "gpus_per_node"} & set(parameters)
+    assert "exclusive" not in str(parameters)
+
+
+def test_what_is_asked_for_is_in_the_script() -> None:
+    parameters = sbatch_parameters(
+        config(
+            "slurm.partition=gpu",
+            "slurm.account=lab",
+            "slurm.qos=high",
+            "slurm.gpus_per_node=8",
+            "slurm.mem_mb_per_node=2048",
+            "slurm.extra={constraint: a100, exclusive: true}",
+        )
+    )
+    assert parameters["partition"] == "gpu"
+    assert parameters["gpus_per_node"] == 8
+    assert parameters["mem"] == "2048MB"
+    additional = parameters["additional_parameters"]
+    assert isinstance(additional, dict)
+    assert {
+        "account": "lab",
+        "qos": "high",
+        "constraint": "a100",
+        "exclusive": True,
+    }.items() <= additional.items()
+
+
+def test_the_template_gets_the_same_as_options() -> None:
+    options = sbatch_options(config("slurm.partition=gpu", "slurm.extra={exclusive: true}"))
+    assert {"--partition=gpu", "--exclusive", "--requeue", "--signal=B:USR1@120", "--nodes=2"} <= set(options)
+    assert not any("setup" in option or "srun" in option for option in options)
+
+
+def test_the_environment_of_a_surrounding_job_is_left_behind() -> None:
+    names = [
+        "PATH",
+        "SLURM_CONF",
+        "SLURM_JOB_ID",
+        "SLURM_MEM_PER_NODE",
+        "PMIX_RANK",
+        "SBATCH_SIGNAL",
+        "SBATCH_ACCOUNT",
+    ]
+    assert unwanted_environment(names, config()) == [
+        "SLURM_JOB_ID",
+        "SLURM_MEM_PER_NODE",
+        "PMIX_RANK",
+        "SBATCH_SIGNAL",
+    ]
+    assert "SBATCH_ACCOUNT" in unwanted_environment(names, config("slurm.account=lab"))
+
+
+def test_a_run_may_go_on_with_other_slurm_daemon_and_checkpoint_settings() -> None:
+    new = config("slurm.partition=gpu", "daemon.crash_budget=1", "checkpoint.resume_from=/c/step_000001")
+    changed = refuse_changes(config(), new, Path("/run"))
+    assert changed == ["checkpoint.resume_from", "slurm.partition", "daemon.crash_budget"]
+
+
+def test_a_run_does_not_go_on_with_another_training() -> None:
+    with pytest.raises(ConfigError, match=r"train\.steps: 30 -> 5; distributed\.nodes: 2 -> 1"):
+        refuse_changes(
+            config(), config("train.steps=5", "distributed.nodes=1", "slurm.partition=gpu"), Path("/run")
+        )
+
+
+def test_paths_are_made_absolute_and_words_stay() -> None:
+    given = config("model.path=m", "data.root=../d", "model.reward=classifier:r", "name=x")
+    found = absolute(given, Path("/home/me/work"))
+    assert found.model.path == "/home/me/work/m"
+    assert found.model.reward == "classifier:/home/me/work/r"
+    assert found.data.root == "/home/me/d"
+    assert found.run_dir == "/home/me/work/runs/x"
+    assert absolute(config(), Path("/")).model.path == "builtin:tiny"
+    assert absolute(config(), Path("/")).checkpoint.resume_from == "auto"
+    assert absolute(found, Path("/elsewhere")) == found
+
+
+def test_an_existing_run_keeps_the_built_in_it_was_started_with() -> None:
+    older = str(cache_dir().parent / "0123456789ab" / "tiny")
+    kept = built_before(config(), config(f"model.path={older}"))
+    assert kept.model.path == older
+    assert built_before(config(), config("model.path=/my/model")).model.path == "builtin:tiny"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "complaint"),
+    [
+        ([], {}, ""),
+        ([], {"state": "DOWN"}, "its state is DOWN"),
+        (["distributed.nodes=5", "distributed.dp_size=5"], {}, "4 nodes in it, 5 asked for"),
+        ([], {"max_nodes": 1}, "at most 1 nodes a job, 2 asked for"),
+        ([], {"max_time_s": 1800}, "at most 30 min a job, 60 asked for"),
+        (["slurm.cpus_per_node=5"], {}, "8 CPUs in it, 2 x 5 asked for"),
+    ],
+)
+def test_a_partition_that_can_never_run_the_job_is_noticed(
+    words: list[str], changes: dict[str, object], complaint: str
+) -> None:
+    assert partition_complaint(config(*words), facts(**changes)) == complaint
+
+
+def test_this_machine_is_chosen_only_where_there_is_no_slurm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cluster, note = choose_cluster("auto")
+    assert cluster == "local"
+    assert "no Slurm here" in note
+    assert choose_cluster("slurm") == ("slurm", "")
+    (tmp_path / "sbatch").touch(mode=0o755)
+    assert choose_cluster("auto") == ("slurm", "")
+
+
+@pytest.mark.torch
+def test_the_names_known_here_are_the_names_there_are() -> None:
+    from verl_slurm.quickstart.builtin import resolve_data, resolve_model
+    from verl_slurm.trainer.rewards import RULES as REAL_RULES
+
+    assert set(RULES) == set(REAL_RULES)
+    for names, resolve in ((BUILTIN_MODELS, resolve_model), (BUILTIN_DATA, resolve_data)):
+        with pytest.raises(ConfigError) as caught:
+            resolve("builtin:nosuch", Path("/nowhere"))
+        assert caught.value.expected == " or ".join(f"builtin:{name}" for name in names)
+
+
+def test_a_built_in_is_built_once_where_the_next_look_finds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = config("data.root=builtin:arithmetic")
+    assert needs_building(given)
+    (cache_dir() / "tiny").mkdir(parents=True)
+    assert not needs_building(given)
+    built = build_builtins(given)
+    assert built.model.path == str(cache_dir() / "tiny")
+    assert list(Path(built.data.root).glob("*.jsonl"))

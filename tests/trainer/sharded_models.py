@@ -1,0 +1,63 @@
+"""Run by test_models under torchrun: asserts on every rank that FSDP2 changes nothing but the place of numbers."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from verl_slurm.trainer.losses import masked_mean
+from verl_slurm.trainer.models import build_models, clip_gradients, copy_weights, load_causal_lm
+from verl_slurm.trainer.models import logprobs_and_entropy, values
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "prompt_ids": torch.randint(0, 250, (4, 5), generator=generator),
+        "prompt_mask": torch.ones(4, 5, dtype=torch.bool),
+        "response_ids": torch.randint(0, 250, (4, 3), generator=generator),
+        "response_mask": torch.tensor([[True, True, True], [True] * 3, [True, False, False], [True, True, False]]),
+    }
+    mine = {name: column[rank * 2 : rank * 2 + 2] for name, column in batch.items()}
+    tokens = float(batch["response_mask"].sum())
+    cpu = torch.device("cpu")
+    whole = build_models(path, dtype="float32", mesh=None, device=cpu)
+    sharded = build_models(path, dtype="float32", mesh=mesh, device=cpu)
+    assert all(isinstance(p, DTensor) for p in sharded.actor.parameters())
+
+    logprobs, entropy = logprobs_and_entropy(sharded.actor, mine, temperature=1.0)
+    expected, _ = logprobs_and_entropy(whole.actor, batch, temperature=1.0)
+    torch.testing.assert_close(logprobs, expected[rank * 2 : rank * 2 + 2], rtol=0, atol=1e-5)
+    assert (entropy > 0).all()
+    assert (values(sharded.critic, mine) == 0).all()
+
+    # The denominator rule of losses.py: averaged over ranks, the gradient is that of the whole mini-batch.
+    masked_mean(logprobs, mine["response_mask"], tokens / world).backward()
+    masked_mean(expected, batch["response_mask"]).backward()
+    for (name, parameter), other in zip(
+        sharded.actor.named_parameters(), whole.actor.parameters(), strict=True
+    ):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6, msg=name)
+    norms = clip_gradients(sharded.actor, 0.5), clip_gradients(whole.actor, 0.5)
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=1e-6)
+
+    copy = load_causal_lm(path)
+    with torch.no_grad():
+        for parameter in sharded.actor.parameters():
+            parameter.mul_(1.5)
+    copy_weights(sharded.actor, copy)
+    for taken, original in zip(copy.parameters(), whole.actor.parameters(), strict=True):
+        assert torch.equal(taken, original * 1.5)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""Prompts in an order that is a function of seed and offset."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.errors import DataError
+from verl_slurm.trainer.data import PromptData, load_tokenizer
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in (1, 22, 333, 4444, 55555)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[2:]))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    return tmp_path
+
+
+def test_files_are_read_by_name_and_prompts_padded_on_the_left(
+    root: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = PromptData(root, tokenizer, DataConfig(max_prompt_tokens=8, shuffle=False), 0)
+    batch = data.batch(1, 3)
+    assert batch["sample_id"].tolist() == [1, 2, 3]
+    assert data.prompts(batch["sample_id"]) == ["22=", "333=", "4444="]
+    assert data.answers(batch["sample_id"]) == ["22", "333", "4444"]
+    assert batch["prompt_mask"].sum(dim=1).tolist() == [3, 4, 5]
+    assert batch["prompt_mask"].int().diff(dim=1).min() >= 0
+    assert tokenizer.decode(batch["prompt_ids"][0][batch["prompt_mask"][0]]) == "22="
+    assert (batch["prompt_ids"][~batch["prompt_mask"]] == tokenizer.pad_token_id).all()
+
+
+def test_each_epoch_shows_each_prompt_once_in_an_order_of_its_own(
+    root: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    data = PromptData(root, tokenizer, DataConfig(), 3)
+    epochs = [[data.row(k * 5 + n) for n in range(5)] for k in range(6)]
+    assert all(sorted(rows) == [0, 1, 2, 3, 4] for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) > 1
+
+
+def test_an_offset_is_all_the_state_there_is(sums_root: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    whole = PromptData(sums_root, tokenizer, DataConfig(), 1)
+    end = len(whole)
+    batch = whole.batch(end - 3, 6)  # over the end of an epoch
+    again = PromptData(sums_root, tokenizer, DataConfig(), 1)
+    parts = [again.batch(end + 1, 2), again.batch(end - 3, 4)]  # in any order, cut anywhere
+    for column, values in batch.items():
+        assert torch.equal(values, torch.cat([parts[1][column], parts[0][column]]))
+    other = PromptData(sums_root, tokenizer, DataConfig(), 2).batch(end - 3, 6)
+    assert not torch.equal(batch["prompt_ids"], other["prompt_ids"])
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("", "holds no prompts"),
+        ("{", "not JSON"),
+        ("[1]", "not an object"),
+        ('{"prompt": "1="}', "no text under 'answer'"),
+        ('{"prompt": "", "answer": "1"}', "no text under 'prompt'"),
+        ('{"prompt": 5, "answer": "1"}', "no text under 'prompt'"),
+        (json.dumps({"prompt": "1" * 17, "answer": "1"}), "too long"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_said_with_its_place(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, content: str, what: str
+) -> None:
+    (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(DataError, match=what) as caught:
+        PromptData(tmp_path, tokenizer, DataConfig(), 0)
+    assert str(tmp_path) in caught.value.one_line()
+
+
+def test_a_missing_root_and_a_missing_tokenizer_are_data_errors(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match="no prompts"):
+        PromptData(tmp_path / "none", tokenizer, DataConfig(), 0)
+    with pytest.raises(DataError, match="tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,145 @@
+"""Sampling: the right distribution, and noise that depends on nothing but its name."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl_slurm.config.schema import DataConfig, RolloutConfig
+from verl_slurm.trainer.counter_rng import uniforms
+from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
+from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
+from verl_slurm.trainer.rollout import HFRollout, _doubling_scan, pick_tokens
+
+pytestmark = pytest.mark.torch
+
+TOKENS = 7
+
+
+@pytest.fixture(scope="module")
+def data(tiny: Path, sums_root: Path) -> PromptData:
+    return PromptData(sums_root, load_tokenizer(tiny), DataConfig(max_prompt_tokens=9), 0)
+
+
+def make_rollout(tiny: Path, *, temperature: float = 1.0, seed: int = 5, eos: int | None = None) -> HFRollout:
+    tokenizer = load_tokenizer(tiny)
+    config = RolloutConfig(max_new_tokens=TOKENS, temperature=temperature)
+    eos_id = int(tokenizer.eos_token_id) if eos is None else eos
+    return HFRollout(tiny, config, seed=seed, eos_id=eos_id, pad_id=int(tokenizer.pad_token_id))
+
+
+def rows(batch: Batch, which: slice | list[int]) -> Batch:
+    return {name: column[which] for name, column in batch.items()}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_picked_tokens_follow_the_softmax(temperature: float) -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, float("-inf"), 0.5])
+    num = 20_000
+    uniform = torch.from_numpy(uniforms(0, 0, range(num // 10), 10).ravel())
+    tokens, logprobs = pick_tokens(logits.expand(num, -1), uniform, temperature)
+    expected = torch.softmax(logits / temperature, dim=-1)
+    counts = torch.bincount(tokens, minlength=6)
+    assert counts[4] == 0
+    possible = expected > 0
+    chi_square = ((counts - num * expected)[possible] ** 2 / (num * expected[possible])).sum()
+    # 4 degrees of freedom: 18.5 is passed by chance once in a thousand; the seed is fixed
+    assert chi_square < 18.5
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+
+
+def test_the_ends_of_the_unit_interval_pick_possible_tokens() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]).expand(2, -1)
+    tokens, _ = pick_tokens(logits, torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64), 1.0)
+    assert tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 264])
+def test_the_scan_for_cuda_is_a_running_sum(size: int) -> None:
+    x = torch.rand(3, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(_doubling_scan(x), x.cumsum(dim=-1))
+
+
+def test_a_prompt_gives_the_same_tokens_alone_and_in_any_batch(tiny: Path, data: PromptData) -> None:
+    rollout = make_rollout(tiny)
+    prompts = data.batch(100, 12)
+    together = rollout.generate(prompts, step=3)
+    alone = [rollout.generate(rows(prompts, [n]), step=3) for n in range(12)]
+    backwards = rollout.generate(rows(prompts, list(reversed(range(12)))), step=3)
+    for name in ("response_ids", "response_mask"):
+        assert torch.equal(together[name], torch.cat([sample[name] for sample in alone]))
+        assert torch.equal(together[name], backwards[name].flip(0))
+    torch.testing.assert_close(together["logprobs"], backwards["logprobs"].flip(0), rtol=0, atol=1e-5)
+
+
+def test_the_same_call_gives_the_same_bits_and_another_step_or_seed_other_tokens(
+    tiny: Path, data: PromptData
+) -> None:
+    prompts = data.batch(0, 8)
+    first = make_rollout(tiny).generate(prompts, step=1)
+    second = make_rollout(tiny).generate(prompts, step=1)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for other in (make_rollout(tiny).generate(prompts, 2), make_rollout(tiny, seed=6).generate(prompts, 1)):
+        assert not torch.equal(first["response_ids"], other["response_ids"])
+
+
+def test_sampling_leaves_the_global_generators_alone(tiny: Path, data: PromptData) -> None:
+    rollout = make_rollout(tiny)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    rollout.generate(data.batch(0, 4), step=0)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_the_recorded_logprobs_are_those_of_the_policy_recomputed(
+    tiny: Path, data: PromptData, temperature: float
+) -> None:
+    batch = make_rollout(tiny, temperature=temperature).generate(data.batch(0, 16), step=0)
+    with torch.no_grad():
+        logprobs, _ = logprobs_and_entropy(load_causal_lm(tiny), batch, temperature=temperature)
+    mask = batch["response_mask"]
+    torch.testing.assert_close(logprobs[mask], batch["logprobs"][mask], rtol=0, atol=1e-5)
+
+
+def test_the_end_token_ends_a_response_and_the_rest_is_padding(tiny: Path, data: PromptData) -> None:
+    tokenizer = load_tokenizer(tiny)
+    eos = int(tokenizer("0")["input_ids"][0])  # a frequent token plays the end, so that there are ends
+    batch = make_rollout(tiny, eos=eos).generate(data.batch(0, 64), step=0)
+    assert (
+        batch["response_ids"].shape == batch["response_mask"].shape == batch["logprobs"].shape == (64, TOKENS)
+    )
+    lengths = batch["response_mask"].sum(dim=1).tolist()
+    assert min(lengths) < TOKENS
+    for ids, mask, logprobs, length in zip(
+        batch["response_ids"].tolist(), batch["response_mask"], batch["logprobs"], lengths, strict=True
+    ):
+        assert mask.tolist() == [t < length for t in range(TOKENS)]
+        assert eos not in ids[: length - 1]
+        assert length == TOKENS or ids[length - 1] == eos
+        assert set(ids[length:]) <= {tokenizer.pad_token_id}
+        assert (logprobs[:length] < 0).all()
+        assert (logprobs[length:] == 0).all()
+
+
+def test_a_batch_that_ends_early_has_the_full_width(tiny: Path, data: PromptData) -> None:
+    probe = make_rollout(tiny).generate(data.batch(0, 1), step=0)
+    eos = int(probe["response_ids"][0, 0])  # so that this very sample ends at once
+    batch = make_rollout(tiny, eos=eos).generate(data.batch(0, 1), step=0)
+    assert batch["response_ids"].shape == (1, TOKENS)
+    assert batch["response_mask"].tolist() == [[True] + [False] * (TOKENS - 1)]
+
+
+def test_sync_takes_over_the_actors_weights(tiny: Path, data: PromptData) -> None:
+    actor = load_causal_lm(tiny)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.mul_(1.1)
+    rollout = make_rollout(tiny)
+    rollout.sync(actor)
+    batch = rollout.generate(data.batch(0, 8), step=0)
+    with torch.no_grad():
+        logprobs, _ = logprobs_and_entropy(actor, batch, temperature=1.0)
+    mask = batch["response_mask"]
+    torch.testing.assert_close(logprobs[mask], batch["logprobs"][mask], rtol=0, atol=1e-5)

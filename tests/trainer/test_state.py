@@ -1,0 +1,143 @@
+"""A rank's state goes to disk form and back whole, from any position, and nonsense is refused."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.runtime_state.codec import decode, encode
+from verl_slurm.trainer.position import Position, StepShape, after
+from verl_slurm.trainer.schedule import learning_rate, schedule_record
+from verl_slurm.trainer.state import (
+    UPDATE_METRICS,
+    Buffers,
+    TrainState,
+    capture_state,
+    fresh_state,
+    restore_state,
+    stacked,
+)
+
+pytestmark = pytest.mark.torch
+
+CONFIG = RunConfig(
+    distributed=DistributedConfig(dp_size=2, nodes=1),
+    rollout=RolloutConfig(micro_batch_size_per_device=4),
+    train=TrainConfig(
+        batch_size_per_device=12,
+        mini_batch_size_per_device=6,
+        micro_batch_size_per_device=3,
+        ppo_epochs=2,
+        kl_window=3,
+    ),
+)
+SHAPE = StepShape.of(CONFIG)
+
+
+def _numbers(rows: int, width: int = 5) -> Any:
+    return torch.randn(rows, width)
+
+
+def _grow(state: TrainState) -> None:
+    """Do to the buffers what the work of the present position does."""
+    buffers, position = state.buffers, state.position
+    match position.phase:
+        case "step_end" | "generate":
+            start = position.index * 4
+            buffers.rollouts.append(
+                {"sample_id": torch.arange(start, start + 4), "response_mask": _numbers(4) > 0}
+            )
+        case "score":
+            buffers.scored.append({"scores": torch.randn(3), "old_logprobs": _numbers(3)})
+        case "advantage":
+            buffers.estimates = {"advantages": _numbers(12), "returns": _numbers(12)}
+        case "update":
+            buffers.updates.append(torch.randn(len(UPDATE_METRICS)).double().tolist())
+    state.position = after(position, SHAPE)
+    if state.position.phase == "step_end":
+        state.kl = state.kl.update(0.3)
+        state.remember({"reward": 0.25, "step": float(state.position.step)})
+        state.buffers = Buffers()
+
+
+def _states() -> list[TrainState]:
+    """One state at each position of two steps."""
+    states = []
+    for length in range(2 * 13):
+        state = fresh_state(CONFIG)
+        for _ in range(length):
+            _grow(state)
+        states.append(state)
+    return states
+
+
+def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("state", _states(), ids=lambda state: str(state.position))
+def test_what_is_restored_is_what_was_captured(state: TrainState) -> None:
+    saved = decode(encode(capture_state(state, SHAPE, rank=1)))
+    restored = restore_state(saved, CONFIG, SHAPE, where="x")
+    assert (restored.position, restored.kl, restored.history) == (state.position, state.kl, state.history)
+    assert _same(stacked(restored.buffers.rollouts), stacked(state.buffers.rollouts))
+    assert _same(stacked(restored.buffers.scored), stacked(state.buffers.scored))
+    assert _same(restored.buffers.estimates, state.buffers.estimates)
+    assert restored.buffers.updates == state.buffers.updates
+
+
+def _at(position: Position) -> TrainState:
+    return next(state for state in _states() if state.position == position)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index": 3},
+        {"index": 0},
+        {"phase": "score"},
+        {"phase": "step_end", "index": 0},
+        {"safe_point": 9},
+        {"rollout_offset": 1},
+        {"rollouts": {}},
+        {"rollouts": {"sample_id": np.arange(8), "response_mask": np.zeros((7, 5), dtype=bool)}},
+        {"rewards": {"scores": np.zeros(3)}},
+        {"rng": {}},
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_fit_each_other_are_refused(changes: dict[str, Any]) -> None:
+    saved = capture_state(_at(Position(1, "generate", 2)), SHAPE, rank=0)
+    restore_state(saved, CONFIG, SHAPE, where="x")
+    with pytest.raises(CheckpointCorrupt):
+        restore_state(msgspec.structs.replace(saved, **changes), CONFIG, SHAPE, where="x")
+
+
+def test_update_metrics_of_another_layout_are_refused() -> None:
+    saved = capture_state(_at(Position(0, "update", 2)), SHAPE, rank=0)
+    rewards = saved.rewards | {"updates": np.zeros((2, 3))}
+    with pytest.raises(CheckpointCorrupt, match="update metrics"):
+        restore_state(msgspec.structs.replace(saved, rewards=rewards), CONFIG, SHAPE, where="x")
+
+
+def test_the_window_of_the_controller_is_carried_over() -> None:
+    state = fresh_state(CONFIG)
+    for kl in (0.1, 0.2, 0.3, 0.4):
+        state.kl = state.kl.update(kl)
+    restored = restore_state(capture_state(state, SHAPE, rank=0), CONFIG, SHAPE, where="x")
+    assert restored.kl.window == (0.2, 0.3, 0.4)
+    assert restored.kl.update(0.5) == state.kl.update(0.5)
+
+
+def test_learning_rate_warms_up_and_falls_to_nothing() -> None:
+    train = TrainConfig(steps=6, warmup_steps=2, lr_schedule="cosine")
+    rates = [learning_rate(1.0, train, step) for step in range(7)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[4] == pytest.approx(0.5)
+    assert rates[6] == 0.0
+    assert learning_rate(1.0, TrainConfig(steps=6), 5) == 1.0
+    assert schedule_record(train, 0)["actor"]["lr"] == train.actor_lr / 2

@@ -1,0 +1,59 @@
+"""`RUN/events.jsonl`: what happened to a run, append-only, one JSON object a line.
+
+Written by the daemon (`verl_slurm_daemon.journal`) and, for what people ask for, by the command line. One line is one
+write with O_APPEND, so the two never mix on a local disk. Every event has `time` (UTC, ISO 8601) and `event`; the
+daemon's also `epoch` and `job_id`; the rest is the event's own.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.files import append_line
+from verl_slurm.paths import RunPaths
+
+__all__ = ["Event", "append_event", "parse_event", "read_events"]
+
+Event = dict[str, Any]
+
+
+def append_event(paths: RunPaths, event: str, **fields: object) -> Event:
+    """Write one event down, durably, with the present time."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record: Event = {"time": now, "event": event, **fields}
+    append_line(paths.events, msgspec.json.encode(record))
+    return record
+
+
+def parse_event(line: bytes) -> Event | None:
+    """One line of the journal, or None if it is not an event."""
+    try:
+        event = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+    return event if isinstance(event.get("event"), str) else None
+
+
+def read_events(paths: RunPaths) -> list[Event]:
+    """All events, oldest first. A last line without its newline was cut by a power loss, and is left out.
+
+    Raises:
+        CheckpointCorrupt: another line is not an event.
+    """
+    try:
+        *lines, _unfinished = paths.events.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for number, line in enumerate(lines, 1):
+        event = parse_event(line)
+        if event is None:
+            raise CheckpointCorrupt(
+                "the journal of the run is damaged",
+                where=f"{paths.events}:{number}",
+                remedy="move that line aside by hand; the state of the run is in checkpoints/",
+            )
+        events.append(event)
+    return events

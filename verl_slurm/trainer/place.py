@@ -1,0 +1,94 @@
+"""Where a rank runs: its number, its device, its threads, and the other ranks."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.errors import ConfigError
+
+__all__ = ["Place", "process_group"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which process this is, from torchrun's environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environ(cls, environ: "os._Environ[str] | dict[str, str]") -> "Place":
+        """Read RANK, LOCAL_RANK and WORLD_SIZE.
+
+        Raises:
+            ConfigError: they are not there: not started by torchrun.
+        """
+        try:
+            rank, local, world = (int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                "the trainer is not told its rank",
+                found=error,
+                expected="RANK, LOCAL_RANK and WORLD_SIZE",
+                remedy="start it with `verl-slurm submit`, or with torchrun",
+            ) from error
+        return cls(rank=rank, local_rank=local, world_size=world)
+
+
+@contextmanager
+def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.device, Collective]]:
+    """Settle device, threads and determinism, and join the other ranks.
+
+    Raises:
+        ConfigError: another world size than the configuration's, or no GPU where one is asked for.
+    """
+    expected = config.distributed.world_size
+    if place.world_size != expected:
+        raise ConfigError(
+            "another number of ranks was started than the run is configured for",
+            where="distributed",
+            found=place.world_size,
+            expected=expected,
+            remedy="start as many ranks as dp_size says",
+        )
+    device = _device(config, place)
+    # The critic's logits are a view of its head's output, and nobody changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if config.distributed.threads_per_rank:
+        torch.set_num_threads(config.distributed.threads_per_rank)
+    if config.deterministic:
+        # On CUDA some operators (cumsum in sampling) have no deterministic kernel: they warn. Their results
+        # are journaled as rollouts and not computed again.
+        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+        torch.backends.cudnn.benchmark = False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        group = dist.new_group(backend="gloo")
+    else:
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+    try:
+        yield device, Collective(group)
+    finally:
+        # Without a goodbye the others would take our end for a crash of the network.
+        dist.destroy_process_group()
+
+
+def _device(config: RunConfig, place: Place) -> torch.device:
+    wanted = config.distributed.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no GPU here", where="distributed.device", found="cuda", remedy="set it to cpu or auto"
+        )
+    return torch.device("cuda", place.local_rank)

@@ -1,0 +1,128 @@
+"""From a verified checkpoint, or from nothing, to the state a rank trains on from.
+
+Order: the manifest is held against this run, then the checkpoint state is loaded into the live tensors, then
+the runtime state, then the ledger's later rollouts. The generators are put back last of all.
+"""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.dcp.loader import load_runtime_state, load_tensors
+from verl_slurm.dcp.tensors import Tensors
+from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state import ledger as journal
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
+from verl_slurm.trainer.schedule import schedule_record
+from verl_slurm.trainer.state import TrainState, restore_state
+
+__all__ = ["check_manifest", "checkpoint_directory", "load_replay", "load_state", "where_it_starts"]
+
+
+def checkpoint_directory(paths: RunPaths, resume: str) -> Path | None:
+    """What `--resume` means: a name in this run's checkpoints, a path, or nothing."""
+    if not resume:
+        return None
+    return Path(resume) if "/" in resume else paths.checkpoints / resume
+
+
+def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -> Manifest:
+    """Refuse what cannot be resumed here, before any tensor is read.
+
+    Args:
+        frozen: digest of each model that does not train, as it is now.
+
+    Raises:
+        ConfigError: the checkpoint is of another world size.
+        DataError: a frozen model has changed.
+    """
+    manifest = read_manifest(directory)
+    if manifest.world_size != config.distributed.world_size:
+        raise ConfigError(
+            "the checkpoint is of another number of ranks, and this version cannot reshard a resume",
+            where=directory,
+            found=f"world size {config.distributed.world_size}",
+            expected=f"world size {manifest.world_size}",
+            remedy="resume with the world size of the checkpoint",
+        )
+    roles = sorted(manifest.frozen.keys() | frozen.keys())
+    changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
+    if changed:
+        raise DataError(
+            f"a frozen model is not the one the run started with: {', '.join(changed)}",
+            where=directory,
+            found=", ".join(frozen.get(role, "none") for role in changed),
+            expected=", ".join(manifest.frozen.get(role, "none") for role in changed),
+            remedy="put the former model back, or start a new run",
+        )
+    return manifest
+
+
+def load_state(
+    directory: Path, config: RunConfig, shape: StepShape, tensors: dict[str, Tensors], ranks: Collective
+) -> TrainState:
+    """Fill `tensors` and return the rest of the state; the generators are put back. Collective.
+
+    Raises:
+        CheckpointCorrupt: something in it does not fit this model or contradicts itself.
+        ConfigError: the learning rates are not those of the configuration.
+    """
+    load_tensors(directory, tensors, ranks)
+    saved = load_runtime_state(directory, ranks)
+    recorded = msgspec.json.decode((directory / "scheduler.json").read_bytes())
+    expected = schedule_record(config.train, saved.step)
+    if recorded != expected:
+        raise ConfigError(
+            "the learning rates are not those the checkpoint was trained with",
+            where=directory,
+            found=expected,
+            expected=recorded,
+            remedy="resume with the configuration the run was started with (run.yaml)",
+        )
+    return restore_state(saved, config, shape, where=directory)
+
+
+def load_replay(
+    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective
+) -> dict[tuple[int, int], Arrays]:
+    """This rank's journaled rollouts that lie before it, by (step, global micro-batch).
+
+    Damage in the journal costs only time: what was in it is sampled again, the same.
+    """
+
+    def report(text: str) -> None:
+        sys.stderr.write(f"rank {ranks.rank}: {text}\n")
+
+    found = journal.load(paths, from_step=state.position.step, report=report)
+    ahead = (state.position.step, first_generation(state.position, shape) * ranks.world_size)
+    return {
+        key: arrays
+        for key, arrays in found.items()
+        if key >= ahead and key[1] % ranks.world_size == ranks.rank
+    }
+
+
+def where_it_starts(
+    state: TrainState, shape: StepShape, manifest: Manifest | None, dataset: str, num_replay: int
+) -> str:
+    """One line for people: what was restored.
+
+    Args:
+        dataset: the data set's fingerprint now.
+    """
+    replay = f"{num_replay} journaled micro-batches of rank 0 to replay"
+    if manifest is None:
+        return f"starting from the beginning; {replay}"
+    consumed = rollout_offset(state.position, shape)
+    data = "unchanged" if dataset == manifest.dataset_fingerprint else "CHANGED since"
+    return (
+        f"resumed {manifest.name}: {state.position}, {consumed} prompts consumed, "
+        f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}"
+    )
