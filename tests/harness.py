@@ -25,10 +25,10 @@ from verl_slurm.submit.record import Event, read_events, read_status
 
 ROOT = Path(__file__).parent.parent
 
-# A run of seconds: every phase is there, nothing is long.
+# A run of seconds. Few steps, each phase of about a second: long enough to be struck in its middle.
 SMALL = (
-    "train.steps=6",
-    "train.batch_size_per_device=64",
+    "train.steps=5",
+    "train.batch_size_per_device=256",
     "train.mini_batch_size_per_device=16",
     "train.micro_batch_size_per_device=16",
     "train.ppo_epochs=2",
@@ -114,14 +114,14 @@ class LiveRun:
             return seen[0]
         raise AssertionError(f"nothing for {timeout_s} s; so far:\n{self.story()}")
 
-    def wait_event(self, name: str, *, after: int = 0, timeout_s: float = 150.0, **wanted: object) -> Event:
+    def wait_event(self, event_name: str, /, *, after: int = 0, timeout_s: float = 150.0, **wanted: object) -> Event:
         """The first event of that name behind the first `after` ones."""
 
         def there() -> Event | None:
             for event in read_events(self.paths)[after:]:
-                if event["event"] == "ended" and name != "ended" and event["exit_code"] not in (0, 25):
+                if event["event"] == "ended" and event_name != "ended" and event["exit_code"] not in (0, 25):
                     raise AssertionError(f"the run ended:\n{self.story()}")
-                if event["event"] == name and all(event.get(k) == v for k, v in wanted.items()):
+                if event["event"] == event_name and all(event.get(k) == v for k, v in wanted.items()):
                     return event
             return None
 
@@ -136,7 +136,7 @@ class LiveRun:
             over = self.events("ended")
             assert not over or over[-1]["exit_code"] == 25, f"it ended before that:\n{self.story()}"
             right = now.get("state") == "running" and now.get("phase") == phase
-            return now if right and now["step"] >= step and now["index"] >= index else None
+            return now if right and now["step"] >= step and index <= now["index"] <= index + 12 else None
 
         found: dict[str, Any] = self.wait(there)
         return found

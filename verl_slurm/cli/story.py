@@ -26,8 +26,9 @@ def progress(status: dict[str, Any]) -> str:
     if status.get("phase"):
         words.append(f"{status['phase']} {status.get('index', 0)}")
     metrics = status.get("metrics")
-    for name in _SHOWN if isinstance(metrics, dict) else ():
-        value = metrics.get(name)
+    values = metrics if isinstance(metrics, dict) else {}
+    for name in _SHOWN:
+        value = values.get(name)
         if isinstance(value, int | float):
             words.append(f"{name.replace('_', ' ')} {value:.4g}")
     return "  ".join(words)

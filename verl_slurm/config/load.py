@@ -137,7 +137,8 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
         if inner is None:
             inner = place[section] = {}
         if not isinstance(inner, dict):
-            raise ConfigError("not a section", where=dotted, found=f"the value {inner!r} in the file", remedy="mend the file")
+            found = f"the value {inner!r} in the file"
+            raise ConfigError("not a section", where=dotted, found=found, remedy="mend the file")
         place = inner
     place[last] = _override_value(dotted, text)
     places[dotted] = f"override {word}"

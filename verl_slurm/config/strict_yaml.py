@@ -181,7 +181,8 @@ def _check_events(text: str, source: str) -> None:
         elif isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > _MAX_DEPTH:
-                raise ConfigError("nested too deeply", where=place, expected=f"at most {_MAX_DEPTH} levels", remedy="mend the file")
+                at_most = f"at most {_MAX_DEPTH} levels"
+                raise ConfigError("nested too deeply", where=place, expected=at_most, remedy="mend the file")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
