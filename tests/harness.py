@@ -17,11 +17,12 @@ import psutil
 
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.events import Event, read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm.submit.follow import follow_lines
-from verl_slurm.submit.record import Event, read_events, read_status
+from verl_slurm.submit.record import read_status
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,7 +49,7 @@ class LiveRun:
         self, cluster: DevCluster, root: Path, *overrides: str, config: str = "configs/quickstart.yaml"
     ) -> None:
         self.cluster, self.paths = cluster, RunPaths(root)
-        self._argv = [str(ROOT / config), f"run_dir={root}", *overrides]
+        self.argv = [str(ROOT / config), f"run_dir={root}", *overrides]
         self.job_id = ""
 
     def env(self) -> dict[str, str]:
@@ -73,7 +74,7 @@ class LiveRun:
         return done.stdout
 
     def submit(self, *more: str) -> "LiveRun":
-        done = self.cli("submit", *self._argv, "--cluster", "slurm", "--json", *more, check=False)
+        done = self.cli("submit", *self.argv, "--cluster", "slurm", "--json", *more, check=False)
         assert done.returncode == 0, done.stderr
         self.job_id = msgspec.json.decode(done.stdout)["job_id"]
         return self
@@ -114,7 +115,9 @@ class LiveRun:
             return seen[0]
         raise AssertionError(f"nothing for {timeout_s} s; so far:\n{self.story()}")
 
-    def wait_event(self, event_name: str, /, *, after: int = 0, timeout_s: float = 150.0, **wanted: object) -> Event:
+    def wait_event(
+        self, event_name: str, /, *, after: int = 0, timeout_s: float = 150.0, **wanted: object
+    ) -> Event:
         """The first event of that name behind the first `after` ones."""
 
         def there() -> Event | None:

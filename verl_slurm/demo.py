@@ -17,22 +17,21 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.checkpoint.compare import Comparison, compare, newest_checkpoint
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
-from verl_slurm.submit.compare import Comparison, compare_runs
 from verl_slurm.submit.follow import follow_run
-from verl_slurm.submit.record import Event, read_events
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 __all__ = ["DemoResult", "Timing", "run_demo", "timings"]
 
 _PREEMPT_AT_STEP = 4
-_PREEMPT_AT_INDEX = 2
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +95,7 @@ def run_demo(config: Path, overrides: list[str], directory: Path, tell: Teller) 
         _run(config, [*overrides, f"run_dir={undisturbed}", "name=undisturbed"], kind, tell, None)
         ended = time.monotonic()
     tell.say("3. the proof: every weight of the two, bit for bit")
-    comparison = compare_runs(interrupted, undisturbed)
+    comparison = compare(newest_checkpoint(interrupted), newest_checkpoint(undisturbed))
     events = read_events(RunPaths(interrupted))
     rewards = _rewards(RunPaths(interrupted))
     saved = next(e for e in events if e["event"] == "saved" and e.get("emergency"))
@@ -150,7 +149,7 @@ class _Preemption:
         self.where = ""
 
     def __call__(self, status: dict[str, Any]) -> None:
-        middle = status.get("phase") == "generate" and status.get("index", 0) >= _PREEMPT_AT_INDEX
+        middle = status.get("phase") == "generate" and status.get("index", 0) >= 1
         if (
             self.where
             or status.get("state") != "running"
@@ -193,10 +192,7 @@ def _run(
 
 def _rewards(paths: RunPaths) -> list[float]:
     """The mean reward of the first and the last steps, from the newest checkpoint's metric history."""
-    from verl_slurm.checkpoint.catalog import list_checkpoints
-
-    newest = list_checkpoints(paths)[0]
-    metadata = msgspec.json.decode((newest.path / "metadata.json").read_bytes())
+    metadata = msgspec.json.decode((newest_checkpoint(paths.root) / "metadata.json").read_bytes())
     return [row["reward"] for row in metadata["history"]]
 
 

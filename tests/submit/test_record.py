@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.errors import CheckpointCorrupt, NotFound
+from verl_slurm.events import append_event, read_events
 from verl_slurm.paths import RunPaths
-from verl_slurm.submit.record import has_ended, last_job, read_events, record
+from verl_slurm.submit.record import has_ended, last_job
 
 
 def journal(paths: RunPaths, *events: dict[str, object]) -> None:
@@ -18,10 +19,10 @@ def test_the_newest_job_is_found_whoever_submitted_it(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with pytest.raises(NotFound, match="no job yet"):
         last_job(paths)
-    record(paths, "submitted", job_id="7", cluster="local", host="here")
+    append_event(paths, "submitted", job_id="7", cluster="local", host="here")
     assert (last_job(paths).job_id, last_job(paths).cluster, last_job(paths).host) == ("7", "local", "here")
-    record(paths, "submitted", job_id="8", cluster="slurm", host="here")
-    record(paths, "started", job_id="9")
+    append_event(paths, "submitted", job_id="8", cluster="slurm", host="here")
+    append_event(paths, "started", job_id="9")
     assert (last_job(paths).job_id, last_job(paths).cluster) == ("9", "slurm")
 
 

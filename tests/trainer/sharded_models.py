@@ -9,8 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from verl_slurm.trainer.losses import masked_mean
-from verl_slurm.trainer.models import build_models, clip_gradients, copy_weights, load_causal_lm
-from verl_slurm.trainer.models import logprobs_and_entropy, values
+from verl_slurm.trainer.models import (
+    build_models,
+    clip_gradients,
+    copy_weights,
+    load_causal_lm,
+    logprobs_and_entropy,
+    values,
+)
 
 
 def main(path: Path) -> None:
@@ -23,7 +29,9 @@ def main(path: Path) -> None:
         "prompt_ids": torch.randint(0, 250, (4, 5), generator=generator),
         "prompt_mask": torch.ones(4, 5, dtype=torch.bool),
         "response_ids": torch.randint(0, 250, (4, 3), generator=generator),
-        "response_mask": torch.tensor([[True, True, True], [True] * 3, [True, False, False], [True, True, False]]),
+        "response_mask": torch.tensor(
+            [[True, True, True], [True] * 3, [True, False, False], [True, True, False]]
+        ),
     }
     mine = {name: column[rank * 2 : rank * 2 + 2] for name, column in batch.items()}
     tokens = float(batch["response_mask"].sum())

@@ -1,7 +1,5 @@
 """`verl-slurm checkpoints`, `verify`, `compare` and `fingerprint`."""
 
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import msgspec
 
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, exits, json_option
-from verl_slurm.errors import CheckpointCorrupt, NotFound, VerlSlurmError
+from verl_slurm.errors import NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -109,38 +107,20 @@ def compare(a: Path, b: Path, as_json: bool) -> int:
     Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
     first. Exit code 0 says the same, 19 different.
     """
-    left, right = _one_checkpoint(a), _one_checkpoint(b)
-    command = [sys.executable, "-m", "verl_slurm.dcp.compare", str(left), str(right), "--json"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    try:
-        answer: dict[str, Any] = msgspec.json.decode(done.stdout, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        raise _child_error(done) from None
-    if "differing" not in answer:
-        raise _child_error(done)
-    same = not answer["differing"]
+    from verl_slurm.checkpoint.compare import compare as compare_checkpoints
+
+    found = compare_checkpoints(_one_checkpoint(a), _one_checkpoint(b))
     if as_json:
-        render.json_value(answer | {"same": same})
-    elif same:
-        size = answer["num_bytes"] / 1e6
-        render.line(f"the same: {answer['num_tensors']} tensors, {size:.1f} MB, bit for bit")
-        render.fields([("a", left), ("b", right)])
+        render.json_value(msgspec.to_builtins(found) | {"same": found.same})
+        return ExitCode.OK if found.same else ExitCode.DIFFERENT
+    if found.same:
+        render.line(f"the same: {found.num_tensors} tensors, {found.num_bytes / 1e6:.1f} MB, bit for bit")
     else:
-        render.line(f"DIFFERENT in {len(answer['differing'])} places")
-        render.fields([("a", left), ("b", right)])
-        for name in answer["differing"]:
-            render.line(f"  {name}")
-    return ExitCode.OK if same else ExitCode.DIFFERENT
-
-
-def _child_error(done: "subprocess.CompletedProcess[bytes]") -> VerlSlurmError:
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
-    said = lines[-1] if lines else f"exit code {done.returncode}"
-    if done.returncode == ExitCode.CORRUPT:
-        return CheckpointCorrupt(
-            "a checkpoint to compare does not verify", found=said, remedy="see `verl-slurm verify`"
-        )
-    return VerlSlurmError("the comparison broke", found=said, remedy="report it with both `verify` outputs")
+        render.line(f"DIFFERENT in {len(found.differing)} places")
+    render.fields([("a", found.a), ("b", found.b)])
+    for name in found.differing:
+        render.line(f"  {name}")
+    return ExitCode.OK if found.same else ExitCode.DIFFERENT
 
 
 @click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
@@ -208,11 +188,7 @@ def _checkpoints_of(place: Path) -> list[Path]:
 
 
 def _one_checkpoint(place: Path) -> Path:
-    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.checkpoint.compare import newest_checkpoint
 
-    if not (place / "run.yaml").is_file():
-        return _checkpoints_of(place)[0].resolve()
-    committed = [i.path for i in list_checkpoints(RunPaths(place)) if i.kind == "committed"]
-    if not committed:
-        raise NotFound("the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {place}")
-    return committed[0].resolve()
+    is_run = (place / "run.yaml").is_file()
+    return newest_checkpoint(place) if is_run else _checkpoints_of(place)[0].resolve()

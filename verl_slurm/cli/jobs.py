@@ -26,12 +26,13 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
     `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
     """
+    from verl_slurm.events import append_event
     from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.record import last_job, record
+    from verl_slurm.submit.record import last_job
 
     job = last_job(run)
     _require_living(run)
-    record(run, "cancel_asked")
+    append_event(run, "cancel_asked")
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
     else:
@@ -52,12 +53,13 @@ def requeue(run: RunPaths, as_json: bool) -> int:
     `verl-slurm submit RUN`.
     """
     from verl_slurm.config.load import load_resolved
+    from verl_slurm.events import append_event
     from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.record import last_job, record
+    from verl_slurm.submit.record import last_job
 
     job = last_job(run)
     _require_living(run)
-    record(run, "requeue_asked")
+    append_event(run, "requeue_asked")
     detail = "it saves and starts again in place"
     if job.cluster == "slurm":
         client, number = SlurmClient(), int(job.job_id)

@@ -37,6 +37,7 @@ COMMANDS: dict[str, Entry] = {
         "checkpoints", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
     ),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
+    "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),
 }
 
@@ -83,6 +84,7 @@ def cli() -> None:
     """Reinforcement-learning post-training that survives anything a Slurm cluster does to it.
 
     \b
+    See it work:    verl-slurm demo
     Try it here:    verl-slurm submit configs/quickstart.yaml --cluster local --wait
     On a cluster:   verl-slurm submit my.yaml slurm.partition=gpu train.steps=500
     Then:           verl-slurm watch runs/NAME

@@ -100,8 +100,9 @@ def _runs_below(place: Path) -> list[Path]:
 def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
     """All that is known of a run; `ask`: also what the scheduler says now."""
     from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.events import read_events
     from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.record import last_job, read_events, read_status
+    from verl_slurm.submit.record import last_job, read_status
 
     events = read_events(run)
     try:

@@ -17,10 +17,11 @@ from watchdog.observers.api import BaseObserver
 from watchdog.observers.polling import PollingObserver
 
 from verl_slurm.errors import SlurmMissing
+from verl_slurm.events import Event, parse_event
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.liveness import job_state, settle
-from verl_slurm.submit.record import Event, last_job, parse_event, read_status
+from verl_slurm.submit.record import last_job, read_status
 
 __all__ = ["follow_lines", "follow_run"]
 

@@ -1,33 +1,23 @@
-"""What is known of a run's jobs: read from, and added to, `RUN/events.jsonl`.
+"""What is known of a run's jobs, read from its journal and its status file."""
 
-The daemon writes the same file. Appending one line at once is safe for both; nobody rewrites it.
-"""
-
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from verl_slurm.config.load import load_resolved
-from verl_slurm.errors import CheckpointCorrupt, NotFound
+from verl_slurm.errors import NotFound
+from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import append_line
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.plan import Cluster
 
 __all__ = [
-    "Event",
     "Submission",
     "has_ended",
     "last_job",
-    "parse_event",
-    "read_events",
     "read_status",
-    "record",
     "require_run",
 ]
-
-Event = dict[str, Any]
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,44 +39,6 @@ def require_run(paths: RunPaths) -> RunPaths:
     if not paths.run_yaml.is_file():
         load_resolved(paths.run_yaml)  # says so
     return paths
-
-
-def record(paths: RunPaths, event: str, **fields: object) -> None:
-    """Append an event of the command line: `submitted`, `force_resume`, `cancel_asked`, `requeue_asked`."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    append_line(paths.events, msgspec.json.encode({"time": now, "event": event, **fields}))
-
-
-def parse_event(line: bytes) -> Event | None:
-    """One line of the journal, or None if it is not an event."""
-    try:
-        event = msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return None
-    return event if isinstance(event.get("event"), str) else None
-
-
-def read_events(paths: RunPaths) -> list[Event]:
-    """All events, oldest first; a last line that is not finished yet is left out.
-
-    Raises:
-        CheckpointCorrupt: a line in the middle is not an event.
-    """
-    try:
-        lines = paths.events.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    events = []
-    for number, line in enumerate(lines[:-1], start=1):
-        event = parse_event(line)
-        if event is None:
-            raise CheckpointCorrupt(
-                "the journal of the run is damaged",
-                where=f"{paths.events}:{number}",
-                remedy="move that line aside by hand; the state of the run is in checkpoints/",
-            )
-        events.append(event)
-    return events
 
 
 def read_status(paths: RunPaths) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import msgspec
 from verl_slurm.checkpoint import fingerprint as prints
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.errors import DatasetDrift, Fenced, NotFound
+from verl_slurm.events import append_event
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.executor import submit_job
@@ -27,7 +28,7 @@ from verl_slurm.submit.inputs import absolute, build_builtins, built_before
 from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
 from verl_slurm.submit.preflight import check_inputs, check_run_dir, check_slurm, choose_cluster
-from verl_slurm.submit.record import has_ended, last_job, record
+from verl_slurm.submit.record import has_ended, last_job
 
 __all__ = ["Submitted", "carry_out", "plan_submission"]
 
@@ -144,7 +145,7 @@ def carry_out(
         if drift is not None:
             _record_drift(paths, drift)
         if job_id is not None:
-            record(paths, "submitted", job_id=job_id, cluster=plan.cluster, host=socket.gethostname())
+            append_event(paths, "submitted", job_id=job_id, cluster=plan.cluster, host=socket.gethostname())
     return Submitted(
         run_dir=str(paths.root),
         cluster=plan.cluster,
@@ -181,7 +182,7 @@ def _drift(paths: RunPaths, seen: prints.Fingerprint) -> prints.Drift | None:
 
 
 def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
-    record(
+    append_event(
         paths,
         "force_resume",
         added=list(drift.added),

@@ -20,7 +20,6 @@ from verl_slurm.dcp.saver import Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.fence import require_epoch
 from verl_slurm.paths import RunPaths
-from verl_slurm.quickstart.builtin import resolve_data, resolve_model
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
@@ -75,8 +74,8 @@ def build_loop(
     """
     shape = StepShape.of(config)
     rng.seed_all(config.seed, ranks.rank)
-    cache = paths.root / "builtin"
-    model_path, data_root = resolve_model(config.model.path, cache), resolve_data(config.data.root, cache)
+    # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
+    model_path, data_root = Path(config.model.path), Path(config.data.root)
     topology = Topology(dp=config.distributed.dp_size)
     digests = msgspec.msgpack.decode(
         ranks.on_first(

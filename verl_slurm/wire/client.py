@@ -52,7 +52,7 @@ class RankClient:
     def __init__(self, connection: socket.socket, page: ControlPage) -> None:
         self._socket, self._page = connection, page
         self._encoder = msgspec.msgpack.Encoder()
-        self._next_progress = 0.0
+        self._next_progress, self._phase = 0.0, ""
 
     @classmethod
     def connect(cls, control: Path) -> Self:
@@ -66,10 +66,10 @@ class RankClient:
         now = time.monotonic()
         patience = _PATIENCE_S
         if isinstance(message, Progress):
-            # A step's end carries its metrics and is never held back.
-            if now < self._next_progress and message.phase != "step_end":
+            # A new phase is always news, and a step's end carries its metrics.
+            if now < self._next_progress and message.phase == self._phase:
                 return
-            self._next_progress = now + _PROGRESS_EVERY_S
+            self._next_progress, self._phase = now + _PROGRESS_EVERY_S, message.phase
             patience = _PATIENCE_S if message.phase == "step_end" else 0.0
         self._socket.settimeout(patience)
         try:

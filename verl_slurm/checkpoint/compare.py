@@ -1,0 +1,83 @@
+"""Are two checkpoints the same, bit for bit? Asked of a process of its own, because the answer needs torch.
+
+`verl_slurm.dcp.compare` verifies both before it opens them, then compares every tensor of models and optimizers and
+the runtime state of every rank.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.errors import CheckpointCorrupt, NotFound, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+__all__ = ["Comparison", "compare", "newest_checkpoint"]
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found. Called by: cli.checkpoints, demo."""
+
+    a: str
+    b: str
+    num_tensors: int
+    num_bytes: int
+    differing: list[str]
+    """Names of the tensors and states that are not the same; empty: all are."""
+
+    @property
+    def same(self) -> bool:
+        return not self.differing
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    num_tensors: int
+    num_bytes: int
+    differing: list[str]
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The newest committed checkpoint of a run.
+
+    Raises:
+        NotFound: it has none.
+    """
+    committed = [i.path for i in list_checkpoints(RunPaths(run)) if i.kind == "committed"]
+    if not committed:
+        raise NotFound("the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {run}")
+    return committed[0].resolve()
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Compare two checkpoint directories.
+
+    Raises:
+        CheckpointCorrupt: one of them does not verify.
+        VerlSlurmError: the comparison itself broke.
+    """
+    command = [sys.executable, "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    try:
+        answer = msgspec.json.decode(done.stdout, type=_Answer)
+    except msgspec.MsgspecError:
+        raise _broken(done) from None
+    return Comparison(
+        a=str(a),
+        b=str(b),
+        num_tensors=answer.num_tensors,
+        num_bytes=answer.num_bytes,
+        differing=answer.differing,
+    )
+
+
+def _broken(done: "subprocess.CompletedProcess[bytes]") -> VerlSlurmError:
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    said = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode == ExitCode.CORRUPT:
+        return CheckpointCorrupt(
+            "a checkpoint to compare does not verify", found=said, remedy="see `verl-slurm verify`"
+        )
+    return VerlSlurmError("the comparison broke", found=said, remedy="report it with both `verify` outputs")
