@@ -69,18 +69,21 @@ class Teller(msgspec.Struct, frozen=True):
     status: Callable[[Event], None]
 
 
-def run_demo(config: Path, overrides: list[str], directory: Path, tell: Teller) -> DemoResult:
+def run_demo(
+    config: Path, overrides: list[str], directory: Path, tell: Teller, *, without_slurm: bool = False
+) -> DemoResult:
     """The whole of it.
 
     Args:
         config: the configuration to run.
         overrides: `key=value` words for both runs.
         directory: where the two runs are made.
+        without_slurm: on this machine alone, even where Slurm is installed.
 
     Raises:
         VerlSlurmError: a run did not end well; what it said has been told.
     """
-    with _cluster(directory, tell) as cluster:
+    with _cluster(directory, tell, without_slurm) as cluster:
         kind = "local" if cluster is None else "slurm"
         tell.say(
             f"1. the run that will be preempted, on {'a real Slurm' if cluster else 'this machine, no Slurm'}"
@@ -115,7 +118,7 @@ def run_demo(config: Path, overrides: list[str], directory: Path, tell: Teller) 
 
 
 @contextmanager
-def _cluster(directory: Path, tell: Teller) -> Iterator[DevCluster | None]:
+def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[DevCluster | None]:
     """The embedded cluster of four nodes, or None where Slurm is not to be had."""
     if any(
         shutil.which(program, path=_SBIN) is None for program in ("slurmctld", "slurmd", "munged", "sbatch")
@@ -138,6 +141,7 @@ def _cluster(directory: Path, tell: Teller) -> Iterator[DevCluster | None]:
             os.environ["SLURM_CONF"] = before
 
 
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 _SBIN = f"{os.defpath}:/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin"
 
 

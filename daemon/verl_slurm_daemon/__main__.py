@@ -32,12 +32,14 @@ def main() -> int:
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold the channel's token
     args = _parser().parse_args()
-    from verl_slurm_daemon.agent import run_agent
-    from verl_slurm_daemon.lead import run_lead
-
     try:
+        # Each imports its own half alone: an agent has no use for checkpoints, nor 14 MB to spare for them.
         if args.command == "lead":
+            from verl_slurm_daemon.lead import run_lead
+
             return int(run_lead(args.run.resolve()))
+        from verl_slurm_daemon.agent import run_agent
+
         return int(run_agent(args.run.resolve(), args.epoch))
     except VerlSlurmError as error:
         print(f"verl-slurmd: {error.one_line()}", file=sys.stderr)

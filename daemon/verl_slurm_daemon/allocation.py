@@ -84,6 +84,9 @@ class SlurmAllocation:
     async def cause(self, trigger: str) -> CauseKnown:
         try:
             facts = await self._client.job(self._job.job_id)
+            # Why it was requeued: asked only then, because of a large job this is a large answer.
+            requeued = facts.restarts > self.restart
+            lost = await self._client.lost_nodes(self._job.node_list) if requeued else ()
         except VerlSlurmError as error:
             return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
         cause = decide_cause(
@@ -92,6 +95,7 @@ class SlurmAllocation:
             own_restarts=self.restart,
             signal_lead_s=self._config.slurm.signal_lead_s,
             now=datetime.now(UTC),
+            lost_nodes=lost,
         )
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", _seconds_left(cause))
 

@@ -230,6 +230,7 @@ def test_the_real_cluster_answers(cluster: DevCluster) -> None:
     async def story(client: SlurmClient) -> None:
         assert await client.expand("node[1-3]") == ["node1", "node2", "node3"]
         assert await client.node_addr("node2") == "127.0.0.1"
+        assert await client.lost_nodes("node[1-4]") == ()
         assert (await client.partition("preemptible")).grace_s == 30
         assert (await client.config())["KillWait"] == "15 sec"
         with pytest.raises(NotFound):

@@ -8,6 +8,7 @@ from verl_slurm.slurm.parse import (
     parse_config,
     parse_hostnames,
     parse_job,
+    parse_lost_nodes,
     parse_node,
     parse_partition,
     parse_seconds,
@@ -137,3 +138,11 @@ def test_the_config_and_host_names() -> None:
     assert parse_hostnames("node1\nnode2\n") == ["node1", "node2"]
     with pytest.raises(SlurmMissing):
         parse_hostnames("node1\n--help\n")
+
+
+def test_of_several_nodes_the_lost_ones_are_named() -> None:
+    text = (
+        "NodeName=n1 NodeAddr=a State=IDLE\n\nNodeName=n2 NodeAddr=b State=DOWN*\n\n"
+        "NodeName=n3 NodeAddr=c State=ALLOCATED*+DRAIN\n"
+    )
+    assert parse_lost_nodes(text) == ("n2", "n3")

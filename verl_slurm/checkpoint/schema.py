@@ -221,8 +221,10 @@ def check_schema(
 
 
 def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:
-    hints = get_type_hints(struct, include_extras=True)
-    return {field.name: _type_name(hints[field.name]) for field in msgspec.structs.fields(struct)}
+    # `numpy.ndarray` by name alone: the daemon computes this, and numpy would be a third of its memory.
+    numpy = types.SimpleNamespace(ndarray=type("ndarray", (), {}))
+    hints = get_type_hints(struct, localns={"np": numpy}, include_extras=True)
+    return {field: _type_name(hints[field]) for field in struct.__struct_fields__}
 
 
 def _type_name(hint: Any) -> str:

@@ -29,8 +29,15 @@ __all__ = ["demo"]
     type=click.Path(path_type=Path, file_okay=False),
     help="Where the runs are made. [default: a new directory in runs/]",
 )
+@click.option(
+    "--cluster",
+    type=click.Choice(["auto", "local"]),
+    default="auto",
+    show_default=True,
+    help="auto: a real Slurm where it is installed. local: on this machine without it.",
+)
 @json_option
-def demo(words: tuple[str, ...], config: Path, directory: Path | None, as_json: bool) -> int:
+def demo(words: tuple[str, ...], config: Path, directory: Path | None, cluster: str, as_json: bool) -> int:
     """Submit a run to a real Slurm on this machine, preempt it in mid-step, and prove that nothing was lost.
 
     Starts the embedded cluster of four nodes, submits CONFIG, waits until the job is in the middle of a step's
@@ -55,7 +62,8 @@ def demo(words: tuple[str, ...], config: Path, directory: Path | None, as_json: 
         event=say_event,
         status=lambda status: below.show(int(status.get("step") or 0), f"   {progress(status)}"),
     )
-    result = run_demo(config, list(words), directory.resolve(), quiet if as_json else aloud)
+    voice = quiet if as_json else aloud
+    result = run_demo(config, list(words), directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()
     if as_json:
         render.json_value(msgspec.to_builtins(result) | {"same": result.comparison.same})

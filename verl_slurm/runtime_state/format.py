@@ -53,10 +53,12 @@ newest epoch's counts: it is the one whose updates used its own record.
 """
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:  # the daemon reads this file for the schema and has no memory to spare for numpy
+    import numpy as np
 
 __all__ = [
     "DTYPES",
@@ -78,7 +80,7 @@ __all__ = [
     "runtime_state_name",
 ]
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, "np.ndarray"]
 """Named arrays of one rollout batch or buffer."""
 
 Phase = Literal["generate", "score", "advantage", "update", "step_end"]
@@ -174,7 +176,7 @@ class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Finished episodes in all, over all ranks."""
     kl_coef: float
     kl_window: list[float] = []
-    rng: dict[str, bytes | np.ndarray] = {}
+    rng: "dict[str, bytes | np.ndarray]" = {}
     """State of each generator by name: python, numpy, torch, cuda."""
     rollouts: Arrays = {}
     """The rollout queue of the running step on this rank."""

@@ -23,6 +23,7 @@ from verl_slurm.slurm.parse import (
     parse_config,
     parse_hostnames,
     parse_job,
+    parse_lost_nodes,
     parse_node,
     parse_partition,
 )
@@ -187,6 +188,11 @@ class SlurmClient:
         """`node[1-2]` → `[node1, node2]`, in Slurm's order."""
         argv = commands.show_hostnames(node_list)
         return parse_hostnames(await self._ask(argv, "Slurm does not read the node list", node_list))
+
+    async def lost_nodes(self, node_list: str) -> tuple[str, ...]:
+        """Those of the listed nodes that Slurm calls DOWN or not responding. Raises as `job`."""
+        argv = commands.show_nodes(node_list)
+        return parse_lost_nodes(await self._ask(argv, "Slurm does not show the nodes", node_list))
 
     async def cancel(self, job_id: int) -> None:
         """End a job for good.

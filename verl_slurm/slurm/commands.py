@@ -15,6 +15,7 @@ __all__ = [
     "show_hostnames",
     "show_job",
     "show_node",
+    "show_nodes",
     "show_partition",
     "update_start_time",
 ]
@@ -37,6 +38,11 @@ def show_job(job_id: int) -> list[str]:
 
 def show_node(name: str) -> list[str]:
     return ["scontrol", "show", "node", _checked(NAME, name)]
+
+
+def show_nodes(node_list: str) -> list[str]:
+    """All nodes of a job in one command."""
+    return ["scontrol", "show", "node", _checked(NODE_LIST, node_list)]
 
 
 def show_partition(name: str) -> list[str]:

@@ -22,6 +22,7 @@ __all__ = [
     "parse_config",
     "parse_hostnames",
     "parse_job",
+    "parse_lost_nodes",
     "parse_node",
     "parse_partition",
     "parse_seconds",
@@ -255,6 +256,15 @@ def parse_node(text: str, name: str) -> NodeFacts:
             except (KeyError, ValueError) as error:
                 raise _unreadable(f"{type(error).__name__} {error}") from error
     raise NotFound("Slurm does not know the node", where=name, remedy="sinfo -N lists the nodes")
+
+
+def parse_lost_nodes(text: str) -> tuple[str, ...]:
+    """The output of `scontrol show node LIST`: the names of those that are DOWN or do not respond."""
+    return tuple(
+        fields["NodeName"]
+        for fields in _records(text)
+        if _node_state(fields.get("State", "")) & {"DOWN", "NOT_RESPONDING", "FAIL", "FAILING"}
+    )
 
 
 def _node_state(text: str) -> frozenset[str]:
