@@ -60,6 +60,9 @@ class Model(msgspec.Struct, frozen=True):
     world_size: int = 0
     generation: int = 0
     crashes: int = 0
+    """In this allocation, since the last checkpoint that verified."""
+    fruitless: int = 0
+    """Crashed generations in a row that sampled nothing new: what the back-off grows with."""
     request_id: int = 0
     intent: Intent | None = None
     cause: str = ""
@@ -79,6 +82,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
+_MOST_DOUBLINGS = 6
 _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
 _TRAINING = (State.LAUNCHING, State.RUNNING)
 
@@ -272,10 +276,11 @@ def _on_crash(model: Model, detail: str) -> Decision:
         return _exit(model, ExitCode(int(code)), reason)
     crashes = model.crashes + 1
     note = act.Note("crash", {"detail": detail, "crashes": crashes, "budget": model.limits.crash_budget})
-    model = msgspec.structs.replace(model, crashes=crashes)
+    fruitless = 0 if model.fresh else model.fruitless + 1
+    model = msgspec.structs.replace(model, crashes=crashes, fruitless=fruitless)
     if crashes > model.limits.crash_budget:
         return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="crash"), note)
-    pause = act.Pause(model.limits.backoff_s * 2 ** min(crashes - 1, 6))
+    pause = act.Pause(model.limits.backoff_s * 2 ** min(fruitless, _MOST_DOUBLINGS))
     return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
 
 
@@ -289,6 +294,8 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
 
 def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
     note = act.Note("verified" if good else "corrupt", {"name": name, "detail": detail})
+    if good:
+        model = msgspec.structs.replace(model, crashes=0)
     if model.state is State.CHECKING:
         return _leave(model, note)
     return Decision(model, (note,))

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import msgspec
 import pytest
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
@@ -178,13 +179,32 @@ def test_a_crash_takes_the_step_down_waits_and_starts_the_next_generation() -> N
     assert story.then(ev.BackoffOver(0))[-1] == act.StartGeneration(2)
 
 
-def test_the_back_off_doubles_and_the_spent_budget_asks_for_another_allocation() -> None:
+def test_the_spent_budget_asks_for_another_allocation() -> None:
     story = training()
-    assert story.then(ev.GenerationEnded(1))[-1] == act.Pause(1.0)
-    story.then(ev.BackoffOver(0))
-    assert story.then(ev.GenerationEnded(1))[-1] == act.Pause(2.0)
-    story.then(ev.BackoffOver(1))
+    for _ in range(LIMITS.crash_budget):
+        assert kinds(story.then(ev.GenerationEnded(1))) == [act.Pause]
+        story.then(ev.BackoffOver(0))
     assert kinds(story.then(ev.GenerationEnded(1))) == [act.Requeue]
+
+
+def test_a_verified_checkpoint_renews_the_budget() -> None:
+    story = training()
+    for _ in range(3 * LIMITS.crash_budget):
+        story.then(ev.Verified("step_000004", True, ""))
+        assert kinds(story.then(ev.GenerationEnded(1))) == [act.Pause]
+        story.then(ev.BackoffOver(0))
+
+
+def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
+    story = training()
+    story.model = msgspec.structs.replace(story.model, limits=Limits(99, 1.0, 99))
+    waits = []
+    for _ in range(3):
+        waits += [a.seconds for a in story.then(ev.GenerationEnded(1)) if isinstance(a, act.Pause)]
+        story.then(ev.BackoffOver(0))
+    story.then(progress())
+    waits += [a.seconds for a in story.then(ev.GenerationEnded(1)) if isinstance(a, act.Pause)]
+    assert waits == [1.0, 2.0, 4.0, 1.0]
 
 
 def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
@@ -226,7 +246,7 @@ def test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing() -> N
     story = Story(ev.Ready(2))
     assert story.then(ev.StartTimedOut(7)) == []
     assert kinds(story.then(ev.StartTimedOut(1))) == [act.TakeDown]
-    assert story.then(ev.GenerationEnded(0))[-1] == act.Pause(1.0)
+    assert kinds(story.then(ev.GenerationEnded(0))) == [act.Pause]
 
 
 def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:

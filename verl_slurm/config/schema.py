@@ -151,9 +151,9 @@ class DaemonConfig(_Section, frozen=True):
     requeue_delay_s: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 10
     """The requeued job may start this long after (Slurm's own delay is 120 s and more)."""
     crash_budget: NonNegative = 8
-    """Restarts in place in one allocation before the daemon asks for another."""
+    """Restarts in place, without a verified checkpoint in between, before the daemon asks for other nodes."""
     backoff_s: NonNegativeFloat = 1.0
-    """Wait before the first restart in place; doubles with each crash that brought no newer safe point."""
+    """Wait before a restart in place; doubles with each start in a row that sampled nothing new."""
     no_progress_limit: Positive = 4
     """Starts without a newer verified checkpoint or rollout before the run is stopped with a report."""
     start_timeout_s: PositiveFloat = 300.0
