@@ -205,3 +205,17 @@ def same_weights(a: Path, b: Path) -> tuple[bool, str]:
         check=False,
     )
     return done.returncode == 0, done.stdout + done.stderr
+
+
+def wait_until_gone(word: str, patience_s: float = 20.0) -> None:
+    """Until no process has `word` in its command line."""
+    left = [p for p in psutil.process_iter() if _has_word(p, word)]
+    _, alive = psutil.wait_procs(left, timeout=patience_s)
+    assert not alive, [p.cmdline() for p in alive]
+
+
+def _has_word(process: psutil.Process, word: str) -> bool:
+    try:
+        return word in process.cmdline()
+    except psutil.Error:
+        return False

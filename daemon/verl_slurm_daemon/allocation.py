@@ -125,8 +125,7 @@ class SlurmAllocation:
             facts = await self._client.job(int(owner.job_id))
         except VerlSlurmError:
             return ""  # Slurm has forgotten the job: it ended long ago
-        alive = {"RUNNING", "COMPLETING", "SUSPENDED", "PENDING", "CONFIGURING"} & {facts.state}
-        return f"job {owner.job_id} is {facts.state}" if alive else ""
+        return "" if facts.is_over else f"job {owner.job_id} is {facts.state}"
 
     async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
         argv = step_argv("srun", self._config, agent_argv(sys.executable, self._paths, epoch))

@@ -12,6 +12,8 @@ __all__ = ["LeadAddress", "read_lead_address", "write_lead_address"]
 
 
 class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of the file."""
+
     epoch: int
     host: str
     port: int

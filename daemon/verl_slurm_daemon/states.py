@@ -27,6 +27,8 @@ __all__ = ["NEXT", "State"]
 
 
 class State(StrEnum):
+    """Where a lead is; see the module."""
+
     STARTING = "starting"
     LAUNCHING = "launching"
     RUNNING = "running"

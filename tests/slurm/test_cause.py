@@ -122,3 +122,10 @@ def test_only_preemption_and_time_limit_may_be_requeued() -> None:
 def test_an_unheard_of_state_is_unknown() -> None:
     facts = msgspec.structs.replace(facts_of("running"), state="STAGE_OUT")
     assert decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "unknown"
+
+
+@pytest.mark.parametrize("state", ["SIGNALING", "RESIZING"])
+def test_a_job_that_is_just_being_signalled_is_a_running_job(state: str) -> None:
+    facts = msgspec.structs.replace(facts_of("preempted_in_grace"), state=state)
+    cause = decide_cause("warning", facts, own_restarts=0, signal_lead_s=60, now=EARLY)
+    assert cause.kind == "preemption"

@@ -119,7 +119,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
 
 
 def _check_preemptible(facts: JobFacts) -> None:
-    if facts.state != "RUNNING" or facts.node_list is None:
+    if not facts.is_running or facts.node_list is None:
         raise SlurmRefused(
             "only a running job can be preempted",
             where=facts.job_id,

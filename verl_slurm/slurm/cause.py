@@ -94,7 +94,7 @@ def decide_cause(
         if lost_nodes:
             return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
         return Cause(kind="requeued", evidence=shown)
-    if facts.state == "RUNNING":
+    if facts.is_running:
         return _running(trigger, facts, shown, signal_lead_s, now, time_limit_warned, lost_nodes)
     if facts.state == "SUSPENDED":
         return Cause(kind="suspended", evidence=shown)

@@ -89,7 +89,7 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
             kind="cancelled",
             detail=f"JobState={facts.state}, Restarts={facts.restarts} unchanged: ended by its user",
         )
-    if facts.state != "RUNNING" and not timed_out and not bereft:
+    if not facts.is_running and not timed_out and not bereft:
         return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
     if not facts.requeue:
         return RequeueOutcome(

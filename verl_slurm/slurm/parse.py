@@ -36,6 +36,7 @@ _FREE_TEXT = frozenset(
     | {"Extra", "Reason", "OS", "SubmitLine"}
 )
 _KEY = re.compile(r"[A-Za-z][\w/:.*-]*")
+_STATES_RUNNING = frozenset({"RUNNING", "SIGNALING", "RESIZING"})
 _STATES_OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
     | {"PREEMPTED", "REVOKED", "SPECIAL_EXIT", "TIMEOUT"}
@@ -75,6 +76,11 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int
     user_id: int
     std_out: str | None
+
+    @property
+    def is_running(self) -> bool:
+        """It has its nodes and goes on. Slurm shows SIGNALING for the moment in which it delivers a signal."""
+        return self.state in _STATES_RUNNING
 
     @property
     def is_over(self) -> bool:

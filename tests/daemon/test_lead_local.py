@@ -1,0 +1,166 @@
+"""Lead, agents and ranks for real, without Slurm: what a laptop or a bare machine gets."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.harness import ROOT, SMALL, same_weights, wait_until_gone
+from verl_slurm.checkpoint.compare import newest_checkpoint
+from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
+from verl_slurm.checkpoint.manifest import parse, render, sealed
+from verl_slurm.checkpoint.schema import parse_schema, render_schema, schema_of
+from verl_slurm.config.load import load_resolved
+from verl_slurm.events import read_events
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state import ledger
+from verl_slurm.submit.submission import carry_out, plan_submission
+
+pytestmark = pytest.mark.torch
+
+QUICK = (*SMALL, "train.steps=2", "train.batch_size_per_device=64")
+
+
+def prepared(root: Path, *overrides: str) -> RunPaths:
+    """A run directory, nothing started."""
+    plan = plan_submission(
+        ROOT / "configs/quickstart.yaml", [*QUICK, *overrides, f"run_dir={root}"], cluster="local"
+    )
+    carry_out(plan, prepare_only=True)
+    return RunPaths(root)
+
+
+def lead(paths: RunPaths) -> "subprocess.Popen[str]":
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until(process: "subprocess.Popen[str]", word: str) -> str:
+    """Read the lead's log up to the line with `word` in it."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if word in line:
+            return line
+    raise AssertionError(f"no {word!r} in:\n{''.join(seen)}")
+
+
+def finish(process: "subprocess.Popen[str]") -> int:
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    paths = prepared(tmp_path_factory.mktemp("straight") / "run")
+    assert finish(lead(paths)) == 0
+    return paths
+
+
+def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    paths = prepared(tmp_path / "run")
+    process = lead(paths)
+    until(process, "first_rollout")
+    process.send_signal(signal.SIGUSR2)
+    assert finish(process) == 0
+    events = read_events(paths)
+    assert [e["cause"] for e in events if e["event"] == "cause"] == ["preemption"]
+    assert {e["epoch"] for e in events if e["event"] == "started"} == {1, 2}
+    same, said = same_weights(paths.root, straight.root)
+    assert same, said
+    assert ledger.stats(paths).duplicates == ()
+
+
+def test_a_term_is_the_users_cancel_saved_and_final(tmp_path: Path) -> None:
+    paths = prepared(tmp_path / "run")
+    process = lead(paths)
+    until(process, "first_rollout")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == 23
+    events = read_events(paths)
+    assert any(e["event"] == "verified" for e in events)
+    assert not any(e["event"] == "requeue" for e in events)
+
+
+def test_nothing_is_left_of_a_run_whose_lead_was_killed(tmp_path: Path) -> None:
+    paths = prepared(tmp_path / "run")
+    process = lead(paths)
+    until(process, "first_rollout")
+    process.kill()
+    finish(process)
+    wait_until_gone(str(paths.root))
+
+
+def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    paths = prepared(tmp_path / "run")
+    first = lead(paths)
+    until(first, "first_rollout")
+    second = lead(paths)
+    out, _ = second.communicate(timeout=60)
+    assert second.returncode == 20, out
+    assert "another job works on this run" in out
+    assert finish(first) == 0
+    assert same_weights(paths.root, straight.root)[0]
+
+
+def _reseal(checkpoint: Path, name: str, data: bytes) -> None:
+    """Change a file and make the manifest fit again: a checkpoint of another version, not a damaged one."""
+    (checkpoint / name).write_bytes(data)
+    manifest = parse((checkpoint / MANIFEST).read_bytes(), where=checkpoint)
+    schema_id = json.loads(data)["schema_id"]
+    files = tuple(
+        msgspec.structs.replace(f, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        if f.path == name
+        else f
+        for f in manifest.files
+    )
+    manifest = msgspec.structs.replace(manifest, files=files, schema_id=schema_id)
+    (checkpoint / MANIFEST).write_bytes(render(sealed(manifest)))
+
+
+def test_a_checkpoint_of_another_schema_is_refused_with_the_differences(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(straight.root, root)
+    paths = RunPaths(root)
+    checkpoint = newest_checkpoint(root)
+    classes = dict(parse_schema((checkpoint / SCHEMA_VERSION).read_bytes(), where=checkpoint).classes)
+    classes["RuntimeState"] = {k: v for k, v in classes["RuntimeState"].items() if k != "episode_id"}
+    _reseal(checkpoint, SCHEMA_VERSION, render_schema(schema_of(classes, "0.0.9")))
+    before = sorted(p.name for p in paths.checkpoints.iterdir())
+    process = lead(paths)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 15, out
+    assert "episode_id" in out
+    assert "0.0.9" in out
+    assert sorted(p.name for p in paths.checkpoints.iterdir()) == before, "nothing was touched"
+
+
+def test_changed_data_is_refused_by_name(straight: RunPaths, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(load_resolved(straight.run_yaml).data.root, data)
+    paths = prepared(tmp_path / "run", f"data.root={data}")
+    (data / "more.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    process = lead(paths)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 16, out
+    assert "more.jsonl" in out

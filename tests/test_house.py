@@ -1,0 +1,67 @@
+"""The house rules that no linter knows."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.exit_codes import ExitCode
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted([*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")])
+MAX_LINES = 400
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_a_file_can_be_held_in_ones_head_and_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= MAX_LINES
+    tree = ast.parse(text)
+    if path.name == "__init__.py" and not tree.body:
+        return
+    assert ast.get_docstring(tree), "no docstring"
+    if path.name not in ("__init__.py", "__main__.py"):
+        names = [
+            t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+        ]
+        assert "__all__" in names, "no __all__"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_what_is_public_has_a_docstring_or_says_it_all_by_its_name(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and len(node.body) > 4:
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+def test_nothing_is_run_through_a_shell_or_unpickled() -> None:
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                words = {keyword.arg: keyword.value for keyword in node.keywords}
+                shell = words.get("shell")
+                assert not (isinstance(shell, ast.Constant) and shell.value), _name(path)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                modules = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                assert not modules & {"pickle", "marshal", "shelve", "dill"}, _name(path)
+
+
+def test_the_daemon_loads_nothing_heavy() -> None:
+    probe = (
+        "import sys, verl_slurm_daemon.lead, verl_slurm_daemon.agent; "
+        "print(sorted({'torch', 'numpy', 'click', 'submitit', 'rich', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_exit_codes_are_unique_and_described() -> None:
+    assert len({int(code) for code in ExitCode}) == len(ExitCode)
+    assert all(code.description for code in ExitCode)
