@@ -54,3 +54,11 @@ def make_cluster() -> Iterator[Callable[..., DevCluster]]:
     finally:
         for cluster in made:
             _end(cluster)
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A private directory with a short name: sockets of a cluster live below it."""
+    directory = Path(tempfile.mkdtemp(prefix="vs-"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SMALL, LiveRun, same_weights
+from tests.harness import ROOT, SMALL, LiveRun, same_weights
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
@@ -192,4 +192,12 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
     said = " ".join(event["reason"] for event in run.events("resume"))
     assert f"actor/{victim.name}" in said
     assert newest in said
+    ends_like(run, twin)
+
+
+def test_the_sbatch_template_runs_the_same_job_without_submitit(run: LiveRun, twin: LiveRun) -> None:
+    run.cli("submit", *run.argv, "--prepare-only")
+    template = ROOT / "sbatch/two_nodes.sbatch"
+    submitted = run.slurm("sbatch", "--parsable", "--output=/dev/null", str(template), str(run.paths.root))
+    run.job_id = submitted.strip()
     ends_like(run, twin)

@@ -1,0 +1,81 @@
+"""`verl-slurm demo`, small: with a real Slurm, and without."""
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.harness import ROOT, SMALL
+from verl_slurm.demo import timings
+
+QUICK = (*SMALL, "train.steps=6", "train.batch_size_per_device=192")
+
+
+def _demo(directory: Path, *options: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_slurm.cli", "demo", "--json", "--dir", str(directory), *options, *QUICK],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, object] = msgspec.json.decode(done.stdout)
+    return answer
+
+
+def _nothing_is_left(directory: Path) -> None:
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if str(directory) in " ".join(p.info["cmdline"] or [])
+    ]
+    assert not left
+
+
+@pytest.mark.slurm
+@pytest.mark.torch
+def test_the_demo_preempts_a_run_on_a_real_slurm_and_proves_it_unharmed(
+    short_dir: Path,
+) -> None:
+    answer = _demo(short_dir)
+    assert answer["cluster"] == "slurm"
+    assert answer["same"]
+    assert "_sp" in str(answer["checkpoint"]), "in the middle of a step"
+    _nothing_is_left(short_dir)
+
+
+@pytest.mark.torch
+def test_without_slurm_the_demo_does_the_same_on_this_machine(short_dir: Path) -> None:
+    answer = _demo(short_dir, "--cluster", "local")
+    assert answer["cluster"] == "local"
+    assert answer["same"]
+    _nothing_is_left(short_dir)
+
+
+def test_the_stations_of_an_interruption_are_read_from_the_journal() -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    story = [
+        ("started", {}),
+        ("training", {}),
+        ("first_rollout", {}),
+        ("saved", {"emergency": False}),
+        ("cause", {"cause": "preemption"}),
+        ("saved", {"emergency": True}),
+        ("verified", {}),
+        ("requeue", {"accepted": True}),
+        ("started", {}),
+        ("training", {}),
+        ("first_rollout", {}),
+    ]
+    events = [
+        {"time": (begin + timedelta(seconds=n)).isoformat(), "event": name, **fields}
+        for n, (name, fields) in enumerate(story)
+    ]
+    timing = timings(events)
+    assert timing.cause_to_saved == 1.0
+    assert timing.requeued_to_started == 1.0
+    assert timing.cause_to_first_rollout == 6.0
