@@ -131,7 +131,7 @@ class LiveRun:
         found: Event = self.wait(there, timeout_s)
         return found
 
-    def wait_phase(self, phase: str, *, step: int = 1, index: int = 1) -> dict[str, Any]:
+    def wait_phase(self, phase: str, *, step: int = 1, index: int = 0) -> dict[str, Any]:
         """Until rank 0 is in the middle of that phase of a step."""
 
         def there() -> dict[str, Any] | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.files import append_line
 from verl_slurm.paths import RunPaths
 
@@ -37,23 +36,13 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def read_events(paths: RunPaths) -> list[Event]:
-    """All events, oldest first. A last line without its newline was cut by a power loss, and is left out.
+    """All events, oldest first. Lines that are no events are passed over.
 
-    Raises:
-        CheckpointCorrupt: another line is not an event.
+    A power cut or a full disk can leave half a line. The journal informs; the truth about a run is in its checkpoints
+    and its ledger, which carry digests. So a damaged line must not keep a run from going on.
     """
     try:
-        *lines, _unfinished = paths.events.read_bytes().split(b"\n")
+        lines = paths.events.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    events = []
-    for number, line in enumerate(lines, 1):
-        event = parse_event(line)
-        if event is None:
-            raise CheckpointCorrupt(
-                "the journal of the run is damaged",
-                where=f"{paths.events}:{number}",
-                remedy="move that line aside by hand; the state of the run is in checkpoints/",
-            )
-        events.append(event)
-    return events
+    return [event for line in lines if line and (event := parse_event(line)) is not None]

@@ -24,6 +24,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     """Who owns a run: the content of `RUN/epoch` (JSON)."""
 
     epoch: int
+    cluster: str
+    """`slurm` or `local`: what `job_id` is a number of."""
     job_id: str
     restart: int
     host: str
@@ -55,7 +57,7 @@ def require_epoch(paths: RunPaths, epoch: int) -> None:
         )
 
 
-def take_epoch(paths: RunPaths, *, job_id: str, restart: int) -> Epoch:
+def take_epoch(paths: RunPaths, *, job_id: str, restart: int, cluster: str = "local") -> Epoch:
     """Close the present epoch and open the next one, as its only owner.
 
     Raises:
@@ -66,6 +68,7 @@ def take_epoch(paths: RunPaths, *, job_id: str, restart: int) -> Epoch:
     number = _claim(paths, 1 if before is None else before.epoch + 1)
     mine = Epoch(
         epoch=number,
+        cluster=cluster,
         job_id=job_id,
         restart=restart,
         host=socket.gethostname(),

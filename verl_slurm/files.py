@@ -7,6 +7,7 @@ An fsync error is final for that file: ext4, XFS and Btrfs mark the pages clean,
 (Rebello et al., "Can applications recover from fsync failures?", USENIX ATC 2020).
 """
 
+import errno
 import os
 import secrets
 import stat
@@ -66,13 +67,22 @@ def write_file(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
-def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Append one whole line in one write (O_APPEND: lines of two writers never mix on a local disk)."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def append_line(path: Path, line: bytes) -> None:
+    """Append one whole line in one write, durably (O_APPEND: two writers never mix on a local disk).
+
+    Where a power cut left half a line before, a newline goes first, so that only that half is lost.
+
+    Raises:
+        OSError: it was not written whole.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, line + b"\n")
-        if durable:
-            os.fsync(fd)
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        data = (b"\n" if torn else b"") + line + b"\n"
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -8,7 +8,7 @@ RUN/                        0700
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   orchestration.json        orchestration state: written at the first start, read-only after
-  control/                  lead.json (address and token of the living lead)
+  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   logs/                     submitit's and the ranks' output
@@ -66,6 +66,11 @@ class RunPaths:
     @property
     def lead_address(self) -> Path:
         return self.control / "lead.json"
+
+    @property
+    def resume_once(self) -> Path:
+        """Made by a submission that names what to resume from; removed by the start that did."""
+        return self.control / "resume_once"
 
     @property
     def ledger(self) -> Path:

@@ -37,7 +37,7 @@ def main() -> int:
         if args.command == "lead":
             from verl_slurm_daemon.lead import run_lead
 
-            return int(run_lead(args.run.resolve()))
+            run_lead(args.run.resolve())
         from verl_slurm_daemon.agent import run_agent
 
         return int(run_agent(args.run.resolve(), args.epoch))

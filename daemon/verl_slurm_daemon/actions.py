@@ -6,6 +6,7 @@ from verl_slurm.exit_codes import ExitCode
 
 __all__ = [
     "Action",
+    "ArmDeadline",
     "AskCause",
     "Exit",
     "Note",
@@ -43,6 +44,12 @@ class RequestSave(_Action, frozen=True):
     """Arms `SaveDeadline` at this much less the margin; None: no deadline."""
 
 
+class ArmDeadline(_Action, frozen=True):
+    """`SaveDeadline` at this many seconds less the margin; an earlier timer stays."""
+
+    seconds_left: float
+
+
 class Verify(_Action, frozen=True):
     """Read a committed checkpoint back, every byte."""
 
@@ -75,4 +82,6 @@ class Note(_Action, frozen=True):
     fields: dict[str, str | int | float | bool | None]
 
 
-Action = AskCause | Exit | Note | Pause | Requeue | RequestSave | StartGeneration | TakeDown | Verify
+Action = (
+    ArmDeadline | AskCause | Exit | Note | Pause | Requeue | RequestSave | StartGeneration | TakeDown | Verify
+)

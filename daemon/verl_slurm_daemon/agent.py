@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import WireError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.control_page import Request
@@ -42,6 +43,7 @@ __all__ = ["run_agent"]
 
 T = TypeVar("T")
 
+_CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 _RELAYED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
@@ -58,8 +60,7 @@ class Agent:
         self._link: LeadLink | None = None
 
     async def run(self) -> ExitCode:
-        address = read_lead_address(self._paths)
-        self._link = await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
+        self._link = await self._connect()
         loop = asyncio.get_running_loop()
         for number in _RELAYED:
             loop.add_signal_handler(number, self._relay, signal.Signals(number).name)
@@ -80,6 +81,23 @@ class Agent:
             for task in tasks:
                 task.cancel()
             self._ranks.close()
+
+    async def _connect(self) -> LeadLink:
+        """Try until the lead has a place for us: strangers may hold all of them for some seconds."""
+        address = read_lead_address(self._paths)
+        for pause in (*_CONNECT_PAUSES_S, None):
+            try:
+                return await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                if pause is None:
+                    raise WireError(
+                        "the lead cannot be reached",
+                        where=f"{address.host}:{address.port}",
+                        found=f"{type(error).__name__} {error}",
+                        remedy="are TCP connections between the job's nodes allowed?",
+                    ) from error
+                await asyncio.sleep(pause)
+        raise AssertionError("unreachable")
 
     async def _live(self) -> ExitCode:
         launch = await self._first(self._launches.get())
@@ -103,7 +121,7 @@ class Agent:
         detail = "" if exit_code == 0 else _first_cause(tail(log))
         assert self._link is not None
         self._link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
-        return ExitCode.OK if exit_code == 0 else ExitCode.CRASHED
+        return ExitCode.OK  # it has been said; the lead decides what it means
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
         """The result of `wanted`, or None where a shutdown or the loss of the lead comes first."""

@@ -5,28 +5,32 @@ answer: it says so in its result, because a lead must go on saving while slurmct
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
 from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import psutil
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import NotFound, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
-from verl_slurm.slurm.cause import Cause, Trigger, decide_cause
+from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import agent_argv, step_argv
 
 __all__ = ["Allocation", "LocalAllocation", "Outlook", "SlurmAllocation", "find_allocation"]
 
 
+_ASK_AGAIN_S = (2.0, 5.0, 10.0)
 _TRIGGERS: dict[str, Trigger] = {
     "SIGUSR1": "warning",
     "SIGUSR2": "warning",
@@ -38,15 +42,19 @@ _TRIGGERS: dict[str, Trigger] = {
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    seconds_left: float | None
-    """Until the allocation's end; None: unknown, or none."""
-    preempted: bool
+    """What the scheduler says of the allocation's future."""
+
+    answered: bool
+    seconds_left: float | None = None
+    """Until the allocation's end; None: no limit."""
+    preempted: bool = False
     """A preemption has begun; its warning may have come before anybody listened."""
 
 
 class Allocation(Protocol):
     """See the module. Called by: `lead`, `effects`."""
 
+    cluster: Literal["slurm", "local"]
     job_id: str
     restart: int
 
@@ -59,8 +67,8 @@ class Allocation(Protocol):
     async def outlook(self) -> Outlook:
         """How long the allocation lasts, as the scheduler has it now."""
 
-    async def requeue(self) -> RequeueAnswered:
-        """Ask for another life of this run."""
+    async def requeue(self) -> RequeueAnswered | str:
+        """Ask for another life of this run. A text: no answer that counts; ask again while there is time."""
 
     async def still_alive(self, owner: Epoch) -> str:
         """Why `owner`, another incarnation, may still be at work; empty: it is not."""
@@ -72,21 +80,23 @@ class Allocation(Protocol):
 class SlurmAllocation:
     """The job that this process is the batch process of."""
 
+    cluster: Literal["slurm", "local"] = "slurm"
+
     def __init__(self, job: SlurmJob, config: RunConfig, paths: RunPaths) -> None:
         self.job_id, self.restart = str(job.job_id), job.restart_count
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
+        self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
 
     async def address(self) -> str:
+        with contextlib.suppress(VerlSlurmError, ValueError):
+            self._kill_wait_s = float((await self._client.config())["KillWait"].split()[0])
         # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
         return await self._client.node_addr(self._job.node_name)
 
     async def cause(self, trigger: str) -> CauseKnown:
         try:
             facts = await self._client.job(self._job.job_id)
-            # Why it was requeued: asked only then, because of a large job this is a large answer.
-            requeued = facts.restarts > self.restart
-            lost = await self._client.lost_nodes(self._job.node_list) if requeued else ()
         except VerlSlurmError as error:
             return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
         cause = decide_cause(
@@ -95,46 +105,70 @@ class SlurmAllocation:
             own_restarts=self.restart,
             signal_lead_s=self._config.slurm.signal_lead_s,
             now=datetime.now(UTC),
-            lost_nodes=lost,
+            lost_nodes=await self._lost_nodes(facts),
         )
-        return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", _seconds_left(cause))
+        left = None if cause.deadline is None else (cause.deadline - datetime.now(UTC)).total_seconds()
+        if left is None and cause.ends_job:
+            left = self._kill_wait_s  # it is being ended now: TERM has come, KILL follows
+        return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
+
+    async def _lost_nodes(self, facts: JobFacts) -> tuple[str, ...]:
+        """Why the job was requeued. Asked only then: of a large job this is a large answer."""
+        if facts.restarts <= self.restart:
+            return ()
+        try:
+            return await self._client.lost_nodes(self._job.node_list)
+        except VerlSlurmError:
+            return ()
 
     async def outlook(self) -> Outlook:
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError:
-            return Outlook(None, False)
+            return Outlook(answered=False)
         left = (facts.end_time - datetime.now(UTC)).total_seconds() if facts.end_time else None
-        return Outlook(left, facts.preempt_time is not None)
+        return Outlook(True, left, facts.preempt_time is not None)
 
-    async def requeue(self) -> RequeueAnswered:
+    async def requeue(self) -> RequeueAnswered | str:
         try:
             outcome = await self._client.requeue(
                 self._job.job_id, self._config.daemon.requeue_delay_s, own_restarts=self.restart
             )
         except VerlSlurmError as error:
-            return RequeueAnswered(False, str(error))
-        return RequeueAnswered(outcome.will_run_again, f"{outcome.kind}: {outcome.detail}")
+            return str(error)
+        said = f"{outcome.kind}: {outcome.detail}"
+        if outcome.kind == "unconfirmed":
+            return said
+        if outcome.kind == "cancelled":
+            return RequeueAnswered(ExitCode.CANCELLED, said)
+        code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
+        return RequeueAnswered(code, said)
+
+    async def is_running(self) -> bool | None:
+        """Whether Slurm has the job as running; None: it does not say."""
+        try:
+            return (await self._client.job(self._job.job_id)).is_running
+        except VerlSlurmError:
+            return None
 
     async def still_alive(self, owner: Epoch) -> str:
-        if owner.job_id == self.job_id:
+        if owner.cluster != self.cluster or owner.job_id == self.job_id:
             return ""  # our own former life; what may still run of it is fenced out by the epoch
-        if not owner.job_id.isdigit():
-            return ""  # it ran without Slurm, on a machine that is not ours to ask
-        try:
-            facts = await self._client.job(int(owner.job_id))
-        except VerlSlurmError:
-            return ""  # Slurm has forgotten the job: it ended long ago
-        return "" if facts.is_over else f"job {owner.job_id} is {facts.state}"
+        for pause in (*_ASK_AGAIN_S, None):
+            try:
+                facts = await self._client.job(int(owner.job_id))
+            except NotFound:
+                return ""  # Slurm has forgotten the job: it ended long ago
+            except VerlSlurmError:
+                if pause is not None:
+                    await asyncio.sleep(pause)
+                continue
+            return "" if facts.is_over else f"job {owner.job_id} is {facts.state}"
+        return ""  # nobody can say; the epoch keeps the two apart
 
     async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
         argv = step_argv("srun", self._config, agent_argv(sys.executable, self._paths, epoch))
-        # Slurm's notices are the lead's and the agents' to hear; srun would forward them or die of them.
         return [await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL)]
-
-
-def _seconds_left(cause: Cause) -> float | None:
-    return None if cause.deadline is None else (cause.deadline - datetime.now(UTC)).total_seconds()
 
 
 class LocalAllocation:
@@ -146,6 +180,7 @@ class LocalAllocation:
 
     PREEMPTION_GRACE_S = 30.0
     CANCEL_GRACE_S = 10.0
+    cluster: Literal["slurm", "local"] = "local"
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         self.job_id = os.environ.get("SUBMITIT_LOCAL_JOB_ID") or f"local-{os.getpid()}"
@@ -166,10 +201,12 @@ class LocalAllocation:
         return CauseKnown("unknown", f"{trigger}; no Slurm", None)
 
     async def outlook(self) -> Outlook:
-        return Outlook(None, False)
+        return Outlook(answered=True)
 
-    async def requeue(self) -> RequeueAnswered:
-        return RequeueAnswered(True, "no Slurm: the next incarnation starts in place of this one")
+    async def requeue(self) -> RequeueAnswered | str:
+        return RequeueAnswered(
+            ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
+        )
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.host != socket.gethostname() or owner.pid == os.getpid():

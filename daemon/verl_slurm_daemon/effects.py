@@ -31,13 +31,18 @@ from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.journal import Journal, stuck_starts
-from verl_slurm_daemon.lead_address import LeadAddress, write_lead_address
+from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 
 __all__ = ["Effects"]
 
 _GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
+
+
+_AGENTS_READY_S = 60.0
+"""From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
+_ASK_AGAIN_S = 1.0
 
 
 class Effects:
@@ -58,7 +63,7 @@ class Effects:
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._journal, self._epoch, self._post = journal, epoch, post
-        self._generation = 0
+        self._generation, self._leaving = 0, asyncio.Event()
         self._links: dict[str, AgentLink] = {}
         self._ready: dict[str, AgentReady] = {}
         self._all_ready = asyncio.Event()
@@ -83,7 +88,7 @@ class Effects:
             task.cancel()
         if self._server is not None:
             self._server.close()
-        self._paths.lead_address.unlink(missing_ok=True)
+        remove_lead_address(self._paths, self._epoch)
 
     def perform(self, action: act.Action) -> None:
         match action:
@@ -95,6 +100,8 @@ class Effects:
                 self._spawn(self._ask_cause(trigger))
             case act.RequestSave():
                 self._request_save(action)
+            case act.ArmDeadline(seconds_left):
+                self._arm(seconds_left)
             case act.Verify(name):
                 self._spawn(self._verify(name))
             case act.TakeDown():
@@ -126,16 +133,23 @@ class Effects:
     # ---- a generation, from start to end
 
     async def _run_generation(self, generation: int) -> None:
-        self._generation = generation
-        self._links, self._ready, self._listeners = {}, {}, set()
+        self._generation, self._leaving = generation, asyncio.Event()
+        self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
-        point = await asyncio.to_thread(find_resume_point, self._paths, self._resume_from())
+        resume_from = self._config.checkpoint.resume_from
+        point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch)
         for line in point.reasons:
             self._journal.event("resume", reason=line)
         self._journal.event(
             "generation", number=generation, resume=point.name or None, progress=point.progress
         )
+        self._paths.resume_once.unlink(missing_ok=True)
+        if self._leaving.is_set():  # a cancel came while we looked, and nothing was started yet
+            self._post(ev.GenerationEnded(0))
+            return
         self._step = await self._allocation.start_step(self._epoch)
+        if self._leaving.is_set():
+            self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(generation, point))
         codes = [await process.wait() for process in self._step]
         if self._listeners:  # what the agents said last is still in the sockets
@@ -144,20 +158,15 @@ class Effects:
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
 
-    def _resume_from(self) -> str | None:
-        """What the user asked for counts for the first start after a submission; then the newest that verifies."""
-        since = read_events(self._paths)
-        last = max((n for n, event in enumerate(since) if event["event"] == "submitted"), default=-1)
-        started = any(event["event"] == "generation" for event in since[last + 1 :])
-        return "auto" if started else self._config.checkpoint.resume_from
-
     async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
         try:
-            async with asyncio.timeout(self._config.daemon.start_timeout_s):
+            async with asyncio.timeout(_AGENTS_READY_S):
                 await self._all_ready.wait()
         except TimeoutError:
             if generation == self._generation:
                 self._post(ev.StartTimedOut(generation))
+            return
+        if self._leaving.is_set():
             return
         nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
         for node_rank, ready in enumerate(nodes):
@@ -208,6 +217,7 @@ class Effects:
             self._post(ev.NodeFailed(node, "the agent is gone without a word"))
 
     async def _take_down(self) -> None:
+        self._leaving.set()
         for link in self._links.values():
             link.send(Shutdown())
         for end in (None, signal.SIGTERM, signal.SIGKILL):
@@ -235,14 +245,17 @@ class Effects:
             "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
         )
         if left is not None:
-            self._spawn(self._deadline(left - self._config.daemon.save_margin_s))
+            self._arm(left)
+
+    def _arm(self, seconds_left: float) -> None:
+        self._spawn(self._deadline(seconds_left - self._config.daemon.save_margin_s))
 
     async def _deadline(self, seconds: float) -> None:
         await asyncio.sleep(max(0.0, seconds))
         self._post(ev.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
-        good, detail = await asyncio.to_thread(read_back, self._paths, name)
+        good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch)
         self._post(ev.Verified(name, good, detail))
 
     # ---- the scheduler
@@ -251,8 +264,13 @@ class Effects:
         self._post(await self._allocation.cause(trigger))
 
     async def _requeue(self) -> None:
-        answer = await self._allocation.requeue()
-        self._journal.event("requeue", accepted=answer.accepted, detail=answer.detail)
+        # While Slurm is away or says nothing that counts, this job stays: leaving would end it for good, and staying
+        # costs what is left of the grace time at most. Slurm's KILL ends the loop.
+        while isinstance(answer := await self._allocation.requeue(), str):
+            self._journal.event("requeue", accepted=False, detail=answer)
+            await asyncio.sleep(_ASK_AGAIN_S)
+        accepted = answer.exit_code is ExitCode.REQUEUED
+        self._journal.event("requeue", accepted=accepted, detail=answer.detail)
         self._post(answer)
 
     async def _pause(self, seconds: float) -> None:

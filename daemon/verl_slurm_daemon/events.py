@@ -2,6 +2,7 @@
 
 import msgspec
 
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import FromRank
 
@@ -87,7 +88,10 @@ class BackoffOver(_Event, frozen=True):
 
 
 class RequeueAnswered(_Event, frozen=True):
-    accepted: bool
+    """Slurm's final word on the requeue."""
+
+    exit_code: ExitCode
+    """REQUEUED, REQUEUE_FAILED, or CANCELLED where the user was faster."""
     detail: str
 
 

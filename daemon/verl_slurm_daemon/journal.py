@@ -85,17 +85,26 @@ def _short(value: Any) -> str:
 
 
 def stuck_starts(events: list[Event]) -> int:
-    """How many generations in a row, up to now, crashed without anything new to show.
+    """How many generations in a row, up to now, came to nothing: nothing new to show, and ended by a fault.
 
-    A generation's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger). A
-    crashed one was stuck where the following start, or the one being decided on, began at the same place. A
-    preempted or requeued generation is nobody's fault and does not count.
+    A generation's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger); one was
+    fruitless where a later one starts at the same place. Faults are crashes, a lead that was killed (`orphaned`), and
+    a time limit that came before the ranks trained. A preempted or requeued generation is nobody's fault. What people
+    mend and submit again is counted afresh.
     """
-    stuck, last = 0, None
+    stuck, last, trained = 0, None, False
     for event in events:
-        if event["event"] == "generation":
-            if event.get("progress") != last:
-                stuck, last = 0, event.get("progress")
-        elif event["event"] == "crash":
-            stuck += 1
+        match event["event"]:
+            case "submitted":
+                stuck, last = 0, None
+            case "generation":
+                if event.get("progress") != last:
+                    stuck, last = 0, event.get("progress")
+                trained = False
+            case "training":
+                trained = True
+            case "crash" | "orphaned":
+                stuck += 1
+            case "cause" if event.get("cause") == "time_limit" and not trained:
+                stuck += 1
     return stuck

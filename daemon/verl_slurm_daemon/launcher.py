@@ -13,7 +13,7 @@ CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
 
 def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
     """One agent."""
-    return [python, "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
+    return [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
 
 
 def step_argv(srun: str, config: RunConfig, agent: list[str]) -> list[str]:
@@ -44,10 +44,13 @@ def launcher_argv(python: str, config: RunConfig, paths: RunPaths, launch: Launc
 
     `--max-restarts=0`: a restart is the lead's decision, for all nodes at once. `--signals-to-handle=SIGQUIT`:
     torchrun would otherwise take its handlers for SIGTERM and the like, and kill its workers at Slurm's warning.
+    `--shutdown-timeout=1`: its SIGTERM to the siblings of a dead rank is ignored like Slurm's; KILL follows then, not
+    after torchrun's 30 s.
     """
     shape = config.distributed
     return [
         python,
+        "-P",
         "-m",
         "torch.distributed.run",
         f"--nnodes={shape.nodes}",
@@ -57,6 +60,7 @@ def launcher_argv(python: str, config: RunConfig, paths: RunPaths, launch: Launc
         f"--master-port={launch.master_port}",
         "--max-restarts=0",
         "--signals-to-handle=SIGQUIT",
+        "--shutdown-timeout=1",
         "-m",
         "--",  # else torchrun takes --run for an abbreviation of its own --run-path
         "verl_slurm.trainer",
@@ -73,6 +77,7 @@ def launcher_env(environ: dict[str, str], config: RunConfig, control: Path) -> d
     """The ranks' environment: ours, the control directory, and a fixed number of threads."""
     threads = config.distributed.threads_per_rank
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from wherever the user stood when he submitted
     if threads:
         fixed |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return environ | fixed

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from verl_slurm.checkpoint.fingerprint import check_dataset
 from verl_slurm.config.load import load_resolved
@@ -34,7 +35,9 @@ __all__ = ["run_lead"]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 300.0
-"""Where Slurm gave no end: no limit, or no answer."""
+"""Where the job has no limit."""
+_LOOK_SOON_S = 15.0
+"""Where Slurm did not answer, or the end is near and nothing came of it."""
 
 
 class Lead:
@@ -57,14 +60,21 @@ class Lead:
         for number in _SIGNALS:
             name = signal.Signals(number).name
             loop.add_signal_handler(number, self._events.put_nowait, ev.SignalArrived(name, "lead"))
+        # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         await self._refuse_if_owned()
-        owner = take_epoch(self._paths, job_id=self._allocation.job_id, restart=self._allocation.restart)
-        journal = Journal(self._paths, epoch=owner.epoch, job_id=self._allocation.job_id)
-        self._status.epoch = owner.epoch
-        nodes = os.environ.get("SLURM_JOB_NODELIST", owner.host)
-        journal.event("started", restart=owner.restart, nodes=nodes, pid=owner.pid)
+        mine = take_epoch(
+            self._paths,
+            job_id=self._allocation.job_id,
+            restart=self._allocation.restart,
+            cluster=self._allocation.cluster,
+        )
+        journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id)
+        self._status.epoch = mine.epoch
+        nodes = os.environ.get("SLURM_JOB_NODELIST", mine.host)
+        journal.event("started", cluster=mine.cluster, restart=mine.restart, nodes=nodes, pid=mine.pid)
         effects = Effects(
-            self._paths, self._config, self._allocation, journal, owner.epoch, self._events.put_nowait
+            self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
         )
         try:
             code, reason = await self._live(journal, effects)
@@ -72,9 +82,12 @@ class Lead:
             code, reason = error.exit_code, str(error)
         finally:
             await effects.close()
-        self._status.state = State.ENDED
-        journal.event("ended", exit_code=int(code), exit=code.name, reason=reason)
-        journal.status(self._status)
+        if read_epoch(self._paths) == mine:
+            self._status.state = State.ENDED
+            journal.event("ended", exit_code=int(code), exit=code.name, reason=reason)
+            journal.status(self._status)
+        else:  # the run goes on without us; its end is not ours to announce
+            journal.event("fenced", exit_code=int(code), reason=reason)
         return code
 
     async def _refuse_if_owned(self) -> None:
@@ -114,12 +127,15 @@ class Lead:
         lead_s = self._config.slurm.signal_lead_s
         while True:
             outlook = await self._allocation.outlook()
-            if outlook.preempted or (outlook.seconds_left is not None and outlook.seconds_left <= lead_s):
-                self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
-                return
-            # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
             left = outlook.seconds_left
-            await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
+            near = outlook.preempted or (left is not None and left <= lead_s)
+            if near and self._model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED):
+                self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
+            # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
+            if not outlook.answered or near:
+                await asyncio.sleep(_LOOK_SOON_S)
+            else:
+                await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
 
     def _note(self, event: ev.Event, journal: Journal) -> None:
         """Keep the snapshot for `verl-slurm status`."""
@@ -142,20 +158,32 @@ class Lead:
             journal.status(status)
 
 
-def run_lead(root: Path) -> ExitCode:
-    """The lead of this job, from start to end."""
+def run_lead(root: Path) -> NoReturn:
+    """The lead of this job, from start to end. Leaves the process by itself: see `_leave`."""
     paths = RunPaths(root)
     config = load_resolved(paths.run_yaml)
+    os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
     for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
         private_dir(directory)
     allocation = find_allocation(config, paths)
-    code = asyncio.run(_run(paths, config, allocation))
+
+    async def live() -> NoReturn:
+        _leave(await Lead(paths, config, allocation).run(), allocation, root)
+
+    asyncio.run(live())
+    raise AssertionError("unreachable")
+
+
+def _leave(code: ExitCode, allocation: Allocation, root: Path) -> NoReturn:
+    """Out at once, from inside the loop: it would wait for a read-back in a thread, while the requeue's delay runs.
+
+    Outside Slurm the next life begins here. Signals are blocked until it listens: a cancel in between is kept.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         os.environ["VERL_SLURM_LOCAL_RESTART"] = str(allocation.restart + 1)
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(root)])  # noqa: S606
-    return code
-
-
-async def _run(paths: RunPaths, config: RunConfig, allocation: Allocation) -> ExitCode:
-    return await Lead(paths, config, allocation).run()
+        argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(root)]
+        os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
+    os._exit(int(code))

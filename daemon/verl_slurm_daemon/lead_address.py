@@ -5,10 +5,11 @@ A file, because argv, job comments and `--export` are public on a cluster.
 
 import msgspec
 
+from verl_slurm.errors import PermissionRefused
 from verl_slurm.files import read_private, write_file
 from verl_slurm.paths import RunPaths
 
-__all__ = ["LeadAddress", "read_lead_address", "write_lead_address"]
+__all__ = ["LeadAddress", "read_lead_address", "remove_lead_address", "write_lead_address"]
 
 
 class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,3 +30,12 @@ def write_lead_address(paths: RunPaths, address: LeadAddress) -> None:
 def read_lead_address(paths: RunPaths) -> LeadAddress:
     """Read it, refusing a file that others could have read or written. Called by: `agent`."""
     return msgspec.json.decode(read_private(paths.lead_address), type=LeadAddress)
+
+
+def remove_lead_address(paths: RunPaths, epoch: int) -> None:
+    """Take it back, unless a newer incarnation has already put its own there. Called by: `effects`."""
+    try:
+        if read_lead_address(paths).epoch == epoch:
+            paths.lead_address.unlink()
+    except (OSError, msgspec.MsgspecError, PermissionRefused):
+        return

@@ -2,14 +2,15 @@
 
 The lead is the batch process. When somebody kills it, Slurm ends the job as FAILED and never requeues it; the agents
 of the other nodes have KillWait seconds, time enough for one request. The first agent asks first; a later one finds
-the job requeued and leaves. A job that its user cancelled is left alone.
+the job requeued and leaves. A job that its user cancelled is left alone, and so is one that goes on running: then it
+was only our link to the lead that broke, and the lead restarts the ranks in place.
 """
 
 import asyncio
 import os
-import sys
 
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.allocation import SlurmAllocation
@@ -19,6 +20,9 @@ __all__ = ["requeue_as_orphan"]
 
 _TURN_S = 1.5
 """Between the agents' turns: longer than one request to an idle slurmctld (20 to 60 ms)."""
+_LOOK_S = 0.5
+_LOOKS = 20
+"""Slurm knows of a batch process's death within a second (seen: 0.2 s); after ten it is not dead."""
 
 
 async def requeue_as_orphan(paths: RunPaths, config: RunConfig, epoch: int, node_id: int) -> None:
@@ -26,8 +30,17 @@ async def requeue_as_orphan(paths: RunPaths, config: RunConfig, epoch: int, node
     job = SlurmJob.from_environ(dict(os.environ))
     if job is None:
         return
+    allocation = SlurmAllocation(job, config, paths)
     await asyncio.sleep(_TURN_S * node_id)  # a turn in a row, not a wait for something
-    answer = await SlurmAllocation(job, config, paths).requeue()
-    journal = Journal(paths, epoch=epoch, job_id=str(job.job_id))
-    journal.event("orphaned", node_id=node_id, accepted=answer.accepted, detail=answer.detail)
-    sys.stdout.flush()
+    for _ in range(_LOOKS):
+        if await allocation.is_running() is False:
+            break
+        await asyncio.sleep(_LOOK_S)  # Slurm has no event to wait for
+    else:
+        return
+    answer = await allocation.requeue()
+    accepted = not isinstance(answer, str) and answer.exit_code is ExitCode.REQUEUED
+    detail = answer if isinstance(answer, str) else answer.detail
+    Journal(paths, epoch=epoch, job_id=str(job.job_id)).event(
+        "orphaned", node_id=node_id, accepted=accepted, detail=detail
+    )

@@ -67,7 +67,13 @@ class Model(msgspec.Struct, frozen=True):
     intent: Intent | None = None
     cause: str = ""
     asking: bool = False
+    ask_again: str = ""
+    """What arrived while Slurm was being asked: its answer may be older than that."""
+    started: bool = False
+    """A rank of this generation has spoken."""
     finished: frozenset[int] = frozenset()
+    unverified: str = ""
+    """The newest checkpoint whose read-back has not been heard of."""
     failure: str = ""
     """Why the present generation is being taken down; empty: it is not."""
     step_gone: bool = True
@@ -112,7 +118,7 @@ def _decide(model: Model, event: ev.Event) -> Decision:
         case ev.NodeFailed(node, detail):
             return _on_failure(model, f"node {node}: {detail}")
         case ev.StartTimedOut(generation):
-            if model.state is State.LAUNCHING and generation == model.generation:
+            if model.state is State.LAUNCHING and generation == model.generation and not model.started:
                 return _on_failure(model, "the ranks did not start in time")
             return Decision(model)
         case ev.GenerationEnded(exit_code):
@@ -142,34 +148,45 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
         failure="",
         step_gone=False,
         fresh=False,
+        started=False,
     )
     return Decision(after, (*notes, act.StartGeneration(generation)))
 
 
 def _on_signal(model: Model, signal: str, where: str) -> Decision:
     # Slurm signals every step of a job at once; one question answers them all. Once the ranks were asked to
-    # stop, only the lead's own signals can bring news (a cancel in the middle of the save).
-    settled = model.state in (State.LEAVING, State.ENDED)
-    stale = model.state in (State.SAVING, State.CHECKING) and where != "lead"
-    if model.asking or settled or stale:
+    # stop, only the lead's own signals can bring news: a cancel in the middle of the save, or of the requeue.
+    stale = model.state not in (*_TRAINING, State.PAUSED) and where != "lead"
+    if model.state is State.ENDED or stale:
         return Decision(model)
-    return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(f"{signal} to {where}"),))
+    trigger = f"{signal} to {where}"
+    if model.asking:
+        return Decision(msgspec.structs.replace(model, ask_again=trigger) if where == "lead" else model)
+    return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(trigger),))
 
 
 def _on_cause(model: Model, event: ev.CauseKnown) -> Decision:
-    facts: dict[str, str | int | float | bool | None] = {
-        "cause": event.kind,
-        "evidence": event.evidence,
-        "seconds_left": None if event.seconds_left is None else round(event.seconds_left, 1),
-    }
-    note = act.Note("cause", facts)
+    again = model.ask_again
+    decision = _act_on_cause(msgspec.structs.replace(model, asking=bool(again), ask_again=""), event)
+    return Decision(decision.model, (*decision.actions, act.AskCause(again))) if again else decision
+
+
+def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
+    if event.kind == "none" or (model.state is State.LEAVING and event.kind != "cancel"):
+        return Decision(model)  # on the way out: the requeue's own TERM, a preemption of what leaves anyway
+    note = act.Note(
+        "cause",
+        {
+            "cause": event.kind,
+            "evidence": event.evidence,
+            "seconds_left": None if event.seconds_left is None else round(event.seconds_left, 1),
+        },
+    )
     match event.kind:
-        case "none":
-            return Decision(model)
-        case "unknown" | "suspended":
-            return Decision(model, (note,))
-        case "operator":
+        case "unknown" | "operator":  # Slurm may be away: a save can only help, whatever it is
             return _operator_save(model, note)
+        case "suspended":
+            return Decision(model, (note,))
         case "preemption" | "time_limit":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
         case "cancel":
@@ -185,7 +202,10 @@ def _on_cause(model: Model, event: ev.CauseKnown) -> Decision:
         request_id = model.request_id + 1
         model = msgspec.structs.replace(model, state=State.SAVING, request_id=request_id)
         return Decision(model, (note, act.RequestSave(request_id, True, event.seconds_left)))
-    return Decision(model, (note,))
+    if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
+        return Decision(model, (note, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
+    exit_now = _maybe_exit(model)
+    return Decision(exit_now.model, (note, *exit_now.actions))
 
 
 def _operator_save(model: Model, note: act.Note) -> Decision:
@@ -198,7 +218,9 @@ def _operator_save(model: Model, note: act.Note) -> Decision:
 
 def _on_rank(model: Model, message: FromRank) -> Decision:
     match message:
-        case RankStarted() | SaveStarted() | Stopped():
+        case RankStarted():
+            return Decision(msgspec.structs.replace(model, started=True))
+        case SaveStarted() | Stopped():
             return Decision(model)
         case Progress():
             return _on_progress(model, message)
@@ -210,6 +232,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 "emergency": message.request_id > 0,
             }
             actions = (act.Note("saved", facts), act.Verify(message.name))
+            model = msgspec.structs.replace(model, unverified=message.name)
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
             return Decision(model, actions)
@@ -255,7 +278,9 @@ def _on_failure(model: Model, detail: str) -> Decision:
 
 def _on_generation_ended(model: Model, exit_code: int) -> Decision:
     model = msgspec.structs.replace(model, step_gone=True)
-    if _all_finished(model) and model.state is not State.ENDED:
+    if _all_finished(model) and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
+        if model.unverified:  # done is done only when the last checkpoint has been read back
+            return Decision(msgspec.structs.replace(model, state=State.CHECKING))
         return _exit(model, ExitCode.OK, "all steps are done")
     match model.state:
         case State.LAUNCHING | State.RUNNING:
@@ -296,9 +321,21 @@ def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
     note = act.Note("verified" if good else "corrupt", {"name": name, "detail": detail})
     if good:
         model = msgspec.structs.replace(model, crashes=0)
-    if model.state is State.CHECKING:
+    if name != model.unverified:
+        return Decision(model, (note,))
+    model = msgspec.structs.replace(model, unverified="")
+    if model.state is not State.CHECKING:
+        return Decision(model, (note,))
+    if not _all_finished(model):
         return _leave(model, note)
-    return Decision(model, (note,))
+    if not model.step_gone:
+        return Decision(model, (note,))  # its end is the next event
+    after = (
+        _exit(model, ExitCode.OK, "all steps are done")
+        if good
+        else _on_crash(model, "the last save is corrupt")
+    )
+    return Decision(after.model, (note, *after.actions))
 
 
 def _leave(model: Model, *notes: act.Note) -> Decision:
@@ -320,8 +357,7 @@ def _maybe_exit(model: Model) -> Decision:
         return _exit(model, _EXIT_OF[model.intent], f"{model.cause}: {model.intent}")
     if model.requeue is None:
         return Decision(model)
-    code = ExitCode.REQUEUED if model.requeue.accepted else ExitCode.REQUEUE_FAILED
-    return _exit(model, code, model.requeue.detail)
+    return _exit(model, model.requeue.exit_code, model.requeue.detail)
 
 
 def _exit(model: Model, code: ExitCode, reason: str) -> Decision:

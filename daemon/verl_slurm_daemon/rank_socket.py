@@ -18,6 +18,7 @@ from verl_slurm.wire.messages import FromRank
 
 __all__ = ["RankSocket"]
 
+_PREFIX = "verl-slurm-"
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 
 
@@ -29,6 +30,15 @@ def _control_root() -> str | None:
     return None  # tempfile's choice, normally /tmp; mkdtemp makes it 0700 under a name nobody can guess
 
 
+def _sweep(root: Path) -> None:
+    """Remove what agents of ours that were killed have left."""
+    for left in root.glob(f"{_PREFIX}*"):
+        pid = left.name.removeprefix(_PREFIX).split("-")[0]
+        ours = left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink()
+        if ours and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
 class RankSocket:
     """Accepts this node's ranks and hands on what they say.
 
@@ -38,7 +48,9 @@ class RankSocket:
     """
 
     def __init__(self, deliver: Callable[[FromRank], None], max_ranks: int) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="verl-slurm-", dir=_control_root()))
+        prefix = f"{_PREFIX}{os.getpid()}-"
+        self.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_control_root()))
+        _sweep(self.directory.parent)
         self.page = ControlPage.create(self.directory / PAGE_NAME)
         self._deliver, self._max_ranks = deliver, max_ranks
         self._decoder = msgspec.msgpack.Decoder(FromRank)

@@ -8,12 +8,15 @@ import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.format import MANIFEST
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.files import fsync_path
+from verl_slurm.fence import require_epoch
+from verl_slurm.files import fsync_path, private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.segment import HEAD_BYTES
 
 __all__ = ["ResumePoint", "find_resume_point", "read_back"]
 
@@ -28,12 +31,17 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """What a start has to show: two starts with the same one brought nothing new in between."""
 
 
-def find_resume_point(paths: RunPaths, resume_from: str | None) -> ResumePoint:
+def find_resume_point(paths: RunPaths, resume_from: str | None, epoch: int) -> ResumePoint:
     """Verify from the newest back and take the first that is good; sets corrupt ones aside.
+
+    What the user named counts for the first start after his submission (`RUN/control/resume_once`), then `auto`.
 
     Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
     is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
     """
+    require_epoch(paths, epoch)  # a former life that still breathes must not tidy up under the present one
+    if not paths.resume_once.exists():
+        resume_from = "auto"
     sweep(paths)
     choice = choose_resume(paths, resume_from)
     if choice.path is not None and choice.path.parent != paths.checkpoints:
@@ -42,21 +50,32 @@ def find_resume_point(paths: RunPaths, resume_from: str | None) -> ResumePoint:
     if resume_from != "auto":
         reasons += _abandon_newer(paths, choice)
     name = choice.name or ""
-    journaled = sum(f.stat().st_size for f in paths.ledger.glob("*.ledger")) if paths.ledger.is_dir() else 0
+    segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
+    journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
     return ResumePoint(name, tuple(reasons), f"{name or 'start'}+{journaled}")
 
 
 def _adopt(paths: RunPaths, source: Path) -> str:
-    """Copy a verified checkpoint of another run into this one; it is verified again where it lands."""
+    """Copy a verified checkpoint of another run into this one; it is verified again where it lands.
+
+    Our own of that name is set aside unless it is the very same; and so are our rollouts: they were sampled by
+    other weights than those that now go on.
+    """
     final = paths.checkpoints / source.name
-    if not final.exists():
-        staging = paths.staging(final, secrets.token_hex(4))
-        shutil.copytree(source, staging, symlinks=True)
-        for path in [*staging.rglob("*"), staging]:
-            path.chmod(0o700 if path.is_dir() else 0o600)
-            fsync_path(path)
-        staging.rename(final)
-        fsync_path(paths.checkpoints)
+    if final.exists():
+        if (final / MANIFEST).read_bytes() == (source / MANIFEST).read_bytes():
+            return final.name
+        move_to_quarantine(final, [f"replaced by {source}, as checkpoint.resume_from says"])
+    staging = paths.staging(final, secrets.token_hex(4))
+    shutil.copytree(source, staging, symlinks=True)
+    for path in [*staging.rglob("*"), staging]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+        fsync_path(path)
+    staging.rename(final)
+    fsync_path(paths.checkpoints)
+    if paths.ledger.is_dir() and any(paths.ledger.iterdir()):
+        paths.ledger.rename(paths.ledger.with_name(f"ledger.before.{final.name}.{secrets.token_hex(4)}"))
+        private_dir(paths.ledger)
     return final.name
 
 
@@ -73,7 +92,7 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
     return reasons
 
 
-def read_back(paths: RunPaths, name: str) -> tuple[bool, str]:
+def read_back(paths: RunPaths, name: str, epoch: int) -> tuple[bool, str]:
     """Re-read a committed checkpoint, every byte; (good, what was found).
 
     Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
@@ -82,5 +101,6 @@ def read_back(paths: RunPaths, name: str) -> tuple[bool, str]:
     if verdict.ok:
         return True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
     if verdict.damaged:
+        require_epoch(paths, epoch)
         move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
     return False, verdict.one_line()

@@ -15,7 +15,7 @@ the trainer refused, or there was no progress.
 * LAUNCHING: the step with the agents is started; no rank has passed a safe point yet.
 * RUNNING: every rank trains. An operator's save happens here, without leaving the state.
 * SAVING: the ranks were asked to save and to stop.
-* CHECKING: the save is committed and is being read back.
+* CHECKING: the last save (of an emergency, or of the end) is committed and is being read back.
 * PAUSED: after a crash, before the next generation.
 * LEAVING: the step is being taken down; then requeue, or not, and out.
 * ENDED: an exit code is decided.
@@ -41,10 +41,10 @@ class State(StrEnum):
 
 NEXT: dict[State, frozenset[State]] = {
     State.STARTING: frozenset({State.LAUNCHING, State.ENDED}),
-    State.LAUNCHING: frozenset({State.RUNNING, State.PAUSED, State.LEAVING, State.ENDED}),
-    State.RUNNING: frozenset({State.SAVING, State.PAUSED, State.LEAVING, State.ENDED}),
+    State.LAUNCHING: frozenset({State.RUNNING, State.CHECKING, State.PAUSED, State.LEAVING, State.ENDED}),
+    State.RUNNING: frozenset({State.SAVING, State.CHECKING, State.PAUSED, State.LEAVING, State.ENDED}),
     State.SAVING: frozenset({State.CHECKING, State.LEAVING, State.ENDED}),
-    State.CHECKING: frozenset({State.LEAVING, State.ENDED}),
+    State.CHECKING: frozenset({State.PAUSED, State.LEAVING, State.ENDED}),
     State.PAUSED: frozenset({State.LAUNCHING, State.LEAVING, State.ENDED}),
     State.LEAVING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),

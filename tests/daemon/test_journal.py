@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.journal import Journal, stuck_starts
 
-from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 
@@ -40,11 +39,14 @@ def test_a_last_line_cut_by_a_power_loss_is_left_out(tmp_path: Path) -> None:
     assert [e["event"] for e in read_events(paths)] == ["started"]
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_half_a_line_costs_that_line_alone(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    paths.events.write_bytes(b"{nonsense\n{}\n")
-    with pytest.raises(CheckpointCorrupt, match="events.jsonl:1"):
-        read_events(paths)
+    journal = Journal(paths, epoch=1, job_id="1")
+    journal.event("started")
+    with paths.events.open("ab") as file:
+        file.write(b'{"event": "gener')
+    journal.event("training")
+    assert [e["event"] for e in read_events(paths)] == ["started", "training"]
 
 
 def test_crashes_at_the_same_place_are_counted() -> None:
@@ -57,3 +59,17 @@ def test_progress_forgives_earlier_crashes() -> None:
 
 def test_a_preemption_is_not_a_crash() -> None:
     assert stuck_starts([generation("a"), generation("a"), generation("a")]) == 0
+
+
+def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
+    assert stuck_starts([generation("a"), {"event": "orphaned"}] * 3) == 3
+
+
+def test_a_time_limit_before_the_ranks_train_is_counted_and_one_in_training_is_not() -> None:
+    limit = {"event": "cause", "cause": "time_limit"}
+    assert stuck_starts([generation("a"), limit, generation("a"), limit]) == 2
+    assert stuck_starts([generation("a"), {"event": "training"}, limit]) == 0
+
+
+def test_what_was_mended_and_submitted_again_is_counted_afresh() -> None:
+    assert stuck_starts([generation("a"), CRASH, generation("a"), CRASH, {"event": "submitted"}]) == 0

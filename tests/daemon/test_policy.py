@@ -11,7 +11,7 @@ from verl_slurm_daemon.states import NEXT, State
 
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.slurm.cause import CauseKind
-from verl_slurm.wire.messages import Finished, Progress, Refused, Saved, SaveFailed
+from verl_slurm.wire.messages import Finished, Progress, RankStarted, Refused, Saved, SaveFailed
 
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
 
@@ -20,10 +20,11 @@ def progress(rank: int = 0) -> ev.RankSaid:
     return ev.RankSaid(Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16))
 
 
+SAVED = "step_000003_sp0002"
+
+
 def saved(request_id: int) -> ev.RankSaid:
-    return ev.RankSaid(
-        Saved(rank=0, request_id=request_id, name="step_000003_sp0002", seconds=0.1, num_bytes=9)
-    )
+    return ev.RankSaid(Saved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
 
 
 def cause(kind: CauseKind, left: float | None = 25.0) -> ev.CauseKnown:
@@ -74,8 +75,8 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
     assert story.then(cause(kind))[-1] == act.RequestSave(1, True, 25.0)
     assert kinds(story.then(saved(1))) == [act.Verify]
     assert story.then(ev.GenerationEnded(0)) == []
-    assert kinds(story.then(ev.Verified("step_000003_sp0002", True, ""))) == [act.Requeue]
-    last = story.then(ev.RequeueAnswered(True, "starts in 10 s"))
+    assert kinds(story.then(ev.Verified(SAVED, True, ""))) == [act.Requeue]
+    last = story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s"))
     assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
 
 
@@ -83,7 +84,7 @@ def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
     story = training()
     story.then(cause("preemption"))
     assert kinds(story.then(ev.SaveDeadline())) == [act.Requeue, act.TakeDown]
-    story.then(ev.RequeueAnswered(True, "ok"))
+    story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "ok"))
     assert story.model.state is State.LEAVING
     assert kinds(story.then(ev.GenerationEnded(9))) == [act.Exit]
 
@@ -106,7 +107,7 @@ def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() ->
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    actions = story.then(ev.Verified("step_000003_sp0002", False, "actor/x: sha256"))
+    actions = story.then(ev.Verified(SAVED, False, "actor/x: sha256"))
     assert actions[0].event == "corrupt"  # type: ignore[union-attr]
     assert act.Requeue() in actions
 
@@ -115,7 +116,7 @@ def test_a_cancel_saves_and_never_requeues() -> None:
     story = training()
     story.then(cause("cancel", 15.0))
     story.then(saved(1))
-    story.then(ev.Verified("step_000003_sp0002", True, ""))
+    story.then(ev.Verified(SAVED, True, ""))
     story.then(ev.GenerationEnded(0))
     assert act.Requeue() not in story.actions
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
@@ -147,7 +148,7 @@ def test_a_job_that_somebody_requeued_is_not_requeued_again() -> None:
     story.then(cause("requeued"))
     story.then(saved(1))
     story.then(ev.GenerationEnded(0))
-    story.then(ev.Verified("step_000003_sp0002", True, ""))
+    story.then(ev.Verified(SAVED, True, ""))
     assert act.Requeue() not in story.actions
     assert story.actions[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
 
@@ -156,14 +157,57 @@ def test_an_operators_signal_saves_and_training_goes_on() -> None:
     story = training()
     assert story.then(cause("operator", None))[-1] == act.RequestSave(1, False, None)
     story.then(saved(1))
-    story.then(ev.Verified("step_000003_sp0002", True, ""))
+    story.then(ev.Verified(SAVED, True, ""))
     assert story.model.state is State.RUNNING
 
 
-def test_an_unknown_cause_is_written_down_and_training_goes_on() -> None:
+def test_an_unknown_cause_is_met_with_a_save_and_training_goes_on() -> None:
     story = training()
-    assert kinds(story.then(cause("unknown", None))) == []
+    assert kinds(story.then(cause("unknown", None))) == [act.RequestSave]
     assert story.model.state is State.RUNNING
+
+
+def test_a_signal_that_comes_while_slurm_is_asked_is_asked_about_next() -> None:
+    story = training()
+    story.then(ev.SignalArrived("SIGUSR1", "lead"))
+    assert story.then(ev.SignalArrived("SIGTERM", "lead")) == []
+    actions = story.then(cause("operator", None))
+    assert actions[-1] == act.AskCause("SIGTERM to lead")
+    assert kinds(story.then(cause("preemption"))) == [act.RequestSave]
+
+
+def test_a_cancel_while_the_requeue_is_being_asked_for_is_final() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    story.then(saved(1))
+    story.then(ev.Verified(SAVED, True, ""))
+    assert kinds(story.then(ev.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
+    story.then(cause("cancel"))
+    story.then(ev.GenerationEnded(0))
+    assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
+
+
+def test_the_requeues_own_term_changes_nothing() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    story.then(saved(1))
+    story.then(ev.Verified(SAVED, True, ""))
+    assert story.then(cause("requeued", None)) == []
+    assert story.model.intent is Intent.REQUEUE
+
+
+def test_a_nearer_deadline_is_armed_during_the_save() -> None:
+    story = training()
+    story.then(cause("time_limit", 100.0))
+    assert act.ArmDeadline(20.0) in story.then(cause("preemption", 20.0))
+
+
+def test_a_periodic_save_read_back_late_does_not_end_the_wait_for_the_emergency_one() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    story.then(saved(1))
+    story.then(ev.Verified("step_000002", True, ""))
+    assert story.model.state is State.CHECKING
 
 
 def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
@@ -236,6 +280,29 @@ def test_all_ranks_done_is_the_end_whatever_was_asked_for() -> None:
     assert story.then(ev.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
 
+def test_the_end_is_the_end_only_when_the_last_checkpoint_has_been_read_back() -> None:
+    story = training()
+    story.then(saved(0))
+    for rank in (0, 1):
+        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+    assert story.then(ev.GenerationEnded(0)) == []
+    assert story.then(ev.Verified(SAVED, True, ""))[-1] == act.Exit(ExitCode.OK, "all steps are done")
+
+
+def test_a_corrupt_last_checkpoint_is_a_crash_not_an_end() -> None:
+    story = training()
+    story.then(saved(0))
+    for rank in (0, 1):
+        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+    story.then(ev.GenerationEnded(0))
+    assert kinds(story.then(ev.Verified(SAVED, False, "sha256"))) == [act.Pause]
+
+
+def test_a_slow_start_that_has_spoken_is_not_timed_out() -> None:
+    story = Story(ev.Ready(2), ev.RankSaid(RankStarted(rank=0, pid=1)))
+    assert story.then(ev.StartTimedOut(1)) == []
+
+
 def test_a_lost_node_is_left_to_slurm() -> None:
     story = training()
     assert kinds(story.then(cause("node_lost", None))) == [act.TakeDown]
@@ -267,8 +334,8 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
         ev.SaveDeadline(),
         ev.StartTimedOut(1),
         ev.BackoffOver(0),
-        ev.RequeueAnswered(True, ""),
-        ev.RequeueAnswered(False, ""),
+        ev.RequeueAnswered(ExitCode.REQUEUED, ""),
+        ev.RequeueAnswered(ExitCode.REQUEUE_FAILED, ""),
     ]
     frontier, seen = {Story(ev.Ready(2)).model}, set()
     for _ in range(4):

@@ -58,7 +58,7 @@ def compare(a: Path, b: Path) -> Comparison:
         CheckpointCorrupt: one of them does not verify.
         VerlSlurmError: the comparison itself broke.
     """
-    command = [sys.executable, "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json"]
+    command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)

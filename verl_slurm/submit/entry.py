@@ -27,12 +27,10 @@ class BecomeLead:
         self.run_dir = run_dir
 
     def __call__(self) -> NoReturn:
-        # Between exec and the lead's own handlers lie some hundred milliseconds in which a warning would
-        # kill it. Ignored is the one disposition that survives exec; the lead asks Slurm for the facts when
-        # it starts.
-        for number in _EARLY:
-            signal.signal(number, signal.SIG_IGN)
+        # Between exec and the lead's own handlers lie some hundred milliseconds in which a warning would kill it.
+        # Blocked signals stay so over exec, and a pending one is delivered when the lead unblocks them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
         sys.stdout.flush()
         sys.stderr.flush()
-        argv = [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", self.run_dir]
+        argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", "lead", "--run", self.run_dir]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours, and no shell is what we want

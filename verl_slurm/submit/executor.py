@@ -52,7 +52,7 @@ def render_script(plan: SubmissionPlan) -> str:
 def local_command(plan: SubmissionPlan) -> str:
     """The command that the local executor would start."""
     folder = RunPaths(plan.run_dir).logs
-    return shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
+    return shlex.join([sys.executable, "-P", "-u", "-m", "submitit.core._submit", str(folder)])
 
 
 def submit_job(plan: SubmissionPlan) -> str:
@@ -67,7 +67,7 @@ def submit_job(plan: SubmissionPlan) -> str:
     """
     gone = unwanted_environment(list(os.environ), plan.config)
     environment = {name: value for name, value in os.environ.items() if name not in gone}
-    command = [sys.executable, "-m", __name__, str(plan.run_dir), plan.cluster]
+    command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster]
     try:
         done = subprocess.run(
             command,
@@ -121,7 +121,7 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import SlurmExecutor
 
     try:
-        executor = SlurmExecutor(folder=paths.logs, python="exec " + shlex.quote(sys.executable))
+        executor = SlurmExecutor(folder=paths.logs, python=f"exec {shlex.quote(sys.executable)} -P")
     except RuntimeError as error:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
@@ -134,7 +134,7 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import LocalExecutor
 
     _stay_private_to_this_process()
-    executor = LocalExecutor(folder=paths.logs, python=shlex.quote(sys.executable))
+    executor = LocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
     executor.update_parameters(
         timeout_min=_NO_LIMIT_MIN,
         signal_delay_s=0,

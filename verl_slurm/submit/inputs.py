@@ -133,7 +133,7 @@ def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
 
 
 def _build(kind: str, spec: str) -> str:
-    command = [sys.executable, "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
+    command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=False

@@ -135,7 +135,11 @@ def carry_out(
             undo.callback(_remove_new, paths.logs, _names(paths.logs))
             undo.callback(_remove_new, paths.root, _names(paths.root))
             private_dir(paths.logs)
+            private_dir(paths.control)
             _replace(undo, paths.run_yaml, dump(config))
+            if config.checkpoint.resume_from != "auto":
+                undo.callback(paths.resume_once.unlink, missing_ok=True)
+                write_file(paths.resume_once, b"")
             if drift is not None or not paths.fingerprint.exists():
                 _keep(undo, paths.fingerprint)
                 prints.write(paths, seen)
