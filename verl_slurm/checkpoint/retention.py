@@ -38,41 +38,42 @@ def plan_prune(
     keep_last: int,
     *,
     verified: Collection[str] | None = None,
+    num_verified: int | None = None,
     protected: Collection[str] = (),
 ) -> PrunePlan:
-    """Keep the newest `keep_last` checkpoints, drop what is older than all of them.
+    """Keep at least the newest `keep_last` checkpoints, drop what is older than all that are kept.
 
     Args:
         infos: a catalog, in any order; only committed ones are looked at.
         keep_last: at least 1.
-        verified: names that are known to verify. Then only those count towards `keep_last`: one that was
-            not checked is kept while it is newer, and nothing is dropped while none is known to be good.
-            None: nothing is known; the plan counts all, and `apply_prune` makes sure before it drops.
+        verified: names that are known to verify; nothing is dropped while there are too few of them.
+            None: nothing is known; `apply_prune` makes sure before it drops.
+        num_verified: so many of `verified` must be kept before anything older is dropped. Default:
+            `keep_last`, so one that was not checked is kept besides, while it is newer.
         protected: names that stay whatever happens (one that is being read).
 
     Raises:
-        ValueError: `keep_last` is below 1: the newest is never dropped.
+        ValueError: `keep_last` or `num_verified` is below 1: the newest is never dropped.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last is {keep_last}, at least 1")
+    needed = keep_last if num_verified is None else num_verified
+    if min(keep_last, needed) < 1:
+        raise ValueError(f"keep_last is {keep_last} and num_verified {needed}, at least 1")
     keep: list[Reasoned] = []
     drop: list[Reasoned] = []
-    counted = 0
+    newest = good = 0
     committed = [i for i in infos if i.kind == "committed"]
     for info in sorted(committed, key=lambda i: i.order, reverse=True):
-        if counted < keep_last:
-            good = verified is None or info.name in verified
-            counted += good
+        if newest < keep_last or (verified is not None and good < needed):
+            newest += 1
+            good += verified is not None and info.name in verified
             reason = (
-                f"number {counted} of the newest {keep_last}"
-                if good
-                else "not verified yet, and older ones are not dropped before it"
+                f"number {newest} of the newest {keep_last}"
+                if newest <= keep_last
+                else f"too few of the newer ones are known to verify, at least {needed}"
             )
             keep.append(Reasoned(name=info.name, reason=reason))
         elif info.name in protected:
             keep.append(Reasoned(name=info.name, reason="in use"))
         else:
             drop.append(Reasoned(name=info.name, reason=f"older than the newest {keep_last}"))
-    return PrunePlan(
-        keep=tuple(keep), drop=tuple(drop), assured=verified is not None and counted == keep_last
-    )
+    return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed)

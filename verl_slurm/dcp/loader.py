@@ -51,14 +51,12 @@ def load_runtime_state(directory: Path, ranks: Collective) -> RuntimeState:
     """This rank's runtime state.
 
     Raises:
-        CheckpointCorrupt: it is not there, or does not decode, or belongs to another rank or world size.
+        CheckpointCorrupt: it does not decode, or belongs to another rank or world size.
+        OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
+            nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
     path = directory / runtime_state_name(ranks.rank)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise _unfit(path, error, "a runtime state for every rank") from error
-    state = decode(data, where=path)
+    state = decode(path.read_bytes(), where=path)
     if (state.rank, state.world_size) != (ranks.rank, ranks.world_size):
         raise _unfit(
             path, f"rank {state.rank} of {state.world_size}", f"rank {ranks.rank} of {ranks.world_size}"

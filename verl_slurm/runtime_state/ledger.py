@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +21,30 @@ from typing import Self
 
 import numpy as np
 
-from verl_slurm.errors import CheckpointCorrupt, Fenced
+from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.container import pack, specify, unpack
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head, open_segment, scan
 
-__all__ = ["Ledger", "LedgerStats", "load", "prune", "stats"]
+__all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
 
 _SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger")
 _GROUP = "rollouts"
 
 Key = tuple[int, int]
+
+_PATIENCE_S = 10.0
+"""How long a segment's former owner, killed a moment ago, may take to die."""
+_LOOK_AGAIN_S = 0.1
+
+
+class SegmentHeld(VerlSlurmError):
+    """Another process holds the segment. It is of our own epoch, so it is about to die: try again."""
+
+    exit_code = ExitCode.INTERNAL
 
 
 class Ledger:
@@ -43,7 +55,8 @@ class Ledger:
     Called by: trainer, once a rank; `append` after every generated micro-batch.
 
     Raises:
-        Fenced: another living process holds this segment.
+        SegmentHeld: another process holds this segment and does not end.
+        OSError: it cannot be opened.
     """
 
     def __init__(self, paths: RunPaths, epoch: int, rank: int) -> None:
@@ -136,20 +149,33 @@ class Ledger:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock(fd)
+        except BaseException:
             os.close(fd)
-            raise Fenced(
-                "the ledger segment is held by a living process",
-                where=self.path,
-                expected="one writer a rank and epoch",
-                remedy="wait for the older process to end, or start with a new epoch",
-            ) from None
-        except OSError:
-            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
-            # two incarnations apart.
-            pass
+            raise
         return fd
+
+    def _lock(self, fd: int) -> None:
+        """Looks again and again: a blocking flock knows no time limit, and on NFS is a loop of its own."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(_LOOK_AGAIN_S)
+                    continue
+                raise SegmentHeld(
+                    "the ledger segment is held by a living process",
+                    where=self.path,
+                    expected=f"one writer a rank and epoch; waited {_PATIENCE_S:.0f} s for the other to end",
+                    remedy="wait for the older process to end, or start with a new epoch",
+                ) from None
+            except OSError:
+                # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
+                # two incarnations apart.
+                pass
+            return
 
     def _cut_torn_tail(self) -> int:
         """Truncate behind the last whole record; returns where the next one goes."""
@@ -189,12 +215,18 @@ class LedgerStats:
 
 
 def load(
-    paths: RunPaths, *, from_step: int, report: Callable[[str], None] | None = None
+    paths: RunPaths,
+    *,
+    from_step: int,
+    wanted: Callable[[int, int], bool] = lambda step, micro_batch: True,
+    report: Callable[[str], None] | None = None,
 ) -> dict[Key, Arrays]:
-    """All journaled rollouts of the steps from `from_step` on, over every epoch and rank.
+    """The journaled rollouts of the steps from `from_step` on, over every epoch and rank.
 
     Args:
         from_step: whole steps done in the state that is resumed.
+        wanted: told step and global micro-batch of a record. What it turns down is not decoded: a rank
+            holds its own rollouts in memory, not everybody's.
         report: told of each damaged region, one line each; loading then goes on without what was in it.
             None: damage raises.
 
@@ -210,7 +242,7 @@ def load(
     for path, fd, item in _walk(paths, from_step):
         if isinstance(item, Gap):
             _complain(path, item, report)
-        elif item.step >= from_step:
+        elif item.step >= from_step and wanted(item.step, item.micro_batch):
             arrays = _arrays(path, fd, item, report)
             if arrays is not None:
                 rollouts[item.step, item.micro_batch] = arrays

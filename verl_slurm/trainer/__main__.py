@@ -5,8 +5,8 @@ TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usua
 """
 
 import argparse
+import errno
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -14,12 +14,19 @@ from typing import NoReturn
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+from verl_slurm.trainer import console
+from verl_slurm.trainer.lifeline import CONTROL_VARIABLE, die_with_launcher
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.messages import RankStarted, Refused
 
 __all__ = ["main", "run_and_leave"]
 
-CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
+_STORAGE_MOODS = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOLCK}
+    | {errno.ENXIO, errno.ENODEV, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN}
+    | {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+)
+"""What a system says that is unwell and may be better at the next start."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,13 +47,25 @@ def main(argv: list[str] | None = None) -> int:
         _train(RunPaths(options.run), options.epoch, options.resume, line)
     except VerlSlurmError as raised:
         # What failed on this rank alone reaches us as RanksFailed on all; here the cause says more.
-        cause = raised.__cause__
-        error = cause if isinstance(cause, VerlSlurmError) else raised
-        sys.stderr.write(f"rank {rank}: {error.one_line()}\n")
-        if error.exit_code is not ExitCode.INTERNAL:
-            line.send(Refused(rank=rank, exit_code=int(error.exit_code), reason=error.one_line()))
+        cause, error = raised.__cause__, raised
+        if raised.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
+            error = cause
+        console.complain(f"rank {rank}: {error.one_line()}")
+        # Refused ends the run for good. Where another start may help, we are a crash like any other.
+        if error.exit_code is ExitCode.INTERNAL or _is_mood(error):
+            return int(ExitCode.INTERNAL)
+        line.send(Refused(rank=rank, exit_code=int(error.exit_code), reason=error.one_line()))
         return int(error.exit_code)
     return int(ExitCode.OK)
+
+
+def _is_mood(error: BaseException | None) -> bool:
+    """Whether a storage or system that is unwell for a moment is behind `error`."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _STORAGE_MOODS:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
@@ -69,6 +88,7 @@ def run_and_leave() -> NoReturn:
     takes that for a crash. Everything that must be written is flushed and closed by then; and leaving at once
     is a few tenths of a second sooner.
     """
+    die_with_launcher()
     code = int(ExitCode.INTERNAL)
     try:
         code = main()
@@ -77,8 +97,7 @@ def run_and_leave() -> NoReturn:
     except BaseException:  # noqa: BLE001 - the root of this process: said here, as there is nobody above
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        console.flush()
         os._exit(code)
 
 

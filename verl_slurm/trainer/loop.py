@@ -9,7 +9,8 @@ from enum import StrEnum
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import RanksFailed
-from verl_slurm.errors import Fenced
+from verl_slurm.errors import Fenced, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.trainer.position import Position, StepShape, after, safe_point
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.saving import Checkpointer, is_due
@@ -17,7 +18,7 @@ from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopping import Order, Stopper
 
-__all__ = ["Ending", "Loop"]
+__all__ = ["Ending", "FinalSaveFailed", "Loop"]
 
 
 class Ending(StrEnum):
@@ -25,6 +26,12 @@ class Ending(StrEnum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
+
+
+class FinalSaveFailed(VerlSlurmError):
+    """All steps are done, and the result is on no disk: not an end, but a crash that another start may mend."""
+
+    exit_code = ExitCode.INTERNAL
 
 
 class Loop:
@@ -51,6 +58,7 @@ class Loop:
         self._learner, self._checkpointer = learner, checkpointer
         self._stopper, self._reporter = stopper, reporter
         self._saved: tuple[Position, str, int] | None = (state.position, saved_as, 0) if saved_as else None
+        self._save_problem: str | None = None
         self._clock = _PhaseClock()
 
     def run(self) -> Ending:
@@ -58,6 +66,7 @@ class Loop:
 
         Raises:
             Fenced: another incarnation owns the run; nothing of it was touched.
+            FinalSaveFailed: trained to the end, and the end could not be saved.
         """
         try:
             return self._run()
@@ -72,6 +81,7 @@ class Loop:
             if order is not None or self._is_due(state.position):
                 self._save(order)
             if finished:
+                self._require_saved()
                 self._reporter.finished(total)
                 return Ending.FINISHED
             if order is not None and order.stop:
@@ -97,22 +107,33 @@ class Loop:
         self._reporter.step_done(row, timings)
         return row | timings
 
+    def _is_saved(self) -> bool:
+        return self._saved is not None and self._saved[0] == self._state.position
+
+    def _require_saved(self) -> None:
+        if not self._is_saved():
+            raise FinalSaveFailed(
+                "training is done, but its result could not be saved",
+                found=self._save_problem,
+                remedy="the next start does the steps since the newest checkpoint again",
+            )
+
     def _is_due(self, position: Position) -> bool:
-        already = self._saved is not None and self._saved[0] == position
-        return not already and is_due(position, self._config.checkpoint, self._config.train.steps)
+        return not self._is_saved() and is_due(position, self._config.checkpoint, self._config.train.steps)
 
     def _save(self, order: Order | None) -> None:
         """Save, say so, clean up. A save that fails is said too, and training goes on with what it has."""
         state, request_id = self._state, order.request_id if order else 0
         position = state.position
         self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
-        if self._saved is not None and self._saved[0] == position:
+        if self._saved is not None and self._is_saved():
             self._reporter.saved(request_id, self._saved[1], 0.0, self._saved[2])
             return
         try:
             done = self._checkpointer.save(state)
         except RanksFailed as error:
-            self._reporter.save_failed(request_id, error.one_line())
+            self._save_problem = error.one_line()
+            self._reporter.save_failed(request_id, self._save_problem)
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
             return

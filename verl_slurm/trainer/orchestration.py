@@ -72,16 +72,19 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
 
     Raises:
         ConfigError: the run was started with another world size or topology.
-        CheckpointCorrupt: the file is not readable as what it should be.
+        CheckpointCorrupt: its content is not what it should be.
+        OSError: the storage did not answer; says nothing about the file.
     """
     path = paths.orchestration
-    if not path.exists():
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
         write_file(path, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
         os.chmod(path, 0o400)
         return now
     try:
-        first = msgspec.json.decode(path.read_bytes(), type=Orchestration)
-    except (OSError, msgspec.MsgspecError) as error:
+        first = msgspec.json.decode(data, type=Orchestration)
+    except msgspec.MsgspecError as error:
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",
             where=path,

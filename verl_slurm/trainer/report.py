@@ -1,12 +1,14 @@
 """What a rank tells: messages to its daemon, one line a step on stdout, curves for TensorBoard.
 
-Nothing here changes a number of the training, and nothing here may stop it.
+Nothing here changes a number of the training, and nothing here may stop it. The daemon is told first: it acts
+on what it hears, and hears it even where the disk is too full for a line.
 """
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
 from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.messages import Finished, Progress, Saved, SaveFailed, SaveStarted, Stopped
@@ -46,11 +48,7 @@ class Reporter:
         self._safe_points = 0
         self._writer: tb.SummaryWriter | None = None
         if rank == 0:
-            # Here, not at the top: the other ranks need not pay for the import.
-            from torch.utils.tensorboard import SummaryWriter
-
-            tensorboard.mkdir(mode=0o700, exist_ok=True)
-            self._writer = SummaryWriter(str(tensorboard), purge_step=first_step + 1)
+            self._curves(lambda: self._open_curves(tensorboard, first_step))
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
         """A safe point was reached; `position` comes next."""
@@ -69,16 +67,10 @@ class Reporter:
 
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
         """A step is finished: the line and the curves, from rank 0."""
-        if self._writer is None:
-            return
         self.say(progress_line(row, timings, self._total_steps))
-        step = int(row["step"])
-        for name, value in row.items():
-            if name != "step":
-                self._writer.add_scalar(f"train/{name}", value, step)
-        for name, value in timings.items():
-            self._writer.add_scalar(f"time/{name}", value, step)
-        self._writer.flush()
+        curves = {f"train/{name}": value for name, value in row.items() if name != "step"}
+        curves |= {f"time/{name}": value for name, value in timings.items()}
+        self._curves(lambda: self._draw(curves, int(row["step"])))
 
     def save_started(self, request_id: int, step: int, safe_point: int) -> None:
         self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
@@ -86,20 +78,20 @@ class Reporter:
     def saved(self, request_id: int, name: str, seconds: float, num_bytes: int) -> None:
         """The checkpoint is in place; rank 0 says so."""
         if self._rank == 0:
-            self.say(f"saved {name} ({num_bytes} bytes, {seconds:.2f} s)")
             self._line.send(
                 Saved(rank=0, request_id=request_id, name=name, seconds=seconds, num_bytes=num_bytes)
             )
+            self.say(f"saved {name} ({num_bytes} bytes, {seconds:.2f} s)")
 
     def save_failed(self, request_id: int, reason: str) -> None:
         if self._rank == 0:
-            self.complain(f"save failed: {reason}")
             self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason))
+            self.complain(f"save failed: {reason}")
 
     def complain(self, text: str) -> None:
         """Something that does not stop the training; one line on stderr, from rank 0."""
         if self._rank == 0:
-            sys.stderr.write(text + "\n")
+            console.complain(text)
 
     def stopped(self, request_id: int) -> None:
         self._line.send(Stopped(rank=self._rank, request_id=request_id))
@@ -110,9 +102,31 @@ class Reporter:
     def say(self, text: str) -> None:
         """One line on stdout, from rank 0."""
         if self._rank == 0:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            console.say(text)
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            self._curves(self._writer.close)
+
+    def _open_curves(self, directory: Path, first_step: int) -> None:
+        # Here, not at the top: the other ranks need not pay for the import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)
+
+    def _draw(self, curves: dict[str, float], step: int) -> None:
+        if self._writer is None:
+            return
+        for name, value in curves.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def _curves(self, work: Callable[[], None]) -> None:
+        """Do `work` on the curves; after its first failure there are no more of them in this process."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever a file system or writer thinks of, training goes on
+            # Not closed: it would try to write once more.
+            self._writer = None
+            self.complain(f"no curves for TensorBoard from here on: {error}")

@@ -4,33 +4,78 @@ Order: the manifest is held against this run, then the checkpoint state is loade
 the runtime state, then the ledger's later rollouts. The generators are put back last of all.
 """
 
-import sys
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.checkpoint.format import Manifest
-from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
 from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import ConfigError, DataError
-from verl_slurm.paths import RunPaths
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.trainer import console
 from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
 from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.state import TrainState, restore_state
 
-__all__ = ["check_manifest", "checkpoint_directory", "load_replay", "load_state", "where_it_starts"]
+__all__ = [
+    "check_manifest",
+    "checkpoint_directory",
+    "load_replay",
+    "load_state",
+    "require_verified",
+    "where_it_starts",
+]
 
 
-def checkpoint_directory(paths: RunPaths, resume: str) -> Path | None:
-    """What `--resume` means: a name in this run's checkpoints, a path, or nothing."""
+def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path | None:
+    """What `--resume` means: a name in this run's checkpoints, nothing, or by hand also a path.
+
+    Args:
+        by_hand: there is no daemon. A daemon copies a foreign checkpoint into the run first, and verifies it
+            there; so a path from one is a mistake.
+
+    Raises:
+        ConfigError: it is no checkpoint's name, and no path where one is allowed.
+    """
     if not resume:
         return None
-    return Path(resume) if "/" in resume else paths.checkpoints / resume
+    if CHECKPOINT_NAME.fullmatch(resume):
+        return paths.checkpoints / resume
+    if by_hand and "/" in resume:
+        return Path(resume)
+    raise ConfigError(
+        "--resume names no checkpoint of this run",
+        where=paths.checkpoints,
+        found=resume,
+        expected="a name such as step_000012" + (" or a path" if by_hand else ""),
+        remedy="verl-slurm checkpoints lists what there is",
+    )
+
+
+def require_verified(directory: Path) -> bytes:
+    """Check every byte of a checkpoint before it is opened: to load one is to unpickle a part of it.
+
+    Called by: trainer.setup, rank 0, where no daemon has done so.
+
+    Raises:
+        CheckpointCorrupt: it does not verify.
+    """
+    verdict = verify(directory)
+    if not verdict.ok:
+        raise CheckpointCorrupt(
+            "the checkpoint does not verify",
+            where=directory,
+            found=verdict.one_line(),
+            expected="every file as its manifest says",
+            remedy="resume from another one (verl-slurm checkpoints)",
+        )
+    return b""
 
 
 def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -> Manifest:
@@ -98,23 +143,29 @@ def load_replay(
     """
 
     def report(text: str) -> None:
-        sys.stderr.write(f"rank {ranks.rank}: {text}\n")
+        console.complain(f"rank {ranks.rank}: {text}")
 
-    found = journal.load(paths, from_step=state.position.step, report=report)
     ahead = (state.position.step, first_generation(state.position, shape) * ranks.world_size)
-    return {
-        key: arrays
-        for key, arrays in found.items()
-        if key >= ahead and key[1] % ranks.world_size == ranks.rank
-    }
+
+    def mine(step: int, micro_batch: int) -> bool:
+        return (step, micro_batch) >= ahead and micro_batch % ranks.world_size == ranks.rank
+
+    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report)
 
 
 def where_it_starts(
-    state: TrainState, shape: StepShape, manifest: Manifest | None, dataset: str, num_replay: int
+    state: TrainState,
+    shape: StepShape,
+    manifest: Manifest | None,
+    dataset: str,
+    num_replay: int,
+    *,
+    foreign: Path | None = None,
 ) -> str:
     """One line for people: what was restored.
 
     Args:
+        foreign: where the checkpoint lies, if not among this run's own.
         dataset: the data set's fingerprint now.
     """
     replay = f"{num_replay} journaled micro-batches of rank 0 to replay"
@@ -123,6 +174,6 @@ def where_it_starts(
     consumed = rollout_offset(state.position, shape)
     data = "unchanged" if dataset == manifest.dataset_fingerprint else "CHANGED since"
     return (
-        f"resumed {manifest.name}: {state.position}, {consumed} prompts consumed, "
+        f"resumed {manifest.name}{f' from {foreign}' if foreign else ''}: {state.position}, {consumed} prompts consumed, "
         f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}"
     )

@@ -27,6 +27,9 @@ from verl_slurm.trainer.step import Optimizers
 __all__ = ["Checkpointer", "is_due", "live_tensors"]
 
 
+_ASSURED_KEPT = 2
+
+
 def is_due(position: Position, config: CheckpointConfig, total_steps: int) -> bool:
     """Whether the plan of saves has one at `position`: every so many whole steps, and at the end."""
     if position.phase != "step_end" or position.step == 0:
@@ -51,6 +54,7 @@ class Checkpointer:
 
     Args:
         epoch_check: raises `Fenced` when another incarnation owns the run.
+        resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
 
     Called by: trainer.loop, on every rank.
     """
@@ -68,10 +72,13 @@ class Checkpointer:
         provenance: Provenance,
         schema: SchemaVersion,
         epoch_check: Callable[[], None],
+        resumed_from: str,
     ) -> None:
         self._config, self._paths, self._shape, self._ranks = config, paths, shape, ranks
         self._models, self._optimizers, self._ledger = models, optimizers, ledger
         self._provenance, self._schema, self._epoch_check = provenance, schema, epoch_check
+        self._assured = {resumed_from} - {""}
+        """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
     def save(self, state: TrainState) -> SavedCheckpoint:
         """Commit a checkpoint of `state`. Collective.
@@ -85,10 +92,14 @@ class Checkpointer:
             runtime=runtime,
             texts=self._texts(state) if self._ranks.rank == 0 else {},
         )
-        return save(self._paths, contents, self._provenance, self._ranks, epoch_check=self._epoch_check)
+        done = save(self._paths, contents, self._provenance, self._ranks, epoch_check=self._epoch_check)
+        self._assured.add(done.name)
+        return done
 
     def clean_up(self) -> None:
         """Remove checkpoints beyond `keep_last`, and journal records that no kept one needs. Collective.
+
+        Training waits meanwhile, so no checkpoint is read for it: see `_prune`.
 
         Raises:
             RanksFailed: some of it could not be removed; nothing that is needed was.
@@ -97,8 +108,17 @@ class Checkpointer:
         self._ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
 
     def _prune(self) -> bytes:
-        """Rank 0's part; returns the step from which on the ledger is still needed."""
-        plan = plan_prune(list_checkpoints(self._paths), self._config.checkpoint.keep_last)
+        """Rank 0's part; returns the step from which on the ledger is still needed.
+
+        What we committed was hashed as it was written, but nobody has read it back yet. So one more that is
+        known to be whole must stay beside it before anything older goes, whatever `keep_last` says.
+        """
+        plan = plan_prune(
+            list_checkpoints(self._paths),
+            self._config.checkpoint.keep_last,
+            verified=self._assured,
+            num_verified=_ASSURED_KEPT,
+        )
         apply_prune(self._paths, plan)
         kept = [info for info in list_checkpoints(self._paths) if info.kind == "committed"]
         oldest = min((info.step for info in kept), default=0)

@@ -33,6 +33,7 @@ from verl_slurm.trainer.resuming import (
     checkpoint_directory,
     load_replay,
     load_state,
+    require_verified,
     where_it_starts,
 )
 from verl_slurm.trainer.rewards import build_reward
@@ -84,7 +85,10 @@ def build_loop(
         ),
         type=_Digests,
     )
-    directory = checkpoint_directory(paths, resume)
+    by_hand = isinstance(line, NoDaemon)
+    directory = checkpoint_directory(paths, resume, by_hand=by_hand)
+    if directory and by_hand:
+        ranks.on_first("verifying the checkpoint", lambda: require_verified(directory))
     manifest = check_manifest(directory, config, digests.frozen) if directory else None
 
     mesh = init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("dp",))
@@ -107,6 +111,9 @@ def build_loop(
     state = fresh_state(config)
     if directory:
         state = load_state(directory, config, shape, live_tensors(models, optimizers), ranks)
+    # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
+    ours = manifest is not None and directory == paths.checkpoints / manifest.name
+    saved_as = manifest.name if manifest and ours else ""
     replay = load_replay(paths, state, shape, ranks)
     reporter = Reporter(
         rank=ranks.rank,
@@ -115,7 +122,8 @@ def build_loop(
         tensorboard=paths.tensorboard,
         first_step=state.position.step,
     )
-    reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay)))
+    foreign = None if ours else directory
+    reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
     schema = current_schema()
     return Loop(
         config=config,
@@ -152,11 +160,11 @@ def build_loop(
             ),
             schema=schema,
             epoch_check=lambda: require_epoch(paths, epoch),
+            resumed_from=saved_as,
         ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
-        # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
-        saved_as=manifest.name if manifest and directory == paths.checkpoints / manifest.name else "",
+        saved_as=saved_as,
     )
 
 

@@ -5,7 +5,6 @@ the weights, the buffers, the configuration and the position, and on nothing els
 method with the same index: the forward passes of sharded models are collective.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.trainer import console
 from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
@@ -121,7 +121,7 @@ class Learner:
             self._ledger.append(step, micro_batch, to_arrays(batch))
         except OSError as error:
             # Without its record this rollout would be sampled again after a crash; no reason to crash now.
-            sys.stderr.write(f"rank {self._ranks.rank}: rollout not journaled: {error}\n")
+            console.complain(f"rank {self._ranks.rank}: rollout not journaled: {error}")
 
     # ---- score
 

@@ -1,0 +1,128 @@
+"""What a lead does, with a scheduler that answers late, badly or not at all."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon import actions as act
+from verl_slurm_daemon import effects as module
+from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.allocation import Outlook
+from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.resume import ResumePoint
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import Epoch
+from verl_slurm.paths import RunPaths
+
+REQUEUED = ev.RequeueAnswered(ExitCode.REQUEUED, "requeued")
+
+
+class Scripted:
+    """An allocation that says what it is told to."""
+
+    cluster = "slurm"
+    job_id = "7"
+    restart = 0
+
+    def __init__(self, *answers: ev.RequeueAnswered | str) -> None:
+        self.answers = list(answers)
+        self.steps = 0
+        self.step_started = asyncio.Event()
+
+    async def address(self) -> str:
+        return "127.0.0.1"
+
+    async def cause(self, trigger: str) -> ev.CauseKnown:
+        return ev.CauseKnown("none", trigger, None)
+
+    async def outlook(self) -> Outlook:
+        return Outlook(answered=True)
+
+    async def requeue(self) -> ev.RequeueAnswered | str:
+        return self.answers.pop(0)
+
+    async def still_alive(self, owner: Epoch) -> str:
+        return ""
+
+    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+        self.steps += 1
+        self.step_started.set()
+        return [await asyncio.create_subprocess_exec("sleep", "600")]
+
+
+def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[ev.Event]"]:
+    paths, posted = RunPaths(tmp_path), asyncio.Queue[ev.Event]()
+    journal = Journal(paths, epoch=1, job_id="7")
+    return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
+
+
+def test_a_requeue_that_got_no_answer_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
+
+    async def story() -> ev.Event:
+        allocation = Scripted("slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED)
+        effects, posted = effects_of(tmp_path, allocation)
+        effects.perform(act.Requeue())
+        return await posted.get()
+
+    assert asyncio.run(story()) == REQUEUED
+    said = [e["accepted"] for e in read_events(RunPaths(tmp_path)) if e["event"] == "requeue"]
+    assert said == [False, False, True]
+
+
+@pytest.mark.parametrize("moment", ["while looking for a checkpoint", "after the step was started"])
+def test_a_take_down_reaches_a_generation_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    early = moment.startswith("while")
+    looked, go_on = threading.Event(), threading.Event()
+
+    def look(*_: object) -> ResumePoint:
+        looked.set()
+        assert go_on.wait(30)
+        return ResumePoint("", (), "start+0")
+
+    monkeypatch.setattr(module, "find_resume_point", look)
+    monkeypatch.setattr(module, "_GOODBYE_S", 0.05)
+
+    async def story() -> tuple[ev.Event, int]:
+        allocation = Scripted()
+        effects, posted = effects_of(tmp_path, allocation)
+        effects.perform(act.StartGeneration(1))
+        await asyncio.to_thread(looked.wait, 30)
+        if early:
+            effects.perform(act.TakeDown())
+            await asyncio.sleep(0)
+        go_on.set()
+        if not early:
+            await allocation.step_started.wait()
+            effects.perform(act.TakeDown())
+        return await posted.get(), allocation.steps
+
+    ended, steps = asyncio.run(story())
+    assert isinstance(ended, ev.GenerationEnded)
+    assert steps == (0 if early else 1)
+
+
+def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*_: object) -> ResumePoint:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(module, "find_resume_point", look)
+
+    async def story() -> tuple[ExitCode, str] | None:
+        effects, posted = effects_of(tmp_path, Scripted())
+        effects.perform(act.StartGeneration(1))
+        await posted.get()
+        return effects.exit
+
+    assert asyncio.run(story()) == (ExitCode.INTERNAL, "a bug")

@@ -1,0 +1,119 @@
+"""Where a generation starts from: what was named, once; then the newest that verifies."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon.resume import find_resume_point, read_back
+
+from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from verl_slurm.checkpoint.commit import commit
+from verl_slurm.errors import Fenced
+from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.segment import HEAD_BYTES
+
+
+def save(paths: RunPaths, step: int, safe_point: int = 0, **changes: object) -> Path:
+    private_dir(paths.root)
+    staging = stage(paths, step, safe_point)
+    return commit(staging, manifest_of(staging, **changes), epoch_check=owns_it)
+
+
+def ask_once(paths: RunPaths) -> None:
+    """What `submit` does where `resume_from` is not auto."""
+    private_dir(paths.control)
+    paths.resume_once.write_bytes(b"")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "run")
+    private_dir(paths.root)
+    take_epoch(paths, job_id="1", restart=0)
+    return paths
+
+
+def test_the_newest_checkpoint_that_verifies_is_taken(run: RunPaths) -> None:
+    save(run, 2)
+    newest = save(run, 4, 3)
+    assert find_resume_point(run, "auto", 1).name == newest.name
+
+
+def test_a_named_checkpoint_counts_for_one_start_and_newer_ones_are_set_aside(run: RunPaths) -> None:
+    named, newer = save(run, 2), save(run, 4)
+    ask_once(run)
+    assert find_resume_point(run, named.name, 1).name == named.name
+    assert not newer.exists()
+    run.resume_once.unlink()
+    later = save(run, 3)
+    assert find_resume_point(run, named.name, 1).name == later.name
+
+
+def test_null_starts_from_nothing_once_and_destroys_nothing(run: RunPaths) -> None:
+    old = save(run, 4)
+    ask_once(run)
+    assert find_resume_point(run, None, 1).name == ""
+    assert len(list(run.quarantine.glob(f"{old.name}.*"))) == 2, "the checkpoint and the reason"
+
+
+def test_a_checkpoint_of_another_run_is_copied_even_over_ours_of_that_name(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    other = RunPaths(tmp_path / "other")
+    theirs = save(other, 4, created_utc="2020-02-02T00:00:00Z")
+    ours = save(run, 4)
+    private_dir(run.ledger)
+    run.ledger_segment(1, 0).write_bytes(b"sampled by other weights")
+    ask_once(run)
+    assert find_resume_point(run, str(theirs), 1).name == ours.name
+    assert b"2020-02-02" in (ours / "manifest.json").read_bytes()
+    assert list(run.ledger.iterdir()) == []
+    assert len(list(run.root.glob("ledger.before.*"))) == 1
+
+
+def test_an_incarnation_that_lost_the_run_tidies_up_nothing(run: RunPaths) -> None:
+    save(run, 2)
+    half_made = stage(run, 4)
+    take_epoch(run, job_id="2", restart=0)
+    with pytest.raises(Fenced):
+        find_resume_point(run, "auto", 1)
+    assert half_made.directory.exists(), "the save of the newer incarnation"
+
+
+def test_a_new_epoch_alone_is_no_progress_and_a_rollout_is(run: RunPaths) -> None:
+    private_dir(run.ledger)
+    before = find_resume_point(run, "auto", 1).progress
+    run.ledger_segment(1, 0).write_bytes(bytes(HEAD_BYTES))
+    assert find_resume_point(run, "auto", 1).progress == before
+    run.ledger_segment(1, 0).write_bytes(bytes(HEAD_BYTES + 1))
+    assert find_resume_point(run, "auto", 1).progress != before
+
+
+def test_a_fresh_checkpoint_is_read_back_and_a_damaged_one_set_aside(run: RunPaths) -> None:
+    good, bad = save(run, 2), save(run, 4)
+    (bad / "actor/__0_0.distcp").write_bytes(b"torn")
+    assert read_back(run, good.name, 1)[0]
+    ok, detail = read_back(run, bad.name, 1)
+    assert not ok
+    assert "actor/__0_0.distcp" in detail
+    assert not bad.exists()
+    assert good.exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(run, 2)
+
+    def failing(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing)
+        good, detail = read_back(run, checkpoint.name, 1)
+    assert not good
+    assert "Input/output error" in detail
+    assert checkpoint.exists()

@@ -1,0 +1,48 @@
+"""A rank does not outlive its launcher: the kernel sees to it.
+
+An agent that is killed takes the launcher with it (PR_SET_PDEATHSIG), but torchrun's workers are in sessions of
+their own and would go on, and write. The kernel sends its signal only for a parent that dies after it was asked
+to; so one that died before is looked for, too.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+__all__ = ["CONTROL_VARIABLE", "die_with_launcher"]
+
+CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
+"""Holds the agent's control directory. The agent sets it for the launcher, who hands it on to its ranks."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_launcher() -> None:
+    """Under a daemon, on Linux: have this process killed when its parent dies; end now if it is dead already.
+
+    The signal comes with the end of the *thread* that forked us (prctl(2)); torchrun starts its workers from
+    its main thread.
+
+    Called by: trainer.__main__, before anything else.
+    """
+    control = os.environ.get(CONTROL_VARIABLE)
+    if control is None or sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
+        os._exit(1)
+
+
+def _is_launcher(pid: int, control: str) -> bool:
+    """Whether `pid` is of our launch: it has our control directory. Who adopts an orphan (the agent, as its
+    subreaper, or init) has not: it is the agent who makes the directory up."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True  # /proc does not tell; the changed parent is still noticed
+    return f"{CONTROL_VARIABLE}={control}".encode() in environment.split(b"\0")
