@@ -92,6 +92,12 @@ def run_demo(
         strike = _Preemption(cluster, RunPaths(interrupted), tell)
         began = time.monotonic()
         _run(config, [*overrides, f"run_dir={interrupted}", "name=interrupted"], kind, tell, strike)
+        if not strike.where:
+            raise VerlSlurmError(
+                "the run was over before it could be preempted",
+                where=interrupted,
+                remedy=f"give it more than {_PREEMPT_AT_STEP} steps",
+            )
         between = time.monotonic()
         tell.say("2. its twin, undisturbed")
         undisturbed = directory / "undisturbed"
@@ -120,10 +126,10 @@ def run_demo(
 @contextmanager
 def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[DevCluster | None]:
     """The embedded cluster of four nodes, or None where Slurm is not to be had."""
-    if any(
-        shutil.which(program, path=_SBIN) is None for program in ("slurmctld", "slurmd", "munged", "sbatch")
-    ):
-        tell.say("Slurm is not installed and could not be: on submitit's local executor instead.")
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_SBIN) is None]
+    if missing or without_slurm:
+        why = f"Slurm is not here ({', '.join(missing)})" if missing else "without Slurm, as asked"
+        tell.say(f"{why}: on submitit's local executor, a signal standing for the preemption")
         yield None
         return
     cluster = DevCluster(directory / "cluster")

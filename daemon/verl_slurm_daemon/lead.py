@@ -72,7 +72,14 @@ class Lead:
         journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id)
         self._status.epoch = mine.epoch
         nodes = os.environ.get("SLURM_JOB_NODELIST", mine.host)
-        journal.event("started", cluster=mine.cluster, restart=mine.restart, nodes=nodes, pid=mine.pid)
+        journal.event(
+            "started",
+            cluster=mine.cluster,
+            host=mine.host,
+            restart=mine.restart,
+            nodes=nodes,
+            pid=mine.pid,
+        )
         effects = Effects(
             self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
         )

@@ -68,7 +68,8 @@ def last_job(paths: RunPaths) -> Submission:
     host = ""
     found: Submission | None = None
     for event in read_events(paths):
-        if event["event"] == "submitted" and event.get("cluster") in ("slurm", "local"):
+        # A lead says so too: a run may have been started by hand, through the sbatch template.
+        if event["event"] in ("submitted", "started") and event.get("cluster") in ("slurm", "local"):
             cluster, host = event["cluster"], str(event.get("host", ""))
         job_id = event.get("job_id")
         if isinstance(job_id, str) and job_id and (found is None or job_id != found.job_id):
