@@ -44,6 +44,19 @@ def test_the_newest_verified_is_never_dropped_and_keep_and_drop_are_all() -> Non
         assert verified or not dropped
 
 
+def test_so_many_verified_ones_are_kept_and_the_others_still_count() -> None:
+    def dropped(keep_last: int, *verified: str) -> list[str]:
+        plan = plan_prune(infos(1, 2, 3, 4, 5), keep_last, verified=set(verified), num_verified=2)
+        assert plan.assured or not plan.drop
+        return [d.name for d in plan.drop]
+
+    assert dropped(3, "step_000005", "step_000004") == ["step_000002", "step_000001"]
+    assert dropped(1, "step_000005", "step_000004") == ["step_000003", "step_000002", "step_000001"]
+    assert dropped(1, "step_000005", "step_000002") == ["step_000001"]
+    assert dropped(3, "step_000005") == []
+    assert dropped(3) == []
+
+
 def test_what_is_in_use_stays_and_what_is_not_committed_is_not_planned() -> None:
     plan = plan_prune([*infos(1, 2, 3), *infos(9, kind="torn")], 1, protected={"step_000001"})
     assert {k.name for k in plan.keep} == {"step_000003", "step_000001"}
@@ -53,3 +66,5 @@ def test_what_is_in_use_stays_and_what_is_not_committed_is_not_planned() -> None
 def test_keeping_none_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         plan_prune(infos(1), 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_prune(infos(1), 1, verified={"step_000001"}, num_verified=0)

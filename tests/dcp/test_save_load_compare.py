@@ -1,5 +1,7 @@
 """Saving, loading and comparing in one process, unsharded; the sharded way is tests/trainer/test_loop.py."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,20 @@ def test_another_model_is_refused_with_the_tensor_named(tmp_path: Path) -> None:
         change(tensors)
         with pytest.raises(CheckpointCorrupt, match=word):
             load_tensors(_directory(tmp_path), tensors, ALONE)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOENT])
+def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, Parts())
+
+    def fail(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        load_runtime_state(_directory(tmp_path), ALONE)
 
 
 def test_a_runtime_state_of_another_rank_is_refused(tmp_path: Path) -> None:

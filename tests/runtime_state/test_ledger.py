@@ -1,14 +1,17 @@
 import errno
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from verl_slurm.errors import CheckpointCorrupt, Fenced
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state import ledger as module
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, load, prune, stats
+from verl_slurm.runtime_state.ledger import Ledger, SegmentHeld, load, prune, stats
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
 Batch = Callable[..., Arrays]
@@ -140,10 +143,77 @@ def test_of_two_epochs_with_the_same_micro_batch_the_newest_counts_and_it_is_cou
     assert stats(paths).duplicates == ((3, 1),)
 
 
-def test_two_living_writers_of_one_segment_are_not_allowed(paths: RunPaths, batch: Batch) -> None:
-    with Ledger(paths, 1, 0), pytest.raises(Fenced):
+def test_two_living_writers_of_one_segment_are_not_allowed(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    with Ledger(paths, 1, 0), pytest.raises(SegmentHeld) as caught:
         Ledger(paths, 1, 0)
+    assert caught.value.exit_code is ExitCode.INTERNAL  # a crash, to be tried again: nobody fenced us off
     Ledger(paths, 1, 0).close()
+
+
+def test_a_segment_whose_owner_is_slow_to_die_is_waited_for(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = Ledger(paths, 1, 0)
+    dying.append(0, 0, batch(0))
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            dying.close()
+
+    monkeypatch.setattr(module.time, "sleep", wait)
+    with Ledger(paths, 1, 0) as ledger:
+        ledger.append(0, 1, batch(1))
+    assert len(waits) == 3
+    assert load(paths, from_step=0).keys() == {(0, 0), (0, 1)}
+
+
+def test_the_wait_for_a_segment_ends(paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    with Ledger(paths, 1, 0), pytest.raises(SegmentHeld, match="waited 10 s"):
+        Ledger(paths, 1, 0)
+    assert 10 <= clock[0] < 11
+
+
+def test_a_segment_that_cannot_be_opened_says_nothing_but_what_the_system_said(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*_: object, **__: object) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    Ledger(paths, 1, 0).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "open_segment", stale)
+        with pytest.raises(OSError, match="Stale"):
+            load(paths, from_step=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale)
+        with pytest.raises(OSError, match="Stale"):
+            Ledger(paths, 1, 0)
+
+
+def test_what_a_reader_does_not_want_is_not_decoded(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(paths, batch, 1, 0, (0, 0), (1, 0), (1, 2))
+    fill(paths, batch, 1, 1, (0, 1), (1, 1), (1, 3))
+    decoded: list[str] = []
+    unpack = module.unpack
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        decoded.append(str(kwargs["where"]))
+        return unpack(*args, **kwargs)
+
+    monkeypatch.setattr(module, "unpack", count)
+    found = load(paths, from_step=1, wanted=lambda step, micro_batch: micro_batch % 2 == 1)
+    assert found.keys() == {(1, 1), (1, 3)}
+    assert len(decoded) == 2
 
 
 def test_links_and_foreign_names_are_no_segments(paths: RunPaths, batch: Batch) -> None:
@@ -263,14 +333,17 @@ def test_a_segment_with_damage_is_not_pruned(paths: RunPaths, batch: Batch) -> N
     assert prune(paths, 5) == []
 
 
-def test_compacting_drops_old_steps_and_appending_goes_on(paths: RunPaths, batch: Batch) -> None:
+def test_compacting_drops_old_steps_and_appending_goes_on(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Ledger(paths, 1, 0) as ledger:
         for step in range(4):
             ledger.append(step, 0, batch(step))
         assert ledger.compact(0) == 0
         assert ledger.compact(2) > 0
         ledger.append(4, 0, batch(4))
-        with pytest.raises(Fenced):
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+        with pytest.raises(SegmentHeld):
             Ledger(paths, 1, 0)
     found = load(paths, from_step=0)
     assert found.keys() == {(2, 0), (3, 0), (4, 0)}

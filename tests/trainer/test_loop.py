@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,7 +36,9 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.compare import compare
+from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
@@ -43,13 +46,20 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
 from verl_slurm.runtime_state.ledger import stats
-from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
+from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop
+from verl_slurm.trainer.position import Position, StepShape
+from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.state import TrainState, fresh_state
+from verl_slurm.trainer.stopping import Stopper
+from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME, NoDaemon
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
 from verl_slurm.wire.messages import (
+    Finished,
     FromRank,
     Progress,
     RankStarted,
     Saved,
+    SaveFailed,
     SaveStarted,
     Stopped,
 )
@@ -106,11 +116,17 @@ class Runs:
         return paths
 
     def start(
-        self, paths: RunPaths, *, script: dict[str, Any] | None = None, control: Path | None = None
+        self,
+        paths: RunPaths,
+        *,
+        script: dict[str, Any] | None = None,
+        control: Path | None = None,
+        resume: str | None = None,
     ) -> Ended:
         """One incarnation: take the epoch, choose what to resume from, run all ranks to their end."""
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
-        resume = choose_resume(paths, "auto").name or ""
+        if resume is None:
+            resume = choose_resume(paths, "auto").name or ""
         module = "tests.trainer.scripted_rank" if script else "verl_slurm.trainer"
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
         argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
@@ -245,6 +261,99 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
     names = sorted(path.name for path in paths.checkpoints.iterdir())
     assert names == ["latest", "step_000002"]
     _assert_nothing_changed(paths, undisturbed)
+
+
+def test_a_run_whose_last_save_fails_has_crashed_and_its_next_start_ends_with_the_same_bits(
+    runs: Runs, undisturbed: RunPaths
+) -> None:
+    paths = runs.make("broken_end")
+    first = runs.start(paths, script={"rank": 1, "safe_point": 26, "action": "break_save"})
+    assert first.code != 0
+    # Said by whichever rank torchrun does not end first.
+    assert "training is done, but its result could not be saved" in first.err
+    assert f"exitcode  : {ExitCode.INTERNAL.value}" in first.err
+    assert choose_resume(paths, "auto").name == "step_000001"
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    _assert_nothing_changed(paths, undisturbed)
+
+
+def test_by_hand_a_foreign_checkpoint_is_verified_before_it_is_opened(
+    runs: Runs, undisturbed: RunPaths, tmp_path: Path
+) -> None:
+    foreign = tmp_path / _final(undisturbed).name
+    shutil.copytree(_final(undisturbed), foreign)
+    paths = runs.make("foreign")
+    ended = runs.start(paths, resume=str(foreign))
+    assert ended.code == 0, ended.err
+    assert f"resumed step_000002 from {foreign}: " in ended.out
+    assert verify(_final(paths)).ok
+
+    # Not a pickle any more: had it been opened, the error would be of unpickling.
+    (foreign / "actor" / ".metadata").write_bytes(b"?" * (foreign / "actor" / ".metadata").stat().st_size)
+    ended = runs.start(runs.make("foreign_damaged"), resume=str(foreign))
+    assert ended.code != 0
+    assert "the checkpoint does not verify" in ended.err
+    assert "Traceback" not in ended.err.partition("exitcode")[0]
+
+
+class _Line(NoDaemon):
+    def __init__(self) -> None:
+        self.messages: list[FromRank] = []
+
+    def send(self, message: FromRank) -> None:
+        self.messages.append(message)
+
+
+class _Saves:
+    """A checkpointer with one result for every save."""
+
+    def __init__(self, *results: str) -> None:
+        self._results = list(results)
+
+    def save(self, state: TrainState) -> SavedCheckpoint:
+        name = self._results.pop(0)
+        if not name:
+            raise RanksFailed("writing the checkpoint failed", found="rank 1: OSError: disk full")
+        return SavedCheckpoint(name=name, seconds=0.1, num_bytes=1)
+
+    def clean_up(self) -> None:
+        """Nothing to do."""
+
+
+def _at_the_end(tmp_path: Path, saves: _Saves, saved_as: str = "") -> tuple[Loop, _Line]:
+    config = RunConfig(train=TrainConfig(steps=STEPS))
+    state, line = fresh_state(config), _Line()
+    state.position = Position(STEPS)
+    reporter = Reporter(rank=0, line=line, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
+    loop = Loop(
+        config=config,
+        shape=StepShape.of(config),
+        state=state,
+        learner=None,  # type: ignore[arg-type]  # there is no work left
+        checkpointer=saves,  # type: ignore[arg-type]
+        stopper=Stopper(line, list),
+        reporter=reporter,
+        saved_as=saved_as,
+    )
+    return loop, line
+
+
+def test_a_run_is_not_finished_before_its_end_is_saved(tmp_path: Path) -> None:
+    loop, line = _at_the_end(tmp_path, _Saves(""))
+    with pytest.raises(FinalSaveFailed, match="disk full") as caught:
+        loop.run()
+    assert caught.value.exit_code is ExitCode.INTERNAL
+    assert [type(m) for m in line.messages] == [SaveStarted, SaveFailed]
+
+
+def test_a_run_whose_end_is_saved_is_finished(tmp_path: Path) -> None:
+    loop, line = _at_the_end(tmp_path, _Saves("step_000002"))
+    assert loop.run() is Ending.FINISHED
+    assert [type(m) for m in line.messages] == [SaveStarted, Saved, Finished]
+    loop, line = _at_the_end(tmp_path, _Saves(), saved_as="step_000002")
+    assert loop.run() is Ending.FINISHED
+    assert [type(m) for m in line.messages] == [Finished]
 
 
 class Agent:

@@ -1,22 +1,37 @@
 """What cannot be resumed is refused before any tensor is read; the first start's layout stays."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state import ledger
+from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.orchestration import check_or_write, describe
 from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.resuming import check_manifest, checkpoint_directory
+from verl_slurm.trainer.position import Position, StepShape
+from verl_slurm.trainer.resuming import (
+    check_manifest,
+    checkpoint_directory,
+    load_replay,
+    require_verified,
+    where_it_starts,
+)
+from verl_slurm.trainer.state import fresh_state
 
 pytestmark = pytest.mark.torch
 
@@ -61,9 +76,64 @@ def test_a_changed_reference_model_is_refused(tmp_path: Path) -> None:
 
 def test_resume_names_a_checkpoint_of_the_run_or_a_path() -> None:
     paths = RunPaths("/run")
-    assert checkpoint_directory(paths, "") is None
-    assert checkpoint_directory(paths, "step_000001") == paths.checkpoints / "step_000001"
-    assert checkpoint_directory(paths, "/other/step_000001") == Path("/other/step_000001")
+    for by_hand in (True, False):
+        assert checkpoint_directory(paths, "", by_hand=by_hand) is None
+        named = checkpoint_directory(paths, "step_000001", by_hand=by_hand)
+        assert named == paths.checkpoints / "step_000001"
+        for odd in ("..", ".", "latest", "quarantine", "step_000001\n"):
+            with pytest.raises(ConfigError, match="no checkpoint of this run"):
+                checkpoint_directory(paths, odd, by_hand=by_hand)
+    given = checkpoint_directory(paths, "/other/step_000001", by_hand=True)
+    assert given == Path("/other/step_000001")
+
+
+def test_under_a_daemon_no_path_is_resumed_from() -> None:
+    for path in ("/other/step_000001", "../step_000001", "quarantine/step_000001"):
+        with pytest.raises(ConfigError, match="no checkpoint of this run"):
+            checkpoint_directory(RunPaths("/run"), path, by_hand=False)
+
+
+def test_a_checkpoint_of_elsewhere_is_named_with_its_place(tmp_path: Path) -> None:
+    _manifest(tmp_path / "step_000001")
+    manifest = check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64})
+    state, shape = fresh_state(CONFIG), StepShape.of(CONFIG)
+    line = where_it_starts(state, shape, manifest, "f", 0, foreign=tmp_path / "step_000001")
+    assert line.startswith(f"resumed step_000001 from {tmp_path / 'step_000001'}: ")
+    assert where_it_starts(state, shape, manifest, "f", 0).startswith("resumed step_000001: ")
+
+
+def test_a_checkpoint_with_nothing_but_a_manifest_is_not_opened(tmp_path: Path) -> None:
+    _manifest(tmp_path / "step_000001")
+    with pytest.raises(CheckpointCorrupt, match="does not verify"):
+        require_verified(tmp_path / "step_000001")
+
+
+def test_a_rank_decodes_only_its_own_rollouts_that_lie_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    for rank in (0, 1):
+        with Ledger(paths, 1, rank) as journal:
+            for step, i in ((0, 0), (1, 0), (1, 1), (2, 0)):
+                journal.append(step, i * 2 + rank, {"sample_id": np.array([step, i, rank])})
+    decoded: list[object] = []
+    unpack = ledger.unpack
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        decoded.append(kwargs["where"])
+        return unpack(*args, **kwargs)
+
+    monkeypatch.setattr(ledger, "unpack", count)
+    ranks = Collective(None)
+    ranks.rank, ranks.world_size = 1, 2
+    state = fresh_state(CONFIG)
+    state.position = Position(1, "generate", 1)
+    replay = load_replay(paths, state, StepShape.of(CONFIG), ranks)
+    assert {key: arrays["sample_id"].tolist() for key, arrays in replay.items()} == {
+        (1, 3): [1, 1, 1],
+        (2, 1): [2, 0, 1],
+    }
+    assert len(decoded) == 2
 
 
 def test_another_number_of_ranks_than_configured_is_refused_before_they_meet() -> None:
@@ -90,6 +160,26 @@ def test_the_layout_of_the_first_start_is_kept_and_held_to(tmp_path: Path) -> No
     paths.orchestration.write_bytes(b"{}")
     with pytest.raises(CheckpointCorrupt):
         check_or_write(paths, first)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_layout_that_cannot_be_read_just_now_is_neither_refused_nor_replaced(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    (private_dir(tmp_path / "data") / "a.jsonl").write_text("{}\n")
+    layout = describe(CONFIG, tmp_path / "data", fingerprint(tmp_path / "data"), "gloo")
+    check_or_write(paths, layout)
+    before = paths.orchestration.read_bytes()
+
+    def fail(*_: object) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            check_or_write(paths, layout)
+    assert paths.orchestration.read_bytes() == before
 
 
 def test_a_directory_that_is_no_run_ends_with_one_line_and_its_exit_code(

@@ -124,6 +124,7 @@ class CheckpointConfig(_Section, frozen=True):
     resume_from: str | None = "auto"
     """`auto`: the newest checkpoint of this run that verifies. A path: that one. null: from the start."""
     keep_last: Positive = 3
+    """Checkpoints that stay. Two always do: the newest is not relied upon before it has been read back."""
 
 
 class SlurmConfig(_Section, frozen=True):

@@ -173,7 +173,8 @@ def where_it_starts(
         return f"starting from the beginning; {replay}"
     consumed = rollout_offset(state.position, shape)
     data = "unchanged" if dataset == manifest.dataset_fingerprint else "CHANGED since"
+    name = f"{manifest.name} from {foreign}" if foreign else manifest.name
     return (
-        f"resumed {manifest.name}{f' from {foreign}' if foreign else ''}: {state.position}, {consumed} prompts consumed, "
+        f"resumed {name}: {state.position}, {consumed} prompts consumed, "
         f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}"
     )

@@ -1,0 +1,84 @@
+"""Which end of a rank is final, and which is a crash that the daemon answers with another start."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.errors import CheckpointCorrupt, DataError, Fenced
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.trainer import __main__ as entry
+from verl_slurm.trainer.loop import FinalSaveFailed
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.messages import FromRank, Refused
+
+pytestmark = pytest.mark.torch
+
+
+def _chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def _end(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[int]]:
+    """The exit code of a rank that meets `error`, and those it sent as Refused."""
+    sent: list[FromRank] = []
+
+    class Line(NoDaemon):
+        def send(self, message: FromRank) -> None:
+            sent.append(message)
+
+    def train(*_: Any) -> None:
+        raise error
+
+    monkeypatch.delenv(entry.CONTROL_VARIABLE, raising=False)
+    monkeypatch.setattr(entry, "NoDaemon", Line)
+    monkeypatch.setattr(entry, "_train", train)
+    monkeypatch.setattr(os, "umask", lambda _: 0)
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    code = entry.main(["--run", str(tmp_path), "--epoch", "1"])
+    return code, [m.exit_code for m in sent if isinstance(m, Refused)]
+
+
+def test_what_no_start_can_change_is_refused_with_its_own_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    corrupt = CheckpointCorrupt("x")
+    told = _chained(RanksFailed("checking failed"), corrupt)
+    for error in (corrupt, told):
+        assert _end(error, monkeypatch, tmp_path) == (ExitCode.CORRUPT, [ExitCode.CORRUPT])
+
+
+def test_a_rank_that_was_fenced_off_in_a_save_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fenced = _chained(Fenced("another incarnation owns the run"), RanksFailed("committing failed"))
+    assert _end(fenced, monkeypatch, tmp_path) == (ExitCode.FENCED, [ExitCode.FENCED])
+
+
+def test_a_failed_final_save_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert _end(FinalSaveFailed("x"), monkeypatch, tmp_path) == (ExitCode.INTERNAL, [])
+
+
+def test_storage_that_is_unwell_is_a_crash_whoever_names_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number in (errno.EIO, errno.ESTALE):
+        unread = _chained(DataError("a data file cannot be read"), OSError(number, os.strerror(number)))
+        told = _chained(RanksFailed("checking data and models failed"), unread)
+        for error in (unread, told):
+            assert _end(error, monkeypatch, tmp_path) == (ExitCode.INTERNAL, [])
+    missing = _chained(DataError("the data set cannot be read"), FileNotFoundError(errno.ENOENT, "missing"))
+    assert _end(missing, monkeypatch, tmp_path) == (ExitCode.DATA, [ExitCode.DATA])
+
+
+def test_an_os_error_on_one_rank_reaches_all_as_a_crash() -> None:
+    def fail() -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(RanksFailed) as caught:
+        Collective(None).on_first("looking", fail)
+    assert caught.value.exit_code is ExitCode.INTERNAL

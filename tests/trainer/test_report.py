@@ -1,0 +1,107 @@
+"""The daemon is told first, and nothing that is written for people can stop a rank."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.trainer import report
+from verl_slurm.trainer.report import Reporter
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.messages import FromRank, Saved, SaveFailed
+
+pytestmark = pytest.mark.torch
+
+ROW = {"step": 1.0, "reward": 0.5, "kl": 0.0, "policy_loss": 0.0, "value_loss": 0.0}
+TIMINGS = {"tokens_per_second": 1.0, "generate_s": 1.0, "score_s": 1.0, "update_s": 1.0}
+
+
+class Full:
+    """A stream on a full disk; notes in `log` when it was tried."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def write(self, text: str) -> int:
+        self._log.append("print")
+        raise OSError(28, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class Line(NoDaemon):
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+        self.messages: list[FromRank] = []
+
+    def send(self, message: FromRank) -> None:
+        self._log.append("send")
+        self.messages.append(message)
+
+
+def _reporter(tmp_path: Path, line: NoDaemon, rank: int = 0) -> Reporter:
+    return Reporter(rank=rank, line=line, total_steps=2, tensorboard=tmp_path / "curves", first_step=0)
+
+
+def test_the_daemon_hears_of_a_save_even_where_no_line_can_be_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    line = Line(log)
+    reporter = _reporter(tmp_path, line)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Full(log))
+        patch.setattr(sys, "stderr", Full(log))
+        reporter.saved(0, "step_000001", 0.1, 10)
+        reporter.save_failed(0, "no space")
+        reporter.step_done(ROW, TIMINGS)
+        reporter.close()
+    assert [type(message) for message in line.messages] == [Saved, SaveFailed]
+    assert log == ["send", "print", "send", "print", "print"]
+
+
+def test_curves_that_cannot_be_written_are_given_up_and_that_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def add_scalar(self, *_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    reporter = _reporter(tmp_path, NoDaemon())
+    writer: Any = reporter._writer
+    writer.close()
+    reporter._writer = Broken()  # type: ignore[assignment]
+    for _ in range(2):
+        reporter.step_done(ROW, TIMINGS)
+    reporter.close()
+    captured = capfd.readouterr()
+    assert captured.err.count("no curves for TensorBoard from here on") == 1
+    assert captured.out.count("step 1/2") == 2
+
+
+def test_a_directory_for_curves_that_cannot_be_made_stops_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "curves").write_bytes(b"")
+    reporter = _reporter(tmp_path, NoDaemon())
+    reporter.step_done(ROW, TIMINGS)
+    reporter.close()
+    assert capfd.readouterr().err.count("no curves") == 1
+
+
+def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = Line([])
+    reporter = _reporter(tmp_path, line, rank=1)
+    reporter.saved(0, "step_000001", 0.1, 10)
+    reporter.step_done(ROW, TIMINGS)
+    reporter.complain("x")
+    reporter.close()
+    assert line.messages == []
+    assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "curves").exists()
+    assert report.progress_line(ROW, TIMINGS, 2).startswith("step 1/2")

@@ -1,0 +1,139 @@
+"""What goes after a save. The checkpoints here are manifests without files: whoever reads one finds it broken."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.checkpoint import apply, verify
+from verl_slurm.checkpoint.format import Manifest, Topology
+from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.dcp.saver import Provenance, SavedCheckpoint
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.trainer import saving
+from verl_slurm.trainer.saving import Checkpointer
+
+pytestmark = pytest.mark.torch
+
+
+def _commit(paths: RunPaths, step: int) -> SavedCheckpoint:
+    final = private_dir(paths.checkpoint(step))
+    manifest = Manifest(
+        name=final.name,
+        step=step,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id="s",
+        dataset_fingerprint="f",
+        world_size=1,
+        topology=Topology(dp=1),
+        files=(),
+        created_utc="2026-01-01T00:00:00Z",
+        save_seconds=0.1,
+    )
+    (final / "manifest.json").write_bytes(render(sealed(manifest)))
+    return SavedCheckpoint(name=final.name, seconds=0.1, num_bytes=0)
+
+
+class Incarnation:
+    """A Checkpointer whose saves cost nothing."""
+
+    def __init__(
+        self, paths: RunPaths, patch: pytest.MonkeyPatch, *, keep_last: int, resumed: str = ""
+    ) -> None:
+        self._paths, self._patch = paths, patch
+        self._checkpointer = Checkpointer(
+            config=RunConfig(checkpoint=CheckpointConfig(keep_last=keep_last)),
+            paths=paths,
+            shape=_any(),
+            models=_any(),
+            optimizers=_any(),
+            ranks=Collective(None),
+            ledger=_NoLedger(),  # type: ignore[arg-type]
+            provenance=Provenance(
+                epoch=2,
+                parent=None,
+                schema_id="s",
+                dataset_fingerprint="f",
+                frozen={},
+                topology=Topology(dp=1),
+            ),
+            schema=_any(),
+            epoch_check=_any(),
+            resumed_from=resumed,
+        )
+
+    def save(self, step: int) -> list[int]:
+        """Commit and clean up; the steps of what is left."""
+        with self._patch.context() as patch:
+            patch.setattr(saving, "capture_state", lambda *_, **__: None)
+            patch.setattr(saving, "live_tensors", lambda *_: {})
+            patch.setattr(Checkpointer, "_texts", lambda *_: {})
+            patch.setattr(saving, "save", lambda *_, **__: _commit(self._paths, step))
+            self._checkpointer.save(_any())
+        self._checkpointer.clean_up()
+        return sorted(int(path.name[5:]) for path in self._paths.checkpoints.glob("step_*"))
+
+
+class _NoLedger:
+    def compact(self, before_step: int) -> int:
+        return before_step
+
+
+def _any() -> Any:
+    return None
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """A run in which no file of a checkpoint can be read."""
+    monkeypatch.setattr(verify, "hash_fd", lambda *_, **__: pytest.fail("a checkpoint was read"))
+    monkeypatch.setattr(apply, "verify", lambda *_: pytest.fail("a checkpoint was verified"))
+    return RunPaths(private_dir(tmp_path / "run"))
+
+
+def test_pruning_after_a_save_reads_no_checkpoint(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Incarnation(paths, monkeypatch, keep_last=2)
+    assert [ours.save(step) for step in (1, 2, 3, 4)] == [[1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_what_was_resumed_from_stays_beside_the_first_save_of_ours(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        _commit(paths, step)
+    ours = Incarnation(paths, monkeypatch, keep_last=1, resumed="step_000003")
+    assert ours.save(4) == [3, 4]
+    assert ours.save(5) == [4, 5]
+
+
+def test_while_too_little_is_known_nothing_goes(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        _commit(paths, step)
+    ours = Incarnation(paths, monkeypatch, keep_last=1)
+    assert ours.save(4) == [1, 2, 3, 4]
+    assert ours.save(5) == [4, 5]
+
+
+def test_many_short_lives_do_not_fill_the_disk(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    _commit(paths, 1)
+    for step in range(2, 9):
+        left = Incarnation(paths, monkeypatch, keep_last=3, resumed=f"step_{step - 1:06d}").save(step)
+        assert len(left) <= 3
+    assert left == [6, 7, 8]
+
+
+def test_a_checkpoint_that_the_daemon_set_aside_counts_no_more(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Incarnation(paths, monkeypatch, keep_last=2)
+    for step in (1, 2):
+        ours.save(step)
+    private_dir(paths.quarantine)
+    paths.checkpoint(2).rename(paths.quarantine / "step_000002.x")
+    assert ours.save(3) == [1, 3]
