@@ -7,6 +7,7 @@ asks Slurm for one (`orphan.py`).
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -106,7 +107,7 @@ class Agent:
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
-                *launcher_argv(sys.executable, self._config, self._paths, launch),
+                *launcher_argv(sys.executable, self._config, self._paths, launch, self._ranks.directory),
                 env=launcher_env(dict(os.environ), self._config, self._ranks.directory),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -186,6 +187,8 @@ def _first_cause(text: str) -> str:
 def run_agent(root: Path, epoch: int) -> ExitCode:
     """The agent of this node, from start to end."""
     become_subreaper()
+    # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     paths = RunPaths(root)
     config = load_resolved(paths.run_yaml)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

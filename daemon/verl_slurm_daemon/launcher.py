@@ -39,13 +39,15 @@ def step_argv(srun: str, config: RunConfig, agent: list[str]) -> list[str]:
     return [*argv, *agent]
 
 
-def launcher_argv(python: str, config: RunConfig, paths: RunPaths, launch: Launch) -> list[str]:
+def launcher_argv(
+    python: str, config: RunConfig, paths: RunPaths, launch: Launch, scratch: Path
+) -> list[str]:
     """The ranks of one node through torch.distributed.run, static rendezvous.
 
     `--max-restarts=0`: a restart is the lead's decision, for all nodes at once. `--signals-to-handle=SIGQUIT`:
     torchrun would otherwise take its handlers for SIGTERM and the like, and kill its workers at Slurm's warning.
     `--shutdown-timeout=1`: its SIGTERM to the siblings of a dead rank is ignored like Slurm's; KILL follows then, not
-    after torchrun's 30 s.
+    after torchrun's 30 s. `--log-dir`: it would leave an empty tree in /tmp at each start; `scratch` is removed.
     """
     shape = config.distributed
     return [
@@ -61,6 +63,7 @@ def launcher_argv(python: str, config: RunConfig, paths: RunPaths, launch: Launc
         "--max-restarts=0",
         "--signals-to-handle=SIGQUIT",
         "--shutdown-timeout=1",
+        f"--log-dir={scratch}",
         "-m",
         "--",  # else torchrun takes --run for an abbreviation of its own --run-path
         "verl_slurm.trainer",

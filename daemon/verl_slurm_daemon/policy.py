@@ -195,6 +195,8 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
             intent = Intent.ALREADY_REQUEUED
         case _:
             assert_never(event.kind)
+    known = event.kind == model.cause and model.state in (State.SAVING, State.CHECKING)
+    notes = () if known else (note,)  # Slurm sends CONT and USR1: one story is enough
     model = msgspec.structs.replace(model, intent=intent, cause=event.kind)
     if model.state in _BEFORE_RANKS or (model.state is State.RUNNING and event.kind == "node_lost"):
         return _leave(model, note)  # nobody there who could save
@@ -203,9 +205,9 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
         model = msgspec.structs.replace(model, state=State.SAVING, request_id=request_id)
         return Decision(model, (note, act.RequestSave(request_id, True, event.seconds_left)))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
-        return Decision(model, (note, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
+        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
     exit_now = _maybe_exit(model)
-    return Decision(exit_now.model, (note, *exit_now.actions))
+    return Decision(exit_now.model, (*notes, *exit_now.actions))
 
 
 def _operator_save(model: Model, note: act.Note) -> Decision:

@@ -18,7 +18,7 @@ LAUNCH = Launch(
 
 @pytest.mark.torch
 def test_torchrun_understands_its_command_and_hands_ours_on() -> None:
-    argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH)
+    argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     args = get_args_parser().parse_args(argv[4:])
     assert (args.nnodes, args.node_rank, args.master_addr, args.master_port) == ("2", 1, "10.0.0.1", 29500)
     assert args.max_restarts == 0
@@ -28,7 +28,7 @@ def test_torchrun_understands_its_command_and_hands_ours_on() -> None:
 
 
 def test_torchrun_leaves_slurms_warnings_alone() -> None:
-    argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH)
+    argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert "--signals-to-handle=SIGQUIT" in argv
 
 
