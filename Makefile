@@ -55,7 +55,7 @@ check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests 
 	$(BIN)/python -m pytest -q -m 'not slurm and not torch'
 
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
-	VERL_SLURM_CAMPAIGN=$(N) $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+	VERL_SLURM_CAMPAIGN=$(N) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
 clean: ## the virtual environment and caches, nothing of a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

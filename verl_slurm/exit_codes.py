@@ -23,7 +23,7 @@ class ExitCode(IntEnum):
     OK = 0, "done"
     INTERNAL = 1, "a bug of ours: please report it with the traceback"
     USAGE = 2, "the command line was not understood"
-    CONFIG = 10, "the configuration is unreadable, has an unknown key or a value of the wrong type"
+    CONFIG = 10, "the configuration is no YAML, has an unknown key or a value that does not fit"
     DATA = 11, "the data set or the model is missing, empty or unreadable"
     PERMISSION = 12, "a path may not be read or written, or is open to others"
     NO_SLURM = 13, "Slurm is not there or does not answer"

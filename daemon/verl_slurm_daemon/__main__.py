@@ -3,6 +3,7 @@
 import argparse
 import os
 import resource
+import socket
 import sys
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def _parser() -> argparse.ArgumentParser:
     lead.add_argument(
         "--run", type=Path, required=True, help="the run directory, made by `verl-slurm submit`"
     )
+    lead.add_argument(
+        "--hostfile", type=Path, help="without Slurm: the hosts, this one first (`NAME slots=N` lines)"
+    )
+    join = commands.add_parser(
+        "join", help="take part from another host of a hostfile; start it on each of them"
+    )
+    join.add_argument("--run", type=Path, required=True)
+    join.add_argument("--hostfile", type=Path, required=True)
+    join.add_argument(
+        "--host", default=socket.gethostname(), help="which line this host is [default: its name]"
+    )
     agent = commands.add_parser("agent", help="be one node's agent; the lead starts these")
     agent.add_argument("--run", type=Path, required=True)
     agent.add_argument("--epoch", type=int, required=True)
@@ -37,7 +49,11 @@ def main() -> int:
         if args.command == "lead":
             from verl_slurm_daemon.lead import run_lead
 
-            run_lead(args.run.resolve())
+            run_lead(args.run.resolve(), args.hostfile)
+        if args.command == "join":
+            from verl_slurm_daemon.join import run_join
+
+            return int(run_join(args.run.resolve(), args.hostfile, args.host))
         from verl_slurm_daemon.agent import run_agent
 
         return int(run_agent(args.run.resolve(), args.epoch))

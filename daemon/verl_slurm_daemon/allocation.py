@@ -27,7 +27,14 @@ from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import agent_argv, step_argv
 
-__all__ = ["Allocation", "LocalAllocation", "Outlook", "SlurmAllocation", "find_allocation"]
+__all__ = [
+    "Allocation",
+    "HostfileAllocation",
+    "LocalAllocation",
+    "Outlook",
+    "SlurmAllocation",
+    "find_allocation",
+]
 
 
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
@@ -221,19 +228,35 @@ class LocalAllocation:
         return f"process {owner.pid} of job {owner.job_id} lives" if same else ""
 
     async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
-        argv = agent_argv(sys.executable, self._paths, epoch)
-        return [
-            await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": f"local{node}"},
-                start_new_session=True,
-            )
-            for node in range(self._config.distributed.nodes)
-        ]
+        nodes = range(self._config.distributed.nodes)
+        return [await self._start_agent(epoch, node, f"local{node}") for node in nodes]
+
+    async def _start_agent(self, epoch: int, node: int, name: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *agent_argv(sys.executable, self._paths, epoch),
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": name},
+            start_new_session=True,
+        )
 
 
-def find_allocation(config: RunConfig, paths: RunPaths) -> Allocation:
-    """The Slurm job of this process, or this machine."""
+class HostfileAllocation(LocalAllocation):
+    """Several machines without Slurm: as `LocalAllocation`, but the other hosts' agents come by themselves."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, host: str) -> None:
+        super().__init__(config, paths)
+        self._host = host
+
+    async def address(self) -> str:
+        return self._host
+
+    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+        return [await self._start_agent(epoch, 0, self._host)]
+
+
+def find_allocation(config: RunConfig, paths: RunPaths, host: str | None = None) -> Allocation:
+    """The Slurm job of this process, the hosts that `host` leads, or this machine."""
+    if host is not None:
+        return HostfileAllocation(config, paths, host)
     job = SlurmJob.from_environ(dict(os.environ))
     return LocalAllocation(config, paths) if job is None else SlurmAllocation(job, config, paths)

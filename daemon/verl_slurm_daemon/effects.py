@@ -11,6 +11,8 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, assert_never
 
+import msgspec
+
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
@@ -71,6 +73,7 @@ class Effects:
         self._step: list[asyncio.subprocess.Process] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._address: LeadAddress | None = None
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
@@ -80,8 +83,14 @@ class Effects:
         links = 2 * self._config.distributed.nodes + 4
         host = await self._allocation.address()
         self._server, port = await serve(host, token, self._epoch, links, self._on_link)
-        address = LeadAddress(epoch=self._epoch, host=host, port=port, token=token.hex())
-        write_lead_address(self._paths, address)
+        self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
+        write_lead_address(self._paths, self._address)
+
+    def _announce(self, generation: int) -> None:
+        """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""
+        if self._address is not None:
+            self._address = msgspec.structs.replace(self._address, generation=generation)
+            write_lead_address(self._paths, self._address)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -147,13 +156,14 @@ class Effects:
         if self._leaving.is_set():  # a cancel came while we looked, and nothing was started yet
             self._post(ev.GenerationEnded(0))
             return
+        self._announce(generation)
         self._step = await self._allocation.start_step(self._epoch)
         if self._leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(generation, point))
         codes = [await process.wait() for process in self._step]
         if self._listeners:  # what the agents said last is still in the sockets
-            await asyncio.wait(self._listeners, timeout=1.0)
+            await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))

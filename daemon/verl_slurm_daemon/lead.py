@@ -26,6 +26,7 @@ from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
 from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 from verl_slurm_daemon.policy import Limits, Model, decide
 from verl_slurm_daemon.states import State
@@ -165,23 +166,32 @@ class Lead:
             journal.status(status)
 
 
-def run_lead(root: Path) -> NoReturn:
-    """The lead of this job, from start to end. Leaves the process by itself: see `_leave`."""
+def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
+    """The lead of this job, from start to end. Leaves the process by itself: see `_leave`.
+
+    Args:
+        hostfile: the hosts of a run without Slurm; this is the first of them.
+    """
     paths = RunPaths(root)
     config = load_resolved(paths.run_yaml)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
     for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
         private_dir(directory)
-    allocation = find_allocation(config, paths)
+    host = None
+    if hostfile is not None:
+        hosts = parse_hostfile(hostfile.read_text(), hostfile)
+        check_hosts(hosts, config)
+        host = hosts[0].name
+    allocation = find_allocation(config, paths, host)
 
     async def live() -> NoReturn:
-        _leave(await Lead(paths, config, allocation).run(), allocation, root)
+        _leave(await Lead(paths, config, allocation).run(), allocation)
 
     asyncio.run(live())
     raise AssertionError("unreachable")
 
 
-def _leave(code: ExitCode, allocation: Allocation, root: Path) -> NoReturn:
+def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
     """Out at once, from inside the loop: it would wait for a read-back in a thread, while the requeue's delay runs.
 
     Outside Slurm the next life begins here. Signals are blocked until it listens: a cancel in between is kept.
@@ -191,6 +201,6 @@ def _leave(code: ExitCode, allocation: Allocation, root: Path) -> NoReturn:
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         os.environ["VERL_SLURM_LOCAL_RESTART"] = str(allocation.restart + 1)
-        argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(root)]
+        argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
     os._exit(int(code))

@@ -16,6 +16,8 @@ class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The content of the file."""
 
     epoch: int
+    generation: int
+    """The newest one that agents may join; 0: none yet."""
     host: str
     port: int
     token: str

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_slurm.cli import render
-from verl_slurm.cli.story import progress, tell
+from verl_slurm.cli.story import Story, progress, tell
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,35 @@ def test_an_event_is_told_as_a_sentence(event: dict[str, object], text: str) -> 
 
 def test_progress_shows_step_place_and_measures() -> None:
     status = {"step": 3, "steps": 30, "phase": "update", "index": 2, "metrics": {"reward": 0.51234}}
-    assert progress(status) == "step 3/30  update 2  reward 0.5123"
+    assert progress(status) == "step 3/30  updating 2  reward 0.512"
+
+
+def test_a_refusal_is_told_once() -> None:
+    story = Story()
+    refused = {"event": "refused", "rank": 0, "reason": "no answers"}
+    told = [story.tell(event) for event in (refused, {**refused, "rank": 1})]
+    assert told == ["--:--:--  the ranks REFUSED to train: no answers", None]
+    end = story.tell({"event": "ended", "exit_code": 11, "reason": "no answers"})
+    assert end is not None
+    assert "no answers" not in end
+
+
+@pytest.mark.parametrize("kind", ["degraded", "orphaned", "held", "fenced", "first_rollout"])
+def test_no_rare_event_is_told_in_raw_words(kind: str) -> None:
+    told = tell({"event": kind, "reason": "why", "detail": "why", "exit_code": 20, "step": 1})
+    assert told is not None
+    assert "=" not in told
+    assert kind not in told
+
+
+def test_the_line_at_the_bottom_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    bottom = render.Progress()
+    monkeypatch.setattr(bottom, "_tty", True)
+    bottom.show(1, "x" * 50)
+    assert capsys.readouterr().out.count("x") == 19
 
 
 def test_text_from_outside_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.exit_codes import ExitCode
 
 Cli = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
 LOCAL = ("--cluster", "local")
 
 
@@ -26,6 +28,12 @@ def wait_for_event(run: Path, event: str) -> dict[str, Any]:
         if found["event"] == event:
             return found
     raise AssertionError
+
+
+def begin(run: Path) -> None:
+    """Give the run a rollout, as the ranks would: it has begun."""
+    (run / "ledger").mkdir(mode=0o700)
+    (run / "ledger" / "epoch_000001.rank_0000.ledger").write_bytes(bytes(100))
 
 
 def test_a_run_is_made_private_and_told_to_its_end(workplace: Path, cli: Cli) -> None:
@@ -126,6 +134,7 @@ def test_the_same_run_goes_on_with_other_slurm_settings_only(workplace: Path, cl
     base = ("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
     cli(*base)
     run = workplace / "runs" / "demo-quick"
+    begin(run)
     again = cli(*base, "slurm.time_limit_min=99", "--json")
     assert json.loads(again.out.splitlines()[0])["changed"] == ["slurm.time_limit_min"]
     assert load_resolved(run / "run.yaml").slurm.time_limit_min == 99
@@ -147,9 +156,11 @@ def test_changed_data_is_refused_with_the_files_until_it_is_accepted(workplace: 
     base = ("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
     cli(*base)
     run = workplace / "runs" / "demo-quick"
+    begin(run)
     (workplace / "data" / "train.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
     (workplace / "data" / "more.jsonl").write_text('{"prompt": "3+3=", "answer": "6"}\n')
     before = (run / ".dataset_fingerprint").read_bytes()
+    assert cli(*base, "--dry-run").code == ExitCode.DATASET_DRIFT
     refused = cli(*base)
     assert refused.code == ExitCode.DATASET_DRIFT
     assert "more.jsonl" in refused.error
@@ -169,11 +180,13 @@ def test_changed_data_is_refused_with_the_files_until_it_is_accepted(workplace: 
 
 
 def test_prepare_only_makes_the_run_and_says_how_to_sbatch_it(workplace: Path, cli: Cli) -> None:
-    result = cli("submit", "config.yaml", "--prepare-only", *LOCAL)
+    for words in (LOCAL, ["--wait"]):
+        assert cli("submit", "config.yaml", "--prepare-only", *words).code == ExitCode.USAGE
+    result = cli("submit", "config.yaml", "--prepare-only")
     run = workplace / "runs" / "demo"
     assert result.code == 0
     assert "sbatch --cpus-per-task=1" in result.out
-    assert f"sbatch/two_nodes.sbatch {run}" in result.out
+    assert f"{ROOT}/sbatch/two_nodes.sbatch {run}" in result.out
     assert (run / "run.yaml").exists()
     status = cli("status", run)
     assert "none yet" in status.out
@@ -196,3 +209,37 @@ def test_list_shows_the_runs_below_a_directory(workplace: Path, cli: Cli) -> Non
     assert [Path(run["run_dir"]).name for run in found] == ["demo-quick"]
     assert "demo-quick" in cli("list", "runs").out
     assert "no checkpoints" in cli("list", "runs/demo-quick").out
+
+
+def test_a_run_that_came_to_nothing_may_be_submitted_with_any_change(workplace: Path, cli: Cli) -> None:
+    base = ("submit", "config.yaml", "name=demo-crash", *LOCAL)
+    cli(*base, "--wait")
+    run = workplace / "runs" / "demo-crash"
+    (run / "orchestration.json").write_text("{}")
+    (workplace / "data" / "train.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    assert "failed with 22" in cli("status", run).out
+    assert "failed with 22" in cli("list").out
+    assert "has not begun" in cli(*base, "seed=3", "--dry-run").err
+    again = cli(*base, "seed=3", "--wait", "--json")
+    assert json.loads(again.out.splitlines()[0])["changed"] == ["seed"]
+    assert load_resolved(run / "run.yaml").seed == 3
+    assert not (run / "orchestration.json").exists()
+    assert cli("fingerprint", run).code == 0
+
+
+def test_steps_of_a_run_may_be_raised(workplace: Path, cli: Cli) -> None:
+    base = ("submit", "config.yaml", "name=demo-quick", "train.steps=7", *LOCAL)
+    cli(*base, "--wait")
+    run = workplace / "runs" / "demo-quick"
+    begin(run)
+    (run / "status.json").write_text('{"step": 7}')
+    assert cli(*base, "train.steps=9", "--dry-run").code == 0
+    assert cli(*base, "train.steps=6", "--dry-run").code == ExitCode.CONFIG
+
+
+def test_a_copy_of_a_run_is_not_submitted(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", "--prepare-only")
+    shutil.copytree("runs/demo", "runs/copy")
+    result = cli("submit", "runs/copy", *LOCAL)
+    assert result.code == ExitCode.CONFIG
+    assert f"made as {workplace}/runs/demo and lies in {workplace}/runs/copy" in result.error

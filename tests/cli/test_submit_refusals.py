@@ -146,12 +146,12 @@ def test_an_unreadable_configuration_and_unreadable_data_are_refused(
 
     from verl_slurm.config.load import load
     from verl_slurm.config.schema import DataConfig, RunConfig
-    from verl_slurm.errors import ConfigError, DataError
+    from verl_slurm.errors import DataError, PermissionRefused
     from verl_slurm.submit.inputs import check_data
 
     config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(closed_place)))
     with ordinary_user():
-        with pytest.raises(ConfigError, match=r"cannot be read.*Permission denied"):
+        with pytest.raises(PermissionRefused, match=r"cannot be read.*Permission denied"):
             load(closed_place / "my.yaml")
         with pytest.raises(DataError, match=r"cannot be read.*Permission denied.*chmod u\+r"):
             check_data(config)
@@ -205,4 +205,91 @@ def test_a_mistyped_command_is_answered_with_the_nearest(workplace: Path, cli: C
 def test_a_dry_run_leaves_nothing_behind(workplace: Path, cli: Cli) -> None:
     result = cli("submit", "config.yaml", "--cluster", "local", "--dry-run")
     assert result.code == 0
-    assert "-m submitit.core._submit" in result.out
+    assert "-m submitit.core._submit" in result.out.splitlines()[-1]
+    assert len(result.out.splitlines()) == 1
+    assert "checked and good: configuration, run directory, model" in result.err
+    assert "a new run" in result.err
+    assert f"run directory {workplace / 'runs' / 'demo'}" in result.err
+
+
+def test_a_model_that_no_job_could_load_is_refused(workplace: Path, cli: Cli) -> None:
+    model = workplace / "model"
+    good = {path: path.read_bytes() for path in model.iterdir()}
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    size = len(header).to_bytes(8, "little")
+    for name, content, part in (
+        ("config.json", b"{", "config.json is not JSON"),
+        ("config.json", b"{}", "expected text under 'model_type'"),
+        ("tokenizer.json", None, "has no tokenizer"),
+        ("model.safetensors", b"version https://git-lfs", "a header of"),
+        ("model.safetensors", size + header + b"123", "its header says"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "not one of safetensors"),
+    ):
+        if content is None:
+            (model / name).unlink()
+        else:
+            (model / name).write_bytes(content)
+        result = cli("submit", "config.yaml", "--cluster", "local", "--dry-run")
+        assert (result.code, part in result.error) == (ExitCode.DATA, True), result.error
+        for path, data in good.items():
+            path.write_bytes(data)
+    (model / "model.safetensors").write_bytes(size + header + b"1234")
+    assert cli("submit", "config.yaml", "--cluster", "local", "--dry-run").code == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "part"),
+    [
+        ("model.path=Qwen/Qwen2-0.5B", ExitCode.DATA, "`hf download Qwen/Qwen2-0.5B --local-dir DIR` first"),
+        ("model.reward=classifier:/nope", ExitCode.DATA, "or to rule:arithmetic"),
+        ("run_dir=$HOME/x", ExitCode.CONFIG, "not expanded: run_dir"),
+        ("checkpoint.resume_from=step_000001", ExitCode.NOT_FOUND, "runs/demo/checkpoints/step_000001"),
+        ("checkpoint.resume_from=nowhere", ExitCode.NOT_FOUND, "no such checkpoint to resume from"),
+    ],
+)
+def test_what_a_job_would_find_out_is_found_out_by_a_dry_run(
+    workplace: Path, cli: Cli, word: str, code: ExitCode, part: str
+) -> None:
+    result = cli("submit", "config.yaml", word, "--cluster", "local", "--dry-run")
+    assert result.code == code
+    assert part in result.error
+    assert "builtin:tiny" not in result.error
+
+
+def test_a_directory_without_a_run_is_not_submitted(workplace: Path, cli: Cli) -> None:
+    result = cli("submit", "data")
+    assert result.code == ExitCode.NOT_FOUND
+    assert "a directory, but not a run: data" in result.error
+
+
+def test_what_is_neither_run_nor_checkpoint_is_not_verified(workplace: Path, cli: Cli) -> None:
+    for words in (("verify", "data"), ("compare", "data", "data")):
+        result = cli(*words)
+        assert result.code == ExitCode.NOT_FOUND
+        assert "neither a run nor a checkpoint: data" in result.error
+
+
+def test_another_user_s_run_is_one_line_and_does_not_hide_the_others(
+    workplace: Path, cli: Cli, closed_place: Path, ordinary_user: User
+) -> None:
+    (closed_place / "theirs").mkdir(mode=0o700)
+    (closed_place / "theirs" / "run.yaml").touch()
+    with ordinary_user():
+        for words in (
+            ("verify", closed_place / "theirs"),
+            ("status", closed_place / "theirs"),
+            ("submit", closed_place / "theirs"),
+            ("submit", closed_place / "my.yaml"),
+            ("checkpoints", closed_place / "theirs"),
+        ):
+            result = cli(*words)
+            assert (result.code, bool(result.error)) == (ExitCode.PERMISSION, True), words
+        listed = cli("list", closed_place)
+    assert listed.code == 0
+    assert "no permission" in listed.out
+
+
+def test_a_usage_error_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -> None:
+    result = cli("status", "--json")
+    assert result.code == ExitCode.USAGE
+    assert result.json["exit_code"] == ExitCode.USAGE

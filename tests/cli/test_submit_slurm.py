@@ -160,7 +160,8 @@ def test_the_sbatch_template_runs_the_same_job_without_submitit(
     prepared = cli(
         "submit", "config.yaml", "name=demo-quick", "slurm.partition=preemptible", *SLURM, "--prepare-only"
     )
-    command = prepared.out.splitlines()[-1].replace("sbatch/two_nodes.sbatch", str(TEMPLATE)).split()
+    command = prepared.out.splitlines()[-1].split()
+    assert str(TEMPLATE) in command
     assert command[0] == "sbatch"
     subprocess.run(command, check=True)
     run = workplace / "runs" / "demo-quick"

@@ -84,6 +84,8 @@ def test_an_unknown_override_is_refused_with_the_nearest_known_key() -> None:
     [
         ("train:\n  steps: '3'\n", ["my.yaml:2: train.steps", "found '3', text", "expected int"]),
         ("train:\n  steps: 0\n", ["my.yaml:2: train.steps", "found 0", "expected int >= 1"]),
+        ("train:\n  steps: 0\n", ["write train.steps: a number >= 1"]),
+        ("train: 3\n", ["expected a section"]),
         ("train:\n  steps: 1.5\n", ["found 1.5", "expected int"]),
         ("train: 5\n", ["my.yaml:1: train", "found 5"]),
         ("deterministic: yes\n", ["found 'yes', text", "expected bool", "true or false"]),

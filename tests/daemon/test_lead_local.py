@@ -37,10 +37,10 @@ def prepared(root: Path, *overrides: str) -> RunPaths:
     return RunPaths(root)
 
 
-def lead(paths: RunPaths) -> "subprocess.Popen[str]":
+def lead(paths: RunPaths, *options: str) -> "subprocess.Popen[str]":
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     return subprocess.Popen(
-        [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)],
+        [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root), *options],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -164,3 +164,25 @@ def test_changed_data_is_refused_by_name(straight: RunPaths, tmp_path: Path) -> 
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 16, out
     assert "more.jsonl" in out
+
+
+def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    paths = prepared(tmp_path / "run")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    command = [sys.executable, "-m", "verl_slurm_daemon", "join", "--run", str(paths.root)]
+    joined = subprocess.Popen([*command, "--hostfile", str(hosts), "--host", "127.0.0.2"])
+    try:
+        process = lead(paths, "--hostfile", str(hosts))
+        until(process, "first_rollout")
+        process.send_signal(signal.SIGUSR2)
+        assert finish(process) == 0
+        assert joined.wait(timeout=60) == 0
+    finally:
+        joined.kill()
+        joined.wait()
+    assert {e["epoch"] for e in read_events(paths) if e["event"] == "started"} == {1, 2}
+    assert same_weights(paths.root, straight.root)[0]
+    wait_until_gone(str(paths.root))

@@ -113,8 +113,16 @@ def test_a_run_may_go_on_with_other_slurm_daemon_and_checkpoint_settings() -> No
 def test_a_run_does_not_go_on_with_another_training() -> None:
     with pytest.raises(ConfigError, match=r"train\.steps: 30 -> 5; distributed\.nodes: 2 -> 1"):
         refuse_changes(
-            config(), config("train.steps=5", "distributed.nodes=1", "slurm.partition=gpu"), Path("/run")
+            config(),
+            config("train.steps=5", "distributed.nodes=1", "slurm.partition=gpu"),
+            Path("/run"),
+            steps_done=6,
         )
+
+
+def test_a_run_that_has_not_begun_may_change_everything_and_steps_may_always_be_raised() -> None:
+    assert refuse_changes(config(), config("seed=3"), Path("/run"), begun=False) == ["seed"]
+    assert refuse_changes(config(), config("train.steps=31"), Path("/run"), steps_done=30) == ["train.steps"]
 
 
 def test_paths_are_made_absolute_and_words_stay() -> None:

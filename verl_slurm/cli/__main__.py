@@ -28,6 +28,10 @@ def main(args: list[str] | None = None) -> int:
         error.show(sys.stdout)
         return int(ExitCode.OK)
     except click.ClickException as error:
+        if "--json" in words:
+            from verl_slurm.cli import render
+
+            render.json_value({"error": error.format_message(), "exit_code": int(ExitCode.USAGE)})
         error.show()
         return int(ExitCode.USAGE)
     except (click.exceptions.Abort, KeyboardInterrupt):

@@ -8,10 +8,10 @@ import click
 import msgspec
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import RUN, exits, json_option
-from verl_slurm.errors import NotFound
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.errors import CheckpointCorrupt, NotFound
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 __all__ = ["checkpoints", "compare", "fingerprint", "print_checkpoints", "verify"]
 
@@ -63,7 +63,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
 
 
 @click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND))
-@click.argument("place", type=click.Path(path_type=Path))
+@click.argument("place", type=PLACE)
 @json_option
 def verify(place: Path, as_json: bool) -> int:
     """Read checkpoints back, every byte, and hold them against their manifests.
@@ -98,8 +98,8 @@ def verify(place: Path, as_json: bool) -> int:
 
 
 @click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.NOT_FOUND))
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=PLACE)
+@click.argument("b", type=PLACE)
 @json_option
 def compare(a: Path, b: Path, as_json: bool) -> int:
     """Are checkpoints A and B the same, bit for bit? Of a run, the newest committed one is taken.
@@ -109,7 +109,11 @@ def compare(a: Path, b: Path, as_json: bool) -> int:
     """
     from verl_slurm.checkpoint.compare import compare as compare_checkpoints
 
-    found = compare_checkpoints(_one_checkpoint(a), _one_checkpoint(b))
+    try:
+        found = compare_checkpoints(_one_checkpoint(a), _one_checkpoint(b))
+    except CheckpointCorrupt as error:
+        # What the comparing process said is a whole sentence already, with its remedy.
+        raise CheckpointCorrupt(str(error.found or error.what)) from None
     if as_json:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same})
         return ExitCode.OK if found.same else ExitCode.DIFFERENT
@@ -124,7 +128,7 @@ def compare(a: Path, b: Path, as_json: bool) -> int:
 
 
 @click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
-@click.argument("place", type=click.Path(path_type=Path))
+@click.argument("place", type=PLACE)
 @click.option("--against", type=RUN, help="Compare with the data that this run started with.")
 @json_option
 def fingerprint(place: Path, against: RunPaths | None, as_json: bool) -> int:
@@ -183,6 +187,17 @@ def _checkpoints_of(place: Path) -> list[Path]:
     if not place.is_dir():
         raise NotFound(
             "no such run or checkpoint", where=place, remedy="`verl-slurm list DIR` shows the runs below DIR"
+        )
+    # A torn checkpoint has the name of one and no manifest: that is for `verify` to say.
+    if (
+        not CHECKPOINT_NAME.match(place.resolve().name.lstrip("."))
+        and not (place / "manifest.json").is_file()
+    ):
+        raise NotFound(
+            "neither a run nor a checkpoint",
+            where=place,
+            expected="run.yaml or manifest.json in it",
+            remedy="`verl-slurm list DIR` shows the runs below DIR",
         )
     return [place]
 

@@ -8,17 +8,17 @@ import msgspec
 
 from verl_slurm.cli import render
 from verl_slurm.cli.options import exits, json_option
-from verl_slurm.cli.story import progress, tell
+from verl_slurm.cli.story import Story, progress
 from verl_slurm.exit_codes import ExitCode
 
 __all__ = ["demo"]
 
 
-@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
+@click.command(epilog=exits(ExitCode.PERMISSION, ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--config",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path, readable=False, dir_okay=False),
     default=Path("configs/quickstart.yaml"),
     show_default=True,
     help="What is run, twice.",
@@ -26,7 +26,7 @@ __all__ = ["demo"]
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(path_type=Path, readable=False, file_okay=False),
     help="Where the runs are made. [default: a new directory in runs/]",
 )
 @click.option(
@@ -50,10 +50,11 @@ def demo(words: tuple[str, ...], config: Path, directory: Path | None, cluster: 
         Path("runs").mkdir(exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.Progress()
+    story = Story()
     quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
 
     def say_event(event: dict[str, object]) -> None:
-        text = tell(event)
+        text = story.tell(event)
         if text is not None:
             below.line(f"   {text}")
 

@@ -23,7 +23,7 @@ class _Group(click.Group):
 _DIR = click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(path_type=Path, readable=False, file_okay=False),
     envvar="VERL_SLURM_DEVCLUSTER",
     help="Where the cluster lives. [default: ~/.cache/verl-slurm/devcluster, or $VERL_SLURM_DEVCLUSTER]",
 )

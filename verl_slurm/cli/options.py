@@ -9,7 +9,7 @@ import click
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["RUN", "exits", "json_option"]
+__all__ = ["PLACE", "RUN", "exits", "json_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +28,8 @@ class _RunType(click.ParamType[RunPaths]):
 
 
 RUN = _RunType()
+# click's own look at permissions would end with a usage error; ours says whose fault it is, with its own code.
+PLACE = click.Path(path_type=Path, readable=False)
 
 
 def json_option(command: F) -> F:
@@ -37,5 +39,8 @@ def json_option(command: F) -> F:
 
 def exits(*codes: ExitCode) -> str:
     """The epilog that lists a command's exit codes."""
-    lines = [f"{int(code):>4}  {code.description}" for code in sorted({ExitCode.OK, ExitCode.USAGE, *codes})]
+    listed = {ExitCode.OK, ExitCode.USAGE, *codes}
+    if ExitCode.NOT_FOUND in listed:
+        listed.add(ExitCode.PERMISSION)  # what can be missing can be another user's, too
+    lines = [f"{int(code):>4}  {code.description}" for code in sorted(listed)]
     return "\b\nExit codes:\n" + "\n".join(lines)

@@ -4,6 +4,7 @@ What comes from outside (names, log lines, Slurm's words) is made harmless first
 log can recolour or rewrite the terminal.
 """
 
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -88,6 +89,9 @@ class Progress:
     def show(self, step: int, text: str) -> None:
         """Show the present state; `step`: whole steps done."""
         text = safe(text)
+        if self._tty:
+            # A line that wraps could not be rewritten: the terminal takes back only its last row.
+            text = text[: max(shutil.get_terminal_size().columns - 1, 1)]
         if self._tty and text != self._shown:
             print(f"\r\x1b[K{text}", end="", flush=True)
             self._shown = text

@@ -1,5 +1,6 @@
 """`verl-slurm status` and `list`: what runs where, and how far it is."""
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import click
 
 from verl_slurm.cli import render, story
-from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option
 from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -35,7 +36,10 @@ def status(run: RunPaths, as_json: bool) -> int:
         rows.append(("job", f"none yet; verl-slurm submit {run.root}"))
     else:
         detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
-        rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {facts['job_state']}{detail}"))
+        state = f"{facts['job_state']}{detail}"
+        if facts["job_over"] and facts["outcome"]:
+            state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
+        rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
     if snapshot:
         rows.append(("state", f"{snapshot.get('state')}, as of {_ago(snapshot.get('updated'))}"))
         rows.append(("training", story.progress(snapshot)))
@@ -53,7 +57,7 @@ def status(run: RunPaths, as_json: bool) -> int:
 
 
 @click.command("list", epilog=exits(ExitCode.NOT_FOUND))
-@click.argument("place", type=click.Path(path_type=Path), default="runs")
+@click.argument("place", type=PLACE, default="runs")
 @json_option
 def list_runs(place: Path, as_json: bool) -> int:
     """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
@@ -64,14 +68,18 @@ def list_runs(place: Path, as_json: bool) -> int:
         from verl_slurm.cli.checkpoints import print_checkpoints
 
         return print_checkpoints(RunPaths(place.resolve()), as_json)
-    found = [_facts(RunPaths(root), ask=False) for root in _runs_below(place)]
+    found = [_facts_or_refusal(root) for root in _runs_below(place)]
     if not found and not place.is_dir():
         raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
     if as_json:
         render.json_value(found)
         return ExitCode.OK
     if not found:
-        render.line(f"no runs in {place}; start one with verl-slurm submit configs/quickstart.yaml")
+        from verl_slurm.config.load import shipped
+
+        render.line(
+            f"no runs in {place}; start one with verl-slurm submit {shipped('configs/quickstart.yaml')}"
+        )
         return ExitCode.OK
     render.table(
         ["run", "job", "state", "step", "of", "reward", "last checkpoint", "updated"],
@@ -79,7 +87,7 @@ def list_runs(place: Path, as_json: bool) -> int:
             [
                 facts["run_dir"],
                 facts["job_id"] or "-",
-                facts["status"].get("state", "queued" if facts["job_id"] else "prepared"),
+                _state(facts),
                 facts["status"].get("step", 0),
                 facts["status"].get("steps", 0),
                 _reward(facts["status"]),
@@ -92,9 +100,44 @@ def list_runs(place: Path, as_json: bool) -> int:
     return ExitCode.OK
 
 
-def _runs_below(place: Path) -> list[Path]:
-    patterns = ["/".join(["*"] * depth + ["run.yaml"]) for depth in range(1, _DEPTH + 1)]
-    return sorted({path.parent.resolve() for pattern in patterns for path in place.glob(pattern)})
+def _runs_below(place: Path, depth: int = _DEPTH) -> list[Path]:
+    """Runs, and directories of which nobody can say: another user's run is closed to us."""
+    found: list[Path] = []
+    if not place.is_dir():
+        return found
+    for entry in sorted(place.iterdir()):
+        try:
+            if not entry.is_dir():
+                continue
+            if (entry / "run.yaml").is_file():
+                found.append(entry.resolve())
+            if depth > 1:
+                found.extend(_runs_below(entry, depth - 1))
+        except PermissionError:
+            found.append(entry.resolve())
+    return sorted(set(found))
+
+
+def _facts_or_refusal(root: Path) -> dict[str, Any]:
+    try:
+        os.listdir(root)
+        return _facts(RunPaths(root), ask=False)
+    except PermissionError:
+        empty = dict.fromkeys(
+            ("job_id", "cluster", "job_state", "checkpoint", "last_cause", "ended", "outcome")
+        )
+        return {"run_dir": str(root), **empty, "status": {}, "error": "no permission"}
+
+
+def _state(facts: dict[str, Any]) -> str:
+    if "error" in facts:
+        return str(facts["error"])
+    if facts["outcome"]:
+        return str(facts["outcome"])
+    state = str(facts["status"].get("state", ""))
+    if state and not facts["submitted"]:
+        return state
+    return "queued" if facts["job_id"] else "prepared"
 
 
 def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
@@ -137,6 +180,8 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
             "num_bytes": committed[0].num_bytes,
         },
         "last_cause": story.tell(causes[-1]) if causes else None,
+        "submitted": bool(ends) and ends[-1]["event"] == "submitted",
+        "outcome": story.outcome(ends[-1]) if ends else None,
         "ended": story.tell(ends[-1]) if ends and ends[-1]["event"] == "ended" else None,
     }
 

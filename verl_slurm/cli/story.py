@@ -1,4 +1,4 @@
-"""A run's events as sentences. Pure: an event in, a line or nothing out."""
+"""A run's events as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -6,10 +6,41 @@ from typing import Any
 
 from verl_slurm.exit_codes import ExitCode
 
-__all__ = ["progress", "tell"]
+__all__ = ["Story", "outcome", "progress", "tell"]
 
 Event = dict[str, Any]
-_SHOWN = ("reward", "kl", "policy_loss", "value_loss", "tokens_per_second")
+_PHASES = {"generate": "sampling", "score": "scoring", "advantage": "advantages", "update": "updating"}
+_COUNTED = ("generate", "update")
+_SHOWN = (("reward", "reward {:.3f}"), ("kl", "kl {:.2g}"), ("tokens_per_second", "{:.0f} tok/s"))
+
+
+class Story:
+    """Tells the events of one run in their order, and no reason twice."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, event: Event) -> str | None:
+        """As `tell`. What one rank said in refusing to train, the others and the end say again."""
+        kind, reason = event.get("event"), str(event.get("reason") or event.get("detail") or "")
+        if kind in ("submitted", "started"):
+            self._told.clear()
+        if kind == "refused":
+            if reason in self._told:
+                return None
+            self._told.add(reason)
+        elif kind in ("ended", "crash") and reason in self._told:
+            event = {key: value for key, value in event.items() if key not in ("reason", "detail")}
+        return tell(event)
+
+
+def outcome(event: Event) -> str | None:
+    """How a run came out: `done`, `cancelled` or `failed with 11`; None for an event that is not its end."""
+    code = event.get("exit_code")
+    if event.get("event") != "ended" or code == ExitCode.REQUEUED:
+        return None
+    names = {int(ExitCode.OK): "done", int(ExitCode.CANCELLED): "cancelled"}
+    return names.get(code, f"failed with {code}") if isinstance(code, int) else "failed"
 
 
 def tell(event: Event) -> str | None:
@@ -23,14 +54,16 @@ def tell(event: Event) -> str | None:
 def progress(status: dict[str, Any]) -> str:
     """The snapshot of `status.json` as one line."""
     words = [f"step {status.get('step', 0)}/{status.get('steps', 0)}"]
-    if status.get("phase"):
-        words.append(f"{status['phase']} {status.get('index', 0)}")
+    phase = status.get("phase")
+    if phase and phase != "step_end":
+        count = f" {status.get('index', 0)}" if phase in _COUNTED else ""
+        words.append(f"{_PHASES.get(phase, phase)}{count}")
     metrics = status.get("metrics")
     values = metrics if isinstance(metrics, dict) else {}
-    for name in _SHOWN:
+    for name, form in _SHOWN:
         value = values.get(name)
         if isinstance(value, int | float):
-            words.append(f"{name.replace('_', ' ')} {value:.4g}")
+            words.append(form.format(value))
     return "  ".join(words)
 
 
@@ -90,7 +123,28 @@ def _corrupt(event: Event) -> str:
 
 
 def _crash(event: Event) -> str:
-    return f"CRASH {event.get('crashes')} of {event.get('budget')}: {event.get('detail')}"
+    return f"CRASH {event.get('crashes')} of {event.get('budget')}{_because(event, 'detail')}"
+
+
+def _because(event: Event, key: str = "reason") -> str:
+    return f": {event[key]}" if event.get(key) else ""
+
+
+def _refused(event: Event) -> str:
+    return f"the ranks REFUSED to train{_because(event)}"
+
+
+def _orphaned(event: Event) -> str:
+    then = "the job is requeued" if event.get("accepted") else "the job could NOT be requeued"
+    return f"the daemon is dead; node {event.get('node_id')} noticed, {then}{_because(event, 'detail')}"
+
+
+def _held(event: Event) -> str:
+    return f"HELD after {event.get('stuck')} starts without anything new{_because(event)}"
+
+
+def _fenced(event: Event) -> str:
+    return f"another start of this run has taken over, this one leaves with {event.get('exit_code')}{_because(event)}"
 
 
 def _requeue(event: Event) -> str:
@@ -100,7 +154,7 @@ def _requeue(event: Event) -> str:
 def _ended(event: Event) -> str:
     code = next((c for c in ExitCode if c == event.get("exit_code")), None)
     name = code.description if code is not None else event.get("exit")
-    return f"ended with {event.get('exit_code')}, {name}: {event.get('reason')}"
+    return f"ended with {event.get('exit_code')}, {name}{_because(event)}"
 
 
 def _gone(event: Event) -> str:
@@ -128,6 +182,11 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "gone": _gone,
     "force_resume": _drift,
     "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
+    "refused": _refused,
+    "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
+    "orphaned": _orphaned,
+    "held": _held,
+    "fenced": _fenced,
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",
     "resume": lambda event: f"resume: {event.get('reason')}",

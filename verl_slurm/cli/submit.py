@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import exits, json_option
+from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.watch import tell_until_end
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -28,11 +28,12 @@ __all__ = ["submit"]
         ExitCode.NO_SLURM,
         ExitCode.SLURM_REFUSED,
         ExitCode.DATASET_DRIFT,
+        ExitCode.NOT_FOUND,
         ExitCode.FENCED,
     )
     + "\n\nWith --wait: the run's own exit code."
 )
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=PLACE)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--cluster",
@@ -75,10 +76,17 @@ def submit(
     verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
     """
     from verl_slurm.submit.inputs import needs_building
-    from verl_slurm.submit.submission import carry_out, plan_submission
+    from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 
-    plan = plan_submission(config, list(overrides), cluster=cluster, ask_slurm=not prepare_only)
+    if prepare_only and (wait or cluster == "local"):
+        other = "--wait" if wait else "--cluster local"
+        raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
+
+    plan = plan_submission(
+        config, list(overrides), cluster="slurm" if prepare_only else cluster, ask_slurm=not prepare_only
+    )
     if dry_run:
+        check_drift(plan, _Confirm(True) if force_resume else None)
         _print_plan(plan, as_json)
         return ExitCode.OK
     for note in plan.notes:
@@ -118,19 +126,51 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
     text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
     if as_json:
         render.json_value(
-            {"cluster": plan.cluster, "run_dir": str(plan.run_dir), "new_run": plan.new_run, "script": text}
+            {
+                "cluster": plan.cluster,
+                "run_dir": str(plan.run_dir),
+                "new_run": plan.new_run,
+                "resumes_from": plan.resumes_from,
+                "checked": _checked(plan),
+                "notes": plan.notes,
+                "script": text,
+            }
         )
         return
     for note in plan.notes:
         render.warning(note)
+    render.warning(f"dry run: nothing was made or queued; checked and good: {', '.join(_checked(plan))}")
+    render.warning(_beginning(plan))
+    render.warning(f"run directory {plan.run_dir}")
     for part in text.rstrip("\n").split("\n"):
         render.line(part)
 
 
+def _checked(plan: "SubmissionPlan") -> list[str]:
+    return [*plan.checked, *(["the data is that of the first start"] if plan.begun else [])]
+
+
+def _beginning(plan: "SubmissionPlan") -> str:
+    if plan.new_run:
+        return "a new run"
+    if not plan.begun:
+        return "the run exists and has not begun: it would start from the beginning with this configuration"
+    wanted = plan.config.checkpoint.resume_from
+    if wanted is None:
+        return "the run goes on from the beginning, as checkpoint.resume_from=null says"
+    if wanted != "auto":
+        return f"the run goes on from {wanted}, as checkpoint.resume_from says"
+    if plan.resumes_from is None:
+        return "the run goes on; it has no checkpoint yet, its rollouts are used again"
+    return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies"
+
+
 def _sbatch_line(plan: "SubmissionPlan", paths: RunPaths) -> str:
+    from verl_slurm.config.load import shipped
     from verl_slurm.submit.plan import sbatch_options
 
-    return shlex.join(["sbatch", *sbatch_options(plan.config), "sbatch/two_nodes.sbatch", str(paths.root)])
+    template = shipped("sbatch/two_nodes.sbatch")
+    return shlex.join(["sbatch", *sbatch_options(plan.config), template, str(paths.root)])
 
 
 class _Confirm:

@@ -21,9 +21,10 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool) -> int:
     if as_json:
         return follow_run(paths, offset, render.json_value)
     bottom = render.Progress()
+    teller = story.Story()
 
     def on_event(event: dict[str, Any]) -> None:
-        text = story.tell(event)
+        text = teller.tell(event)
         if text is not None:
             bottom.line(text)
 

@@ -15,9 +15,9 @@ from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks import check
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
-from verl_slurm.errors import ConfigError, NotFound
+from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
 
-__all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config"]
+__all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config", "shipped"]
 
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 _PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
@@ -82,6 +82,12 @@ def dump(config: RunConfig) -> bytes:
     return strict_yaml.dump(msgspec.to_builtins(config))
 
 
+def shipped(name: str) -> str:
+    """The absolute path of a file that lies beside the package or in it; where it is not installed, `name`."""
+    path = Path(__file__).resolve().parents[2] / name
+    return str(path) if path.is_file() else name
+
+
 def known_keys() -> dict[str, object]:
     """Every dotted key of a config with its type annotation, sections left out."""
     return dict(_leaves(RunConfig, ""))
@@ -104,7 +110,14 @@ def _read(path: Path) -> bytes:
             "no such configuration",
             where=path,
             expected=f"perhaps {path.parent / near[0]}" if near else None,
-            remedy="give the path of a YAML file, e.g. configs/quickstart.yaml",
+            remedy=f"give the path of a YAML file, e.g. {shipped('configs/quickstart.yaml')}",
+        ) from None
+    except PermissionError as error:
+        raise PermissionRefused(
+            "the configuration cannot be read",
+            where=path,
+            found=error.strerror,
+            remedy="ask its owner, or copy it to a place of yours",
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -190,7 +203,7 @@ def _require_known(dotted: str, place: str) -> None:
         "no such key",
         where=place if place.endswith(dotted) else f"{place}: {dotted}",
         expected=_nearest(dotted, list(keys)),
-        remedy="see verl_slurm/config/schema.py for all keys",
+        remedy=f"see {shipped('verl_slurm/config/schema.py')} for all keys",
     )
 
 
@@ -224,13 +237,14 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
         else:
             # "Expected `int`, got `str`" → int; the value itself says more than its type.
             expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
+            expected = _KINDS.get(expected, expected)
         place = places.get(dotted, source)
         raise ConfigError(
             "wrong value",
             where=place if place.startswith("override ") else f"{place}: {dotted}",
             found=f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
             expected=expected,
-            remedy=f"write {dotted}: {_example(expected)}",
+            remedy=f"write {dotted}: {_example(expected, value)}",
         ) from None
 
 
@@ -239,14 +253,24 @@ def _name(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _example(expected: str) -> str:
+# What msgspec calls by a name of Python's or JSON's, in words.
+_KINDS = {"object": "a section", "str": "text", "array": "a list"}
+
+
+def _example(expected: str, value: object) -> str:
+    bound = re.fullmatch(r"(?:int|float) (>=|<=|>|<) (\S+)", expected)
+    if bound and isinstance(value, int | float):
+        return f"a number {bound[1]} {bound[2]}"
     kinds = {
         "int": "a whole number, unquoted",
         "float": "a number, unquoted",
+        "text": 'text, quoted if it looks like a number, e.g. "007"',
+        "a section": "a section of `key: value` lines",
         "bool": "true or false",
-        "str": 'text, quoted if it looks like a number, e.g. "007"',
-        "object": "a section of `key: value` lines",
+        "a list": "a list",
     }
+    if expected in kinds:
+        return kinds[expected]
     # "int >= 1" and "int | null" have the kind in their first word.
     return "a value of that kind" if "|" in expected else kinds.get(expected.split()[0], "one of these")
 

@@ -83,7 +83,7 @@ def parse(raw: bytes, source: str) -> Document:
             where=source,
             found=type(data).__name__,
             expected="`key: value` lines",
-            remedy="start from configs/quickstart.yaml",
+            remedy="start from the configs/quickstart.yaml that ships with verl-slurm",
         )
     return Document(data, lines)
 

@@ -14,6 +14,7 @@ import msgspec
 import verl_slurm
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.paths import CHECKPOINT_NAME
 
 __all__ = [
     "BUILTIN_DATA",
@@ -24,7 +25,6 @@ __all__ = [
     "built_before",
     "cache_dir",
     "check_data",
-    "check_model",
     "check_names",
     "needs_building",
 ]
@@ -36,7 +36,6 @@ BUILTIN_DATA = ("arithmetic",)
 RULES = ("arithmetic",)
 _CLASSIFIER = "classifier:"
 _BUILD_TIMEOUT_S = 900.0
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def cache_dir() -> Path:
@@ -59,7 +58,7 @@ def _cache_base() -> Path:
 def absolute(config: RunConfig, base: Path) -> RunConfig:
     """The config with every path made absolute against `base`, and the run's name put into `run_dir`.
 
-    `resume_from` may be `auto` or a path; `builtin:` and `rule:` stay.
+    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay.
     """
 
     def path(text: str) -> str:
@@ -73,8 +72,9 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
         model = replace(model, reward=_CLASSIFIER + path(model.reward.removeprefix(_CLASSIFIER)))
     if not data.root.startswith(_BUILTIN):
         data = replace(data, root=path(data.root))
-    if checkpoint.resume_from not in (None, "auto"):
-        checkpoint = replace(checkpoint, resume_from=path(str(checkpoint.resume_from)))
+    wanted = checkpoint.resume_from
+    if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
+        checkpoint = replace(checkpoint, resume_from=path(wanted))
     run_dir = path(config.run_dir.replace("{name}", config.name))
     return replace(config, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir)
 
@@ -155,26 +155,6 @@ def _build(kind: str, spec: str) -> str:
             remedy=f"see what `{' '.join(command[1:4])} {spec}` says; the cache is {cache_dir()}",
         )
     return lines[-1]
-
-
-def check_model(key: str, directory: Path) -> None:
-    """A Hugging Face model directory: config, weights. `builtin:` is not asked about here.
-
-    Raises:
-        DataError: missing, or without one of these.
-    """
-    remedy = f"set {key} to a directory made by save_pretrained, or to builtin:tiny"
-    if not directory.is_dir():
-        raise DataError("no such model directory", where=directory, remedy=remedy)
-    if not (directory / "config.json").is_file():
-        raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
-    if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
-        raise DataError(
-            "the model directory has no weights",
-            where=directory,
-            expected=" or ".join(_WEIGHTS),
-            remedy=remedy,
-        )
 
 
 def check_data(config: RunConfig) -> None:

@@ -60,6 +60,12 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     cluster: Cluster
     new_run: bool
+    begun: bool = False
+    """The run has a checkpoint or rollouts; until then any of its keys may change."""
+    resumes_from: str | None = None
+    """Its newest committed checkpoint."""
+    checked: tuple[str, ...] = ()
+    """What was looked at and found good."""
     notes: tuple[str, ...] = ()
     """What the user should know, e.g. that the local executor was chosen."""
 
@@ -118,23 +124,43 @@ def may_change(key: str) -> bool:
     return key.startswith(_FREE_SECTIONS)
 
 
-def refuse_changes(old: RunConfig, new: RunConfig, run_dir: Path) -> list[str]:
+def refuse_changes(
+    old: RunConfig, new: RunConfig, run_dir: Path, *, begun: bool = True, steps_done: int = 0
+) -> list[str]:
     """Compare the config of an existing run with the one submitted now.
 
+    Args:
+        old: that of the run.
+        new: that submitted now.
+        run_dir: for the error.
+        begun: the run has something to lose; otherwise every key may change.
+        steps_done: `train.steps` may change to this and more.
+
     Returns:
-        The keys that changed, all of sections that may.
+        The keys that changed, all of them such that may.
 
     Raises:
         ConfigError: a key changed that decides what is computed; all of them are listed.
     """
     changes = differences(old, new)
-    fixed = [f"{key}: {before!r} -> {after!r}" for key, before, after in changes if not may_change(key)]
+    if not begun:
+        return [key for key, _, _ in changes]
+    fixed = [
+        f"{key}: {before!r} -> {after!r}"
+        for key, before, after in changes
+        if not may_change(key) and not (key == "train.steps" and _may_stop_at(after, steps_done))
+    ]
     if fixed:
+        steps = f", train.steps to {steps_done} or more"
         raise ConfigError(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected="the same values (only slurm, daemon and checkpoint may change)",
+            expected=f"the same values (only slurm, daemon and checkpoint may change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]
+
+
+def _may_stop_at(steps: object, steps_done: int) -> bool:
+    return isinstance(steps, int) and steps >= steps_done

@@ -10,19 +10,74 @@ from pathlib import Path
 from typing import Literal
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import NotFound, PermissionRefused, SlurmMissing, SlurmRefused
+from verl_slurm.errors import ConfigError, NotFound, PermissionRefused, SlurmMissing, SlurmRefused
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import PartitionFacts
-from verl_slurm.submit.inputs import check_data, check_model, check_names
+from verl_slurm.submit.inputs import check_data, check_names
+from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.plan import Cluster
 
-__all__ = ["check_inputs", "check_run_dir", "check_slurm", "choose_cluster", "partition_complaint"]
+__all__ = [
+    "check_inputs",
+    "check_resume_from",
+    "check_run_dir",
+    "check_slurm",
+    "check_written",
+    "choose_cluster",
+    "partition_complaint",
+]
 
 _CLASSIFIER = "classifier:"
 
 
-def check_inputs(config: RunConfig) -> None:
+def check_written(config: RunConfig) -> None:
+    """Paths as the user wrote them: a variable that no shell has expanded would become a directory's name.
+
+    Raises:
+        ConfigError: a path has a `$`.
+    """
+    for key, text in (
+        ("run_dir", config.run_dir),
+        ("model.path", config.model.path),
+        ("data.root", config.data.root),
+    ):
+        if "$" in text:
+            raise ConfigError(
+                "variables in paths are not expanded",
+                where=key,
+                found=text,
+                expected="a path without `$`",
+                remedy=f'write it out, or let the shell do it: {key}="$VARIABLE/..." behind the configuration',
+            )
+
+
+def check_resume_from(config: RunConfig) -> None:
+    """What `checkpoint.resume_from` names is there; the lead verifies it.
+
+    Raises:
+        NotFound: it is not.
+    """
+    wanted = config.checkpoint.resume_from
+    if wanted is None or wanted == "auto":
+        return
+    named = CHECKPOINT_NAME.fullmatch(wanted)
+    path = RunPaths(config.run_dir).checkpoints / wanted if named else Path(wanted)
+    if not path.is_dir():
+        raise NotFound(
+            "no such checkpoint to resume from",
+            where=path,
+            expected="a checkpoint directory, the name of one of this run, auto or null",
+            remedy="set checkpoint.resume_from; `verl-slurm checkpoints RUN` lists a run's",
+        )
+
+
+def check_inputs(config: RunConfig, written: str = "") -> None:
     """Model, reward and data are there and not empty. Paths must be absolute; `builtin:` names must exist.
+
+    Args:
+        config: paths absolute.
+        written: `model.path` as the user wrote it.
 
     Raises:
         ConfigError: no such built-in.
@@ -30,7 +85,7 @@ def check_inputs(config: RunConfig) -> None:
     """
     check_names(config)
     if not config.model.path.startswith("builtin:"):
-        check_model("model.path", Path(config.model.path))
+        check_model("model.path", Path(config.model.path), written)
     if config.model.reward.startswith(_CLASSIFIER):
         check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
     if not config.data.root.startswith("builtin:"):

@@ -4,19 +4,23 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
 from verl_slurm.errors import NotFound
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm.submit.plan import Cluster
 
 __all__ = [
     "Submission",
+    "has_begun",
     "has_ended",
     "last_job",
     "read_status",
     "require_run",
+    "steps_done",
 ]
 
 
@@ -47,6 +51,27 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
         return msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
     except (FileNotFoundError, msgspec.MsgspecError):
         return {}
+
+
+def has_begun(paths: RunPaths) -> bool:
+    """Whether the run has something that another configuration would spoil: a checkpoint, or rollouts.
+
+    A checkpoint that is damaged or set aside counts too.
+    """
+    kinds = {info.kind for info in list_checkpoints(paths) if not info.name.startswith(".")}
+    return bool(kinds & {"committed", "torn", "quarantined"}) or any(
+        segment.stat().st_size > HEAD_BYTES for segment in paths.ledger.glob("*.ledger")
+    )
+
+
+def steps_done(paths: RunPaths) -> int:
+    """Steps that are done or begun: what the run cannot stop short of any more."""
+    done = max(int(read_status(paths).get("step") or 0), 0)
+    for info in list_checkpoints(paths):
+        if info.kind == "committed":
+            # A trainer in the middle of a step never stops at that step's beginning.
+            done = max(done, info.step + (1 if info.safe_point else 0))
+    return done
 
 
 def has_ended(paths: RunPaths, job: Submission) -> bool:

@@ -18,8 +18,10 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.checkpoint import fingerprint as prints
+from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.config.load import dump, load, load_resolved
-from verl_slurm.errors import DatasetDrift, Fenced, NotFound
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.events import append_event
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
@@ -27,10 +29,17 @@ from verl_slurm.submit.executor import submit_job
 from verl_slurm.submit.inputs import absolute, build_builtins, built_before
 from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
-from verl_slurm.submit.preflight import check_inputs, check_run_dir, check_slurm, choose_cluster
-from verl_slurm.submit.record import has_ended, last_job
+from verl_slurm.submit.preflight import (
+    check_inputs,
+    check_resume_from,
+    check_run_dir,
+    check_slurm,
+    check_written,
+    choose_cluster,
+)
+from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
 
-__all__ = ["Submitted", "carry_out", "plan_submission"]
+__all__ = ["Submitted", "carry_out", "check_drift", "plan_submission"]
 
 Confirm = Callable[[prints.Drift], bool]
 
@@ -71,28 +80,44 @@ def plan_submission(
     Raises:
         ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused: what is wrong.
         Fenced: a job of this run is queued or running.
+        NotFound: `source` is a directory, but not a run; or what to resume from is not there.
     """
     if source.is_dir():
-        source = source / "run.yaml"
-    config = absolute(load(source, overrides), base or Path.cwd())
+        source = _run_yaml_of(source)
+    written = load(source, overrides)
+    check_written(written)
+    config = absolute(written, base or Path.cwd())
     paths = RunPaths(config.run_dir)
     check_run_dir(paths.root)
-    check_inputs(config)
+    check_inputs(config, written.model.path)
+    check_resume_from(config)
+    checked = ["configuration", "run directory", "model", "reward", "data"]
+    if config.checkpoint.resume_from not in (None, "auto"):
+        checked.append("the checkpoint to resume from")
     chosen, note = choose_cluster(cluster)
     if chosen == "slurm" and ask_slurm:
         check_slurm(config)
-    new_run = not paths.run_yaml.exists()
+        checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
+    notes = [note] if note else []
+    new_run, begun, newest = not paths.run_yaml.exists(), False, None
     if not new_run:
-        old = load_resolved(paths.run_yaml)
-        config = built_before(config, old)
-        refuse_changes(old, config, paths.root)
+        config = built_before(config, load_resolved(paths.run_yaml))
+        begun = has_begun(paths)
+        changed = _changes(paths, config, begun=begun)
+        if begun and "train.steps" in changed and config.train.lr_schedule == "cosine":
+            notes.append("train.steps changes the cosine schedule: learning rates differ from here on")
         _refuse_living(paths)
+        newest = next((info.name for info in list_checkpoints(paths) if info.kind == "committed"), None)
+        checked.append("the run's former configuration and job")
     return SubmissionPlan(
         config=config,
         run_dir=paths.root,
         cluster=chosen,
         new_run=new_run,
-        notes=(note,) if note else (),
+        begun=begun,
+        resumes_from=newest,
+        checked=tuple(checked),
+        notes=tuple(notes),
     )
 
 
@@ -112,17 +137,9 @@ def carry_out(
     """
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
-    changed = [] if plan.new_run else refuse_changes(load_resolved(paths.run_yaml), config, paths.root)
+    changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
     seen = prints.fingerprint(Path(config.data.root))
-    drift = _drift(paths, seen)
-    if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
-        raise DatasetDrift(
-            "the data has changed since the run started",
-            where=config.data.root,
-            found=drift.one_line(),
-            expected="the files of the first start",
-            remedy="restore them, start a new run, or accept the change with --force-resume",
-        )
+    drift = _confirmed_drift(plan, seen, confirm_drift)
     job_id: str | None = None
     with ExitStack() as held:
         with ExitStack() as undo:
@@ -140,7 +157,13 @@ def carry_out(
             if config.checkpoint.resume_from != "auto":
                 undo.callback(paths.resume_once.unlink, missing_ok=True)
                 write_file(paths.resume_once, b"")
-            if drift is not None or not paths.fingerprint.exists():
+            if not plan.begun and has_begun(paths):
+                raise Fenced("the run has begun meanwhile", where=paths.root, remedy="submit again")
+            if not plan.begun and paths.orchestration.exists():
+                # A start that came to nothing may have written the layout of the former configuration.
+                _keep(undo, paths.orchestration)
+                paths.orchestration.unlink()
+            if drift is not None or not plan.begun or not paths.fingerprint.exists():
                 _keep(undo, paths.fingerprint)
                 prints.write(paths, seen)
             if not prepare_only:
@@ -180,9 +203,65 @@ def _refuse_living(paths: RunPaths) -> None:
         )
 
 
-def _drift(paths: RunPaths, seen: prints.Fingerprint) -> prints.Drift | None:
-    old = prints.read(paths)
-    return (prints.drift(old, seen) or None) if old is not None else None
+def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> None:
+    """Whether the data is that of the run's first start, as `carry_out` asks. Makes nothing.
+
+    Raises:
+        DatasetDrift: the data has changed and nobody confirmed.
+
+    Called by: cli.submit, for a dry run.
+    """
+    if plan.begun:
+        _confirmed_drift(plan, prints.fingerprint(Path(plan.config.data.root)), confirm_drift)
+
+
+def _confirmed_drift(
+    plan: SubmissionPlan, seen: prints.Fingerprint, confirm_drift: Confirm | None
+) -> prints.Drift | None:
+    """What has changed in the data of a run that has begun; one that has not may start on other data."""
+    old = prints.read(RunPaths(plan.run_dir)) if plan.begun else None
+    drift = (prints.drift(old, seen) or None) if old is not None else None
+    if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
+        raise DatasetDrift(
+            "the data has changed since the run started",
+            where=plan.config.data.root,
+            found=drift.one_line(),
+            expected="the files of the first start",
+            remedy="restore them, start a new run, or accept the change with --force-resume",
+        )
+    return drift
+
+
+def _changes(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
+    old = load_resolved(paths.run_yaml)
+    return refuse_changes(old, config, paths.root, begun=begun, steps_done=steps_done(paths))
+
+
+def _run_yaml_of(directory: Path) -> Path:
+    """The run.yaml of a run that lies where it was made.
+
+    Raises:
+        NotFound: no run.
+        ConfigError: a copy: submitted, it would go on with the original.
+    """
+    source = directory / "run.yaml"
+    if not source.is_file():
+        raise NotFound(
+            "a directory, but not a run",
+            where=directory,
+            expected="a YAML file, or a run directory with its run.yaml",
+            remedy="see the runs with `verl-slurm list DIR`",
+        )
+    made_as = Path(load(source).run_dir)
+    if made_as.resolve() != directory.resolve():
+        raise ConfigError(
+            "a copy, or a run that was moved",
+            where=directory,
+            found=f"this run was made as {made_as} and lies in {directory.resolve()}",
+            remedy=f"submit {made_as}, move this one there, or start a new run from {source} "
+            "with another name= and run_dir=",
+        )
+    return source
 
 
 def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:

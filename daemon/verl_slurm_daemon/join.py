@@ -1,0 +1,65 @@
+"""One of the other hosts of a run without Slurm: an agent for each generation that the lead announces."""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm_daemon.agent import Agent
+from verl_slurm_daemon.hostfile import check_hosts, find_host, parse_hostfile
+from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
+from verl_slurm_daemon.processes import become_subreaper
+
+__all__ = ["run_join"]
+
+_LOOK_S = 0.3
+"""The run directory may be on a network file system, which tells nobody of a change."""
+
+
+def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
+    """Take part in the run from the host `name`; returns how the run ended."""
+    become_subreaper()
+    paths = RunPaths(root)
+    config = load_resolved(paths.run_yaml)
+    hosts = parse_hostfile(hostfile.read_text(), hostfile)
+    check_hosts(hosts, config)
+    place = find_host(hosts, name)
+    since = len(read_events(paths))
+    seen = (0, 0)
+    while True:
+        address = _address(paths)
+        if address is not None and address.generation > 0 and (address.epoch, address.generation) != seen:
+            seen = (address.epoch, address.generation)
+            with contextlib.suppress(
+                VerlSlurmError
+            ):  # the lead went away meanwhile: the next, or the end, will show
+                asyncio.run(_one_generation(paths, address.epoch, hosts[place].name, place))
+        ended = _ended(paths, since)
+        if ended is not None:
+            return ended
+        time.sleep(_LOOK_S)
+
+
+async def _one_generation(paths: RunPaths, epoch: int, node: str, place: int) -> None:
+    await Agent(paths, load_resolved(paths.run_yaml), epoch, node, place).run()
+
+
+def _address(paths: RunPaths) -> LeadAddress | None:
+    try:
+        return read_lead_address(paths)
+    except (OSError, msgspec.MsgspecError):
+        return None  # no lead now
+
+
+def _ended(paths: RunPaths, since: int) -> ExitCode | None:
+    for event in read_events(paths)[since:]:
+        if event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED:
+            return ExitCode(int(event["exit_code"]))
+    return None

@@ -1,0 +1,47 @@
+"""The lines of a hostfile, and what is refused."""
+
+import pytest
+from verl_slurm_daemon.hostfile import Host, check_hosts, find_host, parse_hostfile
+
+from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.errors import ConfigError
+
+TEXT = "# the first leads\nworker-0 slots=8\n\nworker-1.cluster slots=4  # smaller\n"
+
+
+def test_hosts_come_in_their_order_without_comments() -> None:
+    assert parse_hostfile(TEXT, "hosts") == (Host("worker-0", 8), Host("worker-1.cluster", 4))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "worker-0\n",
+        "worker-0 slots=0\n",
+        "w slots=1\nw slots=1\n",
+        "a;b slots=1\n",
+        "w slots=²\n",
+    ],
+)
+def test_what_is_no_hostfile_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match="hosts.*mend the hostfile"):
+        parse_hostfile(text, "hosts")
+
+
+def test_a_host_is_found_by_its_full_and_by_its_short_name() -> None:
+    hosts = parse_hostfile(TEXT, "hosts")
+    assert find_host(hosts, "worker-0.cluster") == 0
+    assert find_host(hosts, "worker-1.cluster") == 1
+    with pytest.raises(ConfigError, match="--host NAME"):
+        find_host(hosts, "elsewhere")
+
+
+def test_hosts_that_do_not_fit_the_run_are_refused() -> None:
+    config = RunConfig(distributed=DistributedConfig(nodes=2, dp_size=8))
+    check_hosts((Host("a", 4), Host("b", 4)), config)
+    with pytest.raises(ConfigError, match=r"distributed\.nodes"):
+        check_hosts((Host("a", 8),), config)
+    with pytest.raises(ConfigError, match="slots=4 or more"):
+        check_hosts((Host("a", 4), Host("b", 2)), config)

@@ -1,0 +1,121 @@
+"""A look at a model directory without torch: what a job would otherwise find out after its wait in the queue."""
+
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.errors import DataError
+
+__all__ = ["check_model"]
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# The limit of the safetensors library: https://github.com/huggingface/safetensors#format
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def check_model(key: str, directory: Path, written: str = "") -> None:
+    """A Hugging Face model directory: weights, config, tokenizer. `builtin:` is not asked about here.
+
+    Args:
+        key: `model.path` or `model.reward`, for the remedy.
+        directory: absolute.
+        written: the path as the user wrote it, to know a name of the Hugging Face hub by.
+
+    Raises:
+        DataError: missing, without one of these, or one of them is damaged.
+    """
+    remedy = _remedy(key)
+    if not directory.is_dir():
+        if _HUB_NAME.fullmatch(written):
+            remedy = (
+                "names of the Hugging Face hub are not downloaded: "
+                f"`hf download {written} --local-dir DIR` first, then set {key} to DIR"
+            )
+        raise DataError("no such model directory", where=directory, remedy=remedy)
+    if not (directory / "config.json").is_file():
+        raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
+    if not any(next(directory.glob(pattern), None) for pattern in _WEIGHTS):
+        raise DataError(
+            "the model directory has no weights",
+            where=directory,
+            expected=" or ".join(_WEIGHTS),
+            remedy=remedy,
+        )
+    _check_config(directory / "config.json", remedy)
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
+        raise DataError(
+            "the model directory has no tokenizer",
+            where=directory,
+            expected=" or ".join(_TOKENIZERS),
+            remedy=f"save the tokenizer there too (tokenizer.save_pretrained), or {remedy}",
+        )
+    for path in sorted(directory.glob("*.safetensors")):
+        complaint = _safetensors_complaint(path)
+        if complaint:
+            raise DataError(
+                "the weights are damaged",
+                where=path,
+                found=complaint,
+                remedy="copy or download that file again",
+            )
+
+
+def _remedy(key: str) -> str:
+    if key == "model.reward":
+        return (
+            "set model.reward to classifier:DIR, a directory made by save_pretrained, or to rule:arithmetic"
+        )
+    return f"set {key} to a directory made by save_pretrained, or to builtin:tiny"
+
+
+def _check_config(path: Path, remedy: str) -> None:
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except msgspec.MsgspecError as error:
+        raise DataError(
+            "the model's config.json is not JSON", where=path, found=error, remedy=remedy
+        ) from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str) or not kind:
+        raise DataError(
+            "the model's config.json names no model",
+            where=path,
+            expected="text under 'model_type'",
+            remedy=remedy,
+        )
+
+
+def _safetensors_complaint(path: Path) -> str:
+    """What is wrong with a safetensors file, by its header and its size; empty where nothing is.
+
+    The format is 8 bytes little-endian N, N bytes of JSON, then the tensors at `data_offsets` behind that:
+    https://github.com/huggingface/safetensors#format
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(8)
+        if len(first) < 8:
+            return f"{size} bytes, less than a header"
+        (length,) = struct.unpack("<Q", first)
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            return f"a header of {length} bytes in a file of {size}"
+        raw = file.read(length)
+    try:
+        header = msgspec.json.decode(raw, type=dict[str, dict[str, Any]])
+        ends = [_end(entry) for name, entry in header.items() if name != "__metadata__"]
+    except (msgspec.MsgspecError, LookupError, TypeError, ValueError):
+        return "a header that is not one of safetensors"
+    expected = 8 + length + max(ends, default=0)
+    return "" if size == expected else f"{size} bytes, its header says {expected}"
+
+
+def _end(entry: dict[str, Any]) -> int:
+    start, end = entry["data_offsets"]
+    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
+        raise ValueError
+    return end
