@@ -26,9 +26,11 @@ _STEPS_EACH = 1.2
 """Steps of training that one interruption leaves room for, on average."""
 
 
-def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> None:
-    batch_host = run.facts().batch_host
-    assert batch_host is not None
+def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> bool:
+    """Disturb the run; False where there was nobody to disturb at this moment."""
+    batch_host, victims = run.facts().batch_host, []
+    if batch_host is None:
+        return False
     match way:
         case "preempt":
             preempt(cluster, int(run.job_id), hold_s=1)
@@ -37,12 +39,17 @@ def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> None:
         case "save":
             run.slurm("scancel", "-b", "-s", "USR1", run.job_id)
         case "kill_rank":
-            run.kill(run.ranks()[-1:])
+            victims = run.ranks()[-1:]
         case "kill_node":
             others = {p.environ()["SLURMD_NODENAME"] for p in run.ranks()} - {batch_host}
-            run.kill(run.processes(others.pop()))
+            victims = run.processes(others.pop()) if others else []
         case "kill_lead_node":
-            run.kill(run.processes(batch_host))
+            victims = run.processes(batch_host)
+    if way.startswith("kill") and not victims:
+        return False
+    if victims:
+        run.kill(victims)
+    return True
 
 
 def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
@@ -71,7 +78,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     run = LiveRun(cluster, tmp_path / "run", *overrides).submit()
     done: list[str] = []
     try:
-        run.wait_event("generation")  # before that there is nobody to interrupt
+        run.wait_event("training")  # before that there is nobody to interrupt
         while len(done) < wanted:
             # Wait until training moves again; a generation that was already disturbed is not news.
             before = len(run.events("training"))
@@ -83,8 +90,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
                 f"  {len(done) + 1:3} {way:14} {run.status().get('step')} {run.status().get('phase')}",
                 flush=True,
             )
-            _interrupt(run, way, cluster)
-            if way == "save":  # on top: it interrupts nothing
+            if not _interrupt(run, way, cluster) or way == "save":  # a save is on top: it interrupts nothing
                 continue
             done.append(way)
             run.wait(lambda before=before: len(run.events("training")) > before or _finished(run))
