@@ -4,6 +4,7 @@ Waiting is for events (the journal and the status file, by inotify), never for t
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -173,6 +174,14 @@ class LiveRun:
             if str(self.paths.root) in argv and env.get("SLURMD_NODENAME") == node:
                 found.append(process)
         return found
+
+    def other_nodes(self) -> list[str]:
+        """The nodes with ranks that are not the lead's."""
+        batch_host, found = self.facts().batch_host, set()
+        for process in self.ranks():
+            with contextlib.suppress(psutil.Error):
+                found.add(process.environ()["SLURMD_NODENAME"])
+        return sorted(found - {batch_host or ""})
 
     def kill(self, processes: list[psutil.Process]) -> None:
         assert processes, "nobody there to kill"

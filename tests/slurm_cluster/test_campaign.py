@@ -41,8 +41,8 @@ def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> bool:
         case "kill_rank":
             victims = run.ranks()[-1:]
         case "kill_node":
-            others = {p.environ()["SLURMD_NODENAME"] for p in run.ranks()} - {batch_host}
-            victims = run.processes(others.pop()) if others else []
+            others = run.other_nodes()
+            victims = run.processes(others[0]) if others else []
         case "kill_lead_node":
             victims = run.processes(batch_host)
     if way.startswith("kill") and not victims:

@@ -132,8 +132,7 @@ def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
 ) -> None:
     run.submit()
     run.wait_phase("generate")
-    nodes = {p.environ()["SLURMD_NODENAME"] for p in run.ranks()} - {run.facts().batch_host}
-    run.kill(run.processes(nodes.pop()))
+    run.kill(run.processes(run.other_nodes()[0]))
     run.wait_event("crash")
     ends_like(run, twin)
 
