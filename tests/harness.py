@@ -68,10 +68,10 @@ class LiveRun:
         )
 
     def slurm(self, *argv: str, check: bool = True) -> str:
-        """A Slurm command, aimed at the cluster of this run."""
-        done = subprocess.run(
-            argv, env=self.cluster.client_env(), capture_output=True, text=True, timeout=60, check=check
-        )
+        """A Slurm command, aimed at the cluster of this run, with this environment's programs in PATH."""
+        environment = self.cluster.client_env()
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=check)
         return done.stdout
 
     def submit(self, *more: str) -> "LiveRun":
