@@ -35,7 +35,7 @@ class ExitCode(IntEnum):
     DIFFERENT = 19, "the two things compared are not the same"
     FENCED = 20, "another incarnation of this run owns it"
     NO_PROGRESS = 21, "several starts without a newer verified checkpoint: stopped, not requeued"
-    CRASHED = 22, "the trainer crashed and its restart budget is spent"
+    CRASHED = 22, "the job ended without the last word of its daemon"
     CANCELLED = 23, "the job was cancelled by its user: not requeued"
     REQUEUE_FAILED = 24, "the checkpoint is safe but the job could not be requeued"
     REQUEUED = 25, "the job was requeued and will resume by itself"

@@ -76,6 +76,8 @@ class Model(msgspec.Struct, frozen=True):
     """The newest checkpoint whose read-back has not been heard of."""
     failure: str = ""
     """Why the present generation is being taken down; empty: it is not."""
+    refusal: Refused | None = None
+    """What the trainer of the present generation will not do, however often it is started."""
     step_gone: bool = True
     fresh: bool = False
     """This generation has sampled a rollout of its own: it is past everything that was replayed."""
@@ -146,6 +148,7 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
         generation=generation,
         finished=frozenset(),
         failure="",
+        refusal=None,
         step_gone=False,
         fresh=False,
         started=False,
@@ -246,7 +249,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
         case Refused():
             note = act.Note("refused", {"rank": message.rank, "reason": message.reason})
             if model.state in _TRAINING:
-                model = msgspec.structs.replace(model, failure=f"{message.exit_code}|{message.reason}")
+                model = msgspec.structs.replace(model, failure=message.reason, refusal=message)
                 return Decision(model, (note, act.TakeDown()))
             return Decision(model, (note,))
         case Finished():
@@ -298,9 +301,9 @@ def _on_generation_ended(model: Model, exit_code: int) -> Decision:
 
 
 def _on_crash(model: Model, detail: str) -> Decision:
-    code, _, reason = detail.partition("|")
-    if reason and code.isdigit():  # the trainer refused: trying again would change nothing
-        return _exit(model, ExitCode(int(code)), reason)
+    if model.refusal is not None:  # trying again would change nothing
+        code = next((c for c in ExitCode if c == model.refusal.exit_code), ExitCode.INTERNAL)
+        return _exit(model, code, model.refusal.reason)
     crashes = model.crashes + 1
     note = act.Note("crash", {"detail": detail, "crashes": crashes, "budget": model.limits.crash_budget})
     fruitless = 0 if model.fresh else model.fruitless + 1

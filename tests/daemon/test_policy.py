@@ -266,6 +266,11 @@ def test_what_the_trainer_refuses_is_not_tried_again() -> None:
     assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
 
 
+def test_a_refusal_with_an_unknown_code_is_a_bug_of_ours_not_a_dead_lead() -> None:
+    story = Story(ev.Ready(2), ev.RankSaid(Refused(rank=0, exit_code=99, reason="?")))
+    assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.INTERNAL, "?")]
+
+
 def test_a_preemption_during_the_pause_requeues_at_once() -> None:
     story = training()
     story.then(ev.GenerationEnded(1))
