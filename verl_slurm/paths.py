@@ -8,7 +8,7 @@ RUN/                        0700
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   orchestration.json        orchestration state: written at the first start, read-only after
-  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once
+  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once, parts_since
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   logs/                     submitit's and the ranks' output
@@ -71,6 +71,11 @@ class RunPaths:
     def resume_once(self) -> Path:
         """Made by a submission that names what to resume from; removed by the start that did."""
         return self.control / "resume_once"
+
+    @property
+    def parts_since(self) -> Path:
+        """The incarnation from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
+        return self.control / "parts_since"
 
     @property
     def ledger(self) -> Path:

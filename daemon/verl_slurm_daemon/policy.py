@@ -236,7 +236,14 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 "num_bytes": message.num_bytes,
                 "emergency": message.request_id > 0,
             }
-            actions = (act.Note("saved", facts), act.Verify(message.name))
+            missing = (act.Note("one_copy", {"name": message.name, "reason": message.problem}),)
+            notes = (act.Note("saved", facts), *(missing if message.problem else ()))
+            if not message.on_shared:
+                # The ranks have read it back where it is; there is nothing here that we could read.
+                if model.state is State.SAVING and message.request_id == model.request_id:
+                    return _leave(model, *notes)
+                return Decision(model, notes)
+            actions = (*notes, act.Verify(message.name))
             model = msgspec.structs.replace(model, unverified=message.name)
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)

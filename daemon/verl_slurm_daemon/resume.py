@@ -14,7 +14,7 @@ from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.fence import require_epoch
-from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -49,6 +49,7 @@ def find_resume_point(paths: RunPaths, resume_from: str | None, epoch: int) -> R
     reasons = list(choice.reasons)
     if resume_from != "auto":
         reasons += _abandon_newer(paths, choice)
+        write_file(paths.parts_since, str(epoch).encode())
     name = choice.name or ""
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)

@@ -30,6 +30,7 @@ _TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 def verify(
     directory: Path,
     *,
+    name: str | None = None,
     require_owner: bool = True,
     threads: int | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -38,6 +39,7 @@ def verify(
 
     Args:
         directory: `.../step_000012`; its last name must not be a link.
+        name: the checkpoint's, where the directory has another one (still).
         require_owner: everything must belong to us and be writable by nobody else. Loading needs that
             (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
         threads: that hash; default: one a core.
@@ -48,6 +50,7 @@ def verify(
     Called by: daemon after every commit, `recover`, cli.
     """
     started = clock()
+    name = name or directory.name
     problems: list[Problem] = []
     manifest: Manifest | None = None
     num_bytes = 0
@@ -59,14 +62,14 @@ def verify(
                 here = Entry(path=".", info=os.fstat(root))
                 problems.extend(_untrusted([here, *entries]))
             if manifest is not None:
-                if manifest.name != directory.name:
+                if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads or num_threads())
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
-        name=directory.name,
+        name=name,
         ok=not problems,
         problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
         manifest=manifest,

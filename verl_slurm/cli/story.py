@@ -183,6 +183,7 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "force_resume": _drift,
     "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
     "refused": _refused,
+    "one_copy": lambda event: f"{event.get('name')} has ONE copy only{_because(event)}",
     "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
     "orphaned": _orphaned,
     "held": _held,
@@ -190,4 +191,5 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",
     "resume": lambda event: f"resume: {event.get('reason')}",
+    "second_copy": lambda event: f"second copy: {event.get('reason')}",
 }

@@ -84,6 +84,14 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
     for key, text in (("model.path", config.model.path), ("data.root", config.data.root)):
         if not text.strip() or not text.isprintable():
             yield Complaint(key, repr(text), "a path or builtin:NAME", "give a path")
+    local_dir = config.checkpoint.local_dir
+    if local_dir is not None and not (local_dir.startswith("/") and local_dir.isprintable()):
+        yield Complaint(
+            "checkpoint.local_dir",
+            repr(local_dir),
+            "an absolute path",
+            "e.g. checkpoint.local_dir: /local/nvme",
+        )
     reward = config.model.reward
     if not re.fullmatch(r"(?:rule|classifier):.+", reward):
         yield Complaint(

@@ -125,6 +125,11 @@ class CheckpointConfig(_Section, frozen=True):
     """`auto`: the newest checkpoint of this run that verifies. A path: that one. null: from the start."""
     keep_last: Positive = 3
     """Checkpoints that stay. Two always do: the newest is not relied upon before it has been read back."""
+    local_dir: str | None = None
+    """A directory on each node's own disk (NVMe) for a second copy, written at the same time. With shared
+    storage gone, training goes on with that copy alone, and the next start brings it home."""
+    local_keep: Positive = 2
+    """Second copies that stay on each node."""
 
 
 class SlurmConfig(_Section, frozen=True):

@@ -3,14 +3,16 @@
 Collective, and in the background: each rank has a thread for it, and the threads talk over a process group of
 their own. Order: rank 0 begins and names the staging directory, while every rank copies its tensors → every
 rank's saver process writes and hashes the copy, and the thread seals the small files → rank 0 gathers the
-entries and commits. Each stage is entered only when every rank has done the one before; where one rank failed,
-all raise `RanksFailed` and the staging directory is removed. `checkpoint/format.py` specifies what lies there in
+entries and commits → the first rank of each node commits the node's own part (`checkpoint/local_copy.py`), where
+there is one. Each stage is entered only when every rank has done the one before; where no medium took it all, all
+raise `RanksFailed` and the staging directories are removed. `checkpoint/format.py` specifies what lies there in
 the end.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,16 +20,27 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint import commit as door
+from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
-from verl_slurm.dcp.collective import Collective
+from verl_slurm.checkpoint.local_copy import (
+    begin_part,
+    commit_part,
+    drop_staging,
+    part_problems,
+    prune_parts,
+)
+from verl_slurm.checkpoint.manifest import parse, render, sealed
+from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
+from verl_slurm.errors import VerlSlurmError
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
+from verl_slurm.save_path.media import Medium, Share, failures, why_not_shared
 from verl_slurm.save_path.protocol import Written
 
-__all__ = ["CheckpointSaver", "Contents", "Provenance", "SavedCheckpoint"]
+__all__ = ["CheckpointSaver", "Contents", "LocalPlace", "Provenance", "SavedCheckpoint"]
 
 _Entries = list[FileEntry]
 
@@ -63,6 +76,41 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     seconds: float
     num_bytes: int
+    on_shared: bool = True
+    """Whether shared storage has it. If not, the nodes' own disks do, read back."""
+    problem: str = ""
+    """Which medium does not have it, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlace:
+    """The node's own disk, as one of its ranks sees it.
+
+    Attributes:
+        directory: `checkpoint.local_copy.local_directory`.
+        is_first: this rank commits and cleans up for its node; exactly one a node does.
+        keep: parts that stay.
+    """
+
+    directory: Path
+    is_first: bool
+    keep: int
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """Rank 0's word to all at the start of a save: the staging directory's name, on every medium."""
+
+    name: str
+    not_shared: str
+    """Why shared storage takes no part; empty: it does."""
+
+
+class _Committed(msgspec.Struct, frozen=True):
+    """Rank 0's word to all at its end."""
+
+    manifest: bytes
+    problem: str
+    """Why shared storage does not have it."""
 
 
 class CheckpointSaver:
@@ -72,6 +120,7 @@ class CheckpointSaver:
         domains: `actor`, `critic`, `optimizer` → the live tensors (`dcp.tensors`), the same names on every rank,
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
+        local: where this node keeps its second copy; None: nowhere.
 
     Called by: trainer.saving.
     """
@@ -84,8 +133,12 @@ class CheckpointSaver:
         ranks: Collective,
         *,
         epoch_check: Callable[[], None],
+        local: LocalPlace | None = None,
     ) -> None:
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
+        self._local = local
+        self._last_seconds: float | None = None
+        self._staging_dir: door.Staging | None = None
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
         self._ranks = ranks.another()
         self._staging = Staging(domains, ranks)
@@ -97,7 +150,11 @@ class CheckpointSaver:
         return self._staging.num_bytes
 
     def begin(
-        self, contents: Contents, then: Callable[[Collective, "SavedCheckpoint"], None] | None = None
+        self,
+        contents: Contents,
+        then: Callable[[Collective, "SavedCheckpoint"], None] | None = None,
+        *,
+        seconds_left: float | None = None,
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
@@ -106,6 +163,8 @@ class CheckpointSaver:
         Args:
             then: done on every rank after the commit, in the background; it may talk to the other ranks'. It
                 must not raise.
+            seconds_left: until the ranks must be gone: where shared storage would take longer, only the local
+                copy is written. Rank 0's counts.
 
         Returns:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
@@ -113,9 +172,9 @@ class CheckpointSaver:
             its `kinds`.
         """
         started = time.monotonic()
-        name: Future[str] = Future()
-        written = self._staging.begin(lambda: [self._paths.checkpoints / name.result()])
-        return self._thread.submit(self._save, contents, started, name, written, then)
+        plan: Future[_Plan] = Future()
+        written = self._staging.begin(lambda: list(self._directories(plan.result()).values()))
+        return self._thread.submit(self._save, contents, started, seconds_left, plan, written, then)
 
     def fence(self) -> float:
         """Wait until the tensors may be changed; the seconds it took."""
@@ -130,73 +189,185 @@ class CheckpointSaver:
         self,
         contents: Contents,
         started: float,
-        name: "Future[str]",
+        seconds_left: float | None,
+        plan: "Future[_Plan]",
         written: "Future[Written]",
         then: Callable[[Collective, "SavedCheckpoint"], None] | None,
     ) -> "SavedCheckpoint":
-        staging: door.Staging | None = None
-
-        def first() -> bytes:
-            nonlocal staging
-            staging = door.begin(self._paths, contents.runtime.step, contents.runtime.safe_point)
-            return staging.directory.name.encode()
-
-        def write() -> _Entries:
-            try:
-                small = self._write_small(self._paths.checkpoints / name.result(), contents)
-            finally:
-                wait([written])  # whoever cleans up must not do so under a saver that writes
-            return [*small, *_require_durable(written.result())]
-
-        def last(entries: _Entries) -> bytes:
-            assert staging is not None
-            seconds = time.monotonic() - started
-            manifest = _manifest(staging.final.name, contents.runtime, self._provenance, entries, seconds)
-            final = door.commit(staging, manifest, epoch_check=self._epoch_check)
-            seconds = time.monotonic() - started
-            return msgspec.msgpack.encode(
-                SavedCheckpoint(name=final.name, seconds=seconds, num_bytes=manifest.num_bytes)
-            )
-
+        self._staging_dir = None
         try:
             try:
-                name.set_result(self._ranks.on_first("starting the save", first).decode())
+                plan.set_result(
+                    msgspec.msgpack.decode(
+                        self._ranks.on_first("starting the save", lambda: self._plan(contents, seconds_left)),
+                        type=_Plan,
+                    )
+                )
             except BaseException as error:
-                name.set_exception(error)  # the staging thread waits for it
+                plan.set_exception(error)  # the staging thread waits for it
                 wait([written])
                 raise
-            mine = self._ranks.together("writing the checkpoint", write)
-            entries = [
-                entry
-                for part in self._ranks.gather(msgspec.msgpack.encode(mine))
-                for entry in msgspec.msgpack.decode(part, type=_Entries)
-            ]
-            done = msgspec.msgpack.decode(
-                self._ranks.on_first("committing the checkpoint", lambda: last(entries)), type=SavedCheckpoint
-            )
+            done = self._write_and_commit(contents, started, plan.result(), written)
         except BaseException:
-            if staging is not None:
-                door.abort(staging)
+            self._clean(plan)
             raise
         if then is not None:
             then(self._ranks, done)
         return done
 
-    def _write_small(self, directory: Path, contents: Contents) -> _Entries:
-        """Write and seal what is not a tensor."""
+    def _plan(self, contents: Contents, seconds_left: float | None) -> bytes:
+        """Rank 0: the staging directory's name, and why shared storage takes no part, if it does not."""
+        runtime = contents.runtime
+        reason = why_not_shared(self._last_seconds, seconds_left, has_local=self._local is not None)
+        if not reason:
+            try:
+                self._staging_dir = door.begin(self._paths, runtime.step, runtime.safe_point)
+            except (OSError, VerlSlurmError) as error:
+                if self._local is None:
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+        if self._staging_dir is not None:
+            name = self._staging_dir.directory.name
+        else:
+            name = door.staging_path(self._paths, runtime.step, runtime.safe_point).name
+        return msgspec.msgpack.encode(_Plan(name, reason))
+
+    def _directories(self, plan: "_Plan") -> dict[Medium, Path]:
+        """This rank's directory on each medium that takes part."""
+        found = {} if plan.not_shared else {Medium.SHARED: self._paths.checkpoints / plan.name}
+        if self._local is not None:
+            with suppress(OSError):  # said by whoever opens it
+                begin_part(self._local.directory, plan.name)
+            found[Medium.LOCAL] = self._local.directory / plan.name
+        return found
+
+    def _write_and_commit(
+        self, contents: Contents, started: float, plan: "_Plan", written: "Future[Written]"
+    ) -> "SavedCheckpoint":
+        media = self._directories(plan)
+
+        def write() -> Share:
+            try:
+                small, failed = self._write_small(media, contents)
+            finally:
+                wait([written])  # whoever cleans up must not do so under a saver that writes
+            answer = written.result()
+            for medium, outcome in zip(media, answer.outcomes, strict=True):
+                if outcome.error is not None:
+                    failed.setdefault(medium, outcome.error)
+            return Share((*small, *answer.files), {str(medium): text for medium, text in failed.items()})
+
+        mine = self._ranks.together("writing the checkpoint", write)
+        shares = [
+            msgspec.msgpack.decode(part, type=Share)
+            for part in self._ranks.gather(msgspec.msgpack.encode(mine))
+        ]
+        failed = failures(shares)
+        if plan.not_shared:
+            failed[Medium.SHARED] = plan.not_shared
+        self._require_one(media, failed)
+        entries = [entry for share in shares for entry in share.entries]
+        verdict = msgspec.msgpack.decode(
+            self._ranks.on_first(
+                "committing the checkpoint", lambda: self._commit_shared(contents, entries, started, failed)
+            ),
+            type=_Committed,
+        )
+        manifest = parse(verdict.manifest, where=plan.name)
+        if verdict.problem:
+            failed[Medium.SHARED] = verdict.problem
+            if self._staging_dir is not None:
+                door.abort(self._staging_dir)
+        if Medium.LOCAL in media and Medium.LOCAL not in failed:
+            problem = self._commit_local(media[Medium.LOCAL], manifest, check=bool(verdict.problem))
+            if problem:
+                failed[Medium.LOCAL] = problem
+        self._require_one(media, failed)
+        seconds = time.monotonic() - started
+        if Medium.SHARED not in failed:
+            self._last_seconds = seconds
+        return SavedCheckpoint(
+            name=manifest.name,
+            seconds=seconds,
+            num_bytes=manifest.num_bytes,
+            on_shared=Medium.SHARED not in failed,
+            problem="; ".join(f"not on {medium}: {text}" for medium, text in failed.items()),
+        )
+
+    def _require_one(self, media: Mapping[Medium, Path], failed: Mapping[Medium, str]) -> None:
+        """The same on every rank."""
+        if all(medium in failed for medium in media):
+            raise RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
+
+    def _commit_shared(
+        self, contents: Contents, entries: _Entries, started: float, failed: Mapping[Medium, str]
+    ) -> bytes:
+        """Rank 0: the manifest, and what kept shared storage from being committed, if anything did."""
+        runtime = contents.runtime
+        name = self._paths.checkpoint(runtime.step, runtime.safe_point).name
+        seconds = time.monotonic() - started
+        manifest = sealed(_manifest(name, runtime, self._provenance, entries, seconds))
+        problem = failed.get(Medium.SHARED, "")
+        if self._staging_dir is not None and not problem:
+            try:
+                door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check)
+            except OSError as error:
+                if self._local is None or Medium.LOCAL in failed:
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+        else:
+            self._check_epoch_if_readable()
+        return msgspec.msgpack.encode(_Committed(render(manifest), problem))
+
+    def _check_epoch_if_readable(self) -> None:
+        """Without shared storage nobody can say who owns the run; whoever brings the parts home asks again."""
+        with suppress(OSError):
+            self._epoch_check()
+
+    def _commit_local(self, staging: Path, manifest: Manifest, *, check: bool) -> str:
+        """This node's part; what is wrong on any node, the same text on every rank.
+
+        Args:
+            check: read it back: nobody else will.
+        """
+        assert self._local is not None
+        problem = ""
+        if self._local.is_first:
+            try:
+                part = commit_part(staging, manifest)
+                problem = "; ".join(part_problems(part)[:3]) if check else ""
+                if problem:
+                    drop_staging(part.path)
+                prune_parts(self._local.directory, self._local.keep)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        texts = [text.decode() for text in self._ranks.gather(problem.encode())]
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)[:500]
+
+    def _clean(self, plan: "Future[_Plan]") -> None:
+        """Nothing of a failed save stays behind."""
+        with suppress(OSError):
+            if self._staging_dir is not None:
+                door.abort(self._staging_dir)
+            if self._local is not None and self._local.is_first and plan.exception() is None:
+                drop_staging(self._local.directory / plan.result().name)
+
+    def _write_small(
+        self, media: Mapping[Medium, Path], contents: Contents
+    ) -> tuple[_Entries, dict[Medium, str]]:
+        """Write and seal what is not a tensor, on each medium."""
         files = dict(contents.texts) | self._staging.layout.indexes if self._ranks.rank == 0 else {}
         files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
-        for path, data in files.items():
-            (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
-            (directory / path).write_bytes(data)
-        return door.seal(directory, sorted(files))
-
-
-def _require_durable(written: Written) -> _Entries:
-    (outcome,) = written.outcomes
-    if outcome.error is not None:
-        raise OSError(outcome.errno or 0, outcome.error)
-    return list(written.files)
+        failed: dict[Medium, str] = {}
+        for medium, directory in media.items():
+            try:
+                for path, data in files.items():
+                    (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
+                    (directory / path).write_bytes(data)
+                door.seal(directory, sorted(files))
+            except OSError as error:
+                failed[medium] = f"{type(error).__name__}: {error}"
+        return [entry_of(path, files[path]) for path in sorted(files)], failed
 
 
 def _manifest(

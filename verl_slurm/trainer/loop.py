@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
@@ -60,7 +62,9 @@ class Loop:
         self._config, self._shape, self._state = config, shape, state
         self._learner, self._checkpointer = learner, checkpointer
         self._stopper, self._reporter = stopper, reporter
-        self._saved: tuple[Position, str, int] | None = (state.position, saved_as, 0) if saved_as else None
+        self._saved: tuple[Position, SavedCheckpoint] | None = None
+        if saved_as:
+            self._saved = (state.position, SavedCheckpoint(name=saved_as, seconds=0.0, num_bytes=0))
         self._saving: _Saving | None = None
         self._save_problem: str | None = None
         self._clock = _PhaseClock()
@@ -121,9 +125,9 @@ class Loop:
         return self._saved is not None and self._saved[0] == self._state.position
 
     def _require_saved(self) -> None:
-        if not self._is_saved():
+        if self._saved is None or not (self._is_saved() and self._saved[1].on_shared):
             raise FinalSaveFailed(
-                "training is done, but its result could not be saved",
+                "training is done, but its result is not on shared storage",
                 found=self._save_problem,
                 remedy="the next start does the steps since the newest checkpoint again",
             )
@@ -142,10 +146,14 @@ class Loop:
             waited = time.perf_counter() - started
             self._reporter.say(f"training waited {waited:.2f} s: the save before was still being written")
         if self._saved is not None and self._is_saved():
-            self._reporter.saved(request_id, self._saved[1], 0.0, self._saved[2])
+            self._reporter.saved(request_id, msgspec.structs.replace(self._saved[1], seconds=0.0))
             return
         # The next incarnation cleans up where we are to stop; now every second counts.
-        outcome = self._checkpointer.begin(state, tidy=order is None or not order.stop)
+        outcome = self._checkpointer.begin(
+            state,
+            tidy=order is None or not order.stop,
+            seconds_left=order.seconds_left if order is not None else None,
+        )
         self._saving = _Saving(position, request_id, outcome)
 
     def _settle(self) -> None:
@@ -164,8 +172,9 @@ class Loop:
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
             return
-        self._saved = (saving.position, done.name, done.num_bytes)
-        self._reporter.saved(saving.request_id, done.name, done.seconds, done.num_bytes)
+        self._saved = (saving.position, done)
+        self._save_problem = done.problem or None
+        self._reporter.saved(saving.request_id, done)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
 from verl_slurm.wire.client import RankLine
@@ -75,13 +76,23 @@ class Reporter:
     def save_started(self, request_id: int, step: int, safe_point: int) -> None:
         self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
 
-    def saved(self, request_id: int, name: str, seconds: float, num_bytes: int) -> None:
-        """The checkpoint is in place; rank 0 says so."""
+    def saved(self, request_id: int, done: SavedCheckpoint) -> None:
+        """The checkpoint is in place; rank 0 says so, and which medium does not have it."""
         if self._rank == 0:
             self._line.send(
-                Saved(rank=0, request_id=request_id, name=name, seconds=seconds, num_bytes=num_bytes)
+                Saved(
+                    rank=0,
+                    request_id=request_id,
+                    name=done.name,
+                    seconds=done.seconds,
+                    num_bytes=done.num_bytes,
+                    on_shared=done.on_shared,
+                    problem=done.problem,
+                )
             )
-            self.say(f"saved {name} ({num_bytes} bytes, {seconds:.2f} s)")
+            self.say(f"saved {done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s)")
+            if done.problem:
+                self.complain(f"degraded: {done.name} is {done.problem}")
 
     def save_failed(self, request_id: int, reason: str) -> None:
         if self._rank == 0:

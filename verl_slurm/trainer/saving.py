@@ -78,28 +78,35 @@ class Checkpointer:
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
-    def begin(self, state: TrainState, *, tidy: bool) -> "Future[SavedCheckpoint]":
+    def begin(
+        self, state: TrainState, *, tidy: bool, seconds_left: float | None = None
+    ) -> "Future[SavedCheckpoint]":
         """Save `state` as it is now; returns at once (`CheckpointSaver.begin`). Collective.
 
         Args:
+            seconds_left: until the ranks must be gone; None: no hurry.
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
         """
         contents = Contents(
             runtime=capture_state(state, self._shape, rank=self._rank),
             texts=self._texts(state) if self._rank == 0 else {},
         )
-        return self._saver.begin(contents, self._tidy if tidy else self._remember)
+        then = self._tidy if tidy else self._remember
+        return self._saver.begin(contents, then, seconds_left=seconds_left)
 
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""
         self._saver.close()
 
     def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
-        self._assured.add(done.name)
+        if done.on_shared:
+            self._assured.add(done.name)
 
     def _tidy(self, ranks: Collective, done: SavedCheckpoint) -> None:
         """In the background, behind the commit; no checkpoint is read for it: see `_prune`."""
         self._remember(ranks, done)
+        if not done.on_shared:
+            return  # what is there is all there is
         try:
             oldest = msgspec.json.decode(ranks.on_first("pruning checkpoints", self._prune), type=int)
             ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))

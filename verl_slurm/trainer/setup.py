@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl_slurm.checkpoint.fingerprint import check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import CheckpointSaver, Provenance
+from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.fence import require_epoch
 from verl_slurm.paths import RunPaths
@@ -63,10 +64,12 @@ def build_loop(
     device: torch.device,
     ranks: Collective,
     line: RankLine,
+    local_rank: int = 0,
 ) -> Loop:
     """Everything of one rank, ready to run. Collective.
 
     Args:
+        local_rank: among the ranks of this node.
         resume: name of a verified checkpoint of this run, or a path to one; empty: from the start.
 
     Raises:
@@ -139,6 +142,7 @@ def build_loop(
         provenance,
         ranks,
         epoch_check=lambda: require_epoch(paths, epoch),
+        local=_local_place(config, paths, local_rank),
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
     for optimizer in (optimizers.actor, optimizers.critic):
@@ -202,6 +206,13 @@ def _first_look(
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
+
+
+def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:
+    directory = local_directory(config.checkpoint.local_dir, paths, this_node())
+    if directory is None:
+        return None
+    return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
 
 
 def _wait_for_copy(saver: CheckpointSaver) -> None:

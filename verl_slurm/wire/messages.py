@@ -148,7 +148,7 @@ class SaveStarted(_Message, frozen=True, kw_only=True):
 
 
 class Saved(_Message, frozen=True, kw_only=True):
-    """Rank 0: the checkpoint is renamed into place and durable."""
+    """Rank 0: the checkpoint is renamed into place and durable, on one medium or on all that were asked for."""
 
     rank: int
     request_id: int
@@ -156,6 +156,10 @@ class Saved(_Message, frozen=True, kw_only=True):
     name: str
     seconds: float
     num_bytes: int
+    on_shared: bool = True
+    """False: only the nodes' own disks have it (it was read back there); the next start brings it home."""
+    problem: str = ""
+    """Not empty: degraded. Which medium does not have it, and why."""
 
 
 class SaveFailed(_Message, frozen=True, kw_only=True):
