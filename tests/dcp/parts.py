@@ -94,11 +94,9 @@ def contents(step: int = 2, state: RuntimeState | None = None) -> Contents:
     )
 
 
-def checkpoint_saver(
-    root: Path, parts: Parts, *, fence: Callable[[], None] = lambda: None, local: LocalPlace | None = None
-) -> CheckpointSaver:
-    """A saver for `parts`; close it."""
-    provenance = Provenance(
+def provenance() -> Provenance:
+    """Of nobody in particular."""
+    return Provenance(
         epoch=1,
         parent=None,
         schema_id=current_schema().schema_id,
@@ -106,4 +104,12 @@ def checkpoint_saver(
         frozen={},
         topology=Topology(dp=1),
     )
-    return CheckpointSaver(RunPaths(root), parts.tensors(), provenance, ALONE, epoch_check=fence, local=local)
+
+
+def checkpoint_saver(
+    root: Path, parts: Parts, *, fence: Callable[[], None] = lambda: None, local: LocalPlace | None = None
+) -> CheckpointSaver:
+    """A saver for `parts`; close it."""
+    return CheckpointSaver(
+        RunPaths(root), parts.tensors(), provenance(), ALONE, epoch_check=fence, local=local
+    )

@@ -16,7 +16,7 @@ from verl_slurm.checkpoint import commit
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp import compare as compare_module
 from verl_slurm.dcp import saver
-from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
 from verl_slurm.dcp.saver import SavedCheckpoint
@@ -58,7 +58,7 @@ def test_what_was_saved_verifies_and_loads_bit_for_bit(tmp_path: Path) -> None:
                 tensor.view(-1).view(torch.uint8), new.tensors()[domain][name].view(-1).view(torch.uint8)
             )
     assert new.model.tied.weight is new.model.inner.weight
-    assert load_runtime_state(_directory(tmp_path), ALONE).kl_window == [0.5]
+    assert load_runtime_state(_directory(tmp_path), 0, 1).kl_window == [0.5]
 
 
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(tmp_path: Path) -> None:
@@ -216,12 +216,10 @@ def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(
 
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        load_runtime_state(_directory(tmp_path), ALONE)
+        load_runtime_state(_directory(tmp_path), 0, 1)
 
 
 def test_a_runtime_state_of_another_rank_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, Parts())
-    other = Collective(None)
-    other.world_size = 2
     with pytest.raises(CheckpointCorrupt, match="rank 0 of 1"):
-        load_runtime_state(_directory(tmp_path), other)
+        load_runtime_state(_directory(tmp_path), 0, 2)

@@ -28,6 +28,7 @@ import pytest
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config import load
+from verl_slurm.config.layout import keep_step
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -128,8 +129,9 @@ class Runs:
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
         if resume is None:
             resume = choose_resume(paths, "auto").name or ""
+        world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.trainer.scripted_rank" if script else "verl_slurm.trainer"
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "daemon")]),
@@ -217,6 +219,26 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
     assert _replayed(second) == 0
     _assert_nothing_changed(paths, undisturbed)
     assert _final(paths).is_dir()
+
+
+def test_a_run_goes_on_with_more_ranks_and_generates_nothing_twice(runs: Runs) -> None:
+    paths = runs.make("resharded")
+    first = runs.start(
+        paths, script={"rank": 1, "safe_point": 17, "action": "stop"}
+    )  # all of step 1 generated
+    assert first.code == 0, first.err
+    old = load.load_resolved(paths.run_yaml)
+    wider = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=4, nodes=1, device="cpu"))
+    write_file(paths.run_yaml, load.dump(keep_step(old, wider)))
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert "resumed step_000001_sp0004: step 1 score 0" in second.out
+    verdict = verify(_final(paths))
+    assert verdict.ok
+    assert verdict.manifest is not None
+    assert verdict.manifest.world_size == 4
+    journal = stats(paths)
+    assert (journal.duplicates, journal.problems) == ((), ())
 
 
 def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(

@@ -12,6 +12,7 @@ import pytest
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
@@ -59,9 +60,13 @@ def _manifest(directory: Path, *, world_size: int = 2) -> None:
     (directory / "manifest.json").write_bytes(render(sealed(manifest)))
 
 
-def test_a_checkpoint_of_another_world_size_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_world_size_is_refused_where_a_step_would_be_another(tmp_path: Path) -> None:
     _manifest(tmp_path / "step_000001", world_size=4)
-    with pytest.raises(ConfigError, match="cannot reshard.*found world size 2, expected world size 4"):
+    wider = msgspec.structs.replace(CONFIG, distributed=DistributedConfig(dp_size=4))
+    (tmp_path / "step_000001" / "config.yaml").write_bytes(dump(wider))
+    with pytest.raises(
+        ConfigError, match="4 ranks so far, and with 2.*expected train.batch_size_per_device="
+    ):
         check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64})
 
 
@@ -154,8 +159,10 @@ def test_the_layout_of_the_first_start_is_kept_and_held_to(tmp_path: Path) -> No
     first = check_or_write(paths, describe(CONFIG, tmp_path / "data", data, "gloo"))
     assert check_or_write(paths, msgspec.structs.replace(first, data_root="/moved")) == first
     wider = RunConfig(distributed=DistributedConfig(dp_size=4, nodes=1))
-    with pytest.raises(ConfigError, match="another number of ranks"):
-        check_or_write(paths, describe(wider, tmp_path / "data", data, "gloo"))
+    assert check_or_write(paths, describe(wider, tmp_path / "data", data, "gloo")) == first
+    split = msgspec.structs.replace(first, topology=Topology(dp=1, tp=2))
+    with pytest.raises(ConfigError, match="tensor or pipeline parallelism"):
+        check_or_write(paths, split)
     paths.orchestration.chmod(0o600)
     paths.orchestration.write_bytes(b"{}")
     with pytest.raises(CheckpointCorrupt):

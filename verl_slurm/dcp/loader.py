@@ -89,20 +89,18 @@ def read_whole(directory: Path, domain: str, names: Collection[str] | None = Non
     return tensors
 
 
-def load_runtime_state(directory: Path, ranks: Collective) -> RuntimeState:
-    """This rank's runtime state.
+def load_runtime_state(directory: Path, rank: int, world_size: int) -> RuntimeState:
+    """The runtime state that `rank` of `world_size` saved.
 
     Raises:
         CheckpointCorrupt: it does not decode, or belongs to another rank or world size.
         OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
-    path = directory / runtime_state_name(ranks.rank)
+    path = directory / runtime_state_name(rank)
     state = decode(path.read_bytes(), where=path)
-    if (state.rank, state.world_size) != (ranks.rank, ranks.world_size):
-        raise _unfit(
-            path, f"rank {state.rank} of {state.world_size}", f"rank {ranks.rank} of {ranks.world_size}"
-        )
+    if (state.rank, state.world_size) != (rank, world_size):
+        raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
     return state
 
 

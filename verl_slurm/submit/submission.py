@@ -19,6 +19,7 @@ import msgspec
 
 from verl_slurm.checkpoint import fingerprint as prints
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.config.layout import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
@@ -101,8 +102,15 @@ def plan_submission(
     notes = [note] if note else []
     new_run, begun, newest = not paths.run_yaml.exists(), False, None
     if not new_run:
-        config = built_before(config, load_resolved(paths.run_yaml))
+        former = load_resolved(paths.run_yaml)
+        config = built_before(config, former)
         begun = has_begun(paths)
+        if begun and former.distributed.world_size != config.distributed.world_size:
+            config = keep_step(former, config)
+            notes.append(
+                f"goes on with {config.distributed.world_size} ranks instead of {former.distributed.world_size};"
+                f" {config.train.batch_size_per_device} prompts a step on each"
+            )
         changed = _changes(paths, config, begun=begun)
         if begun and "train.steps" in changed and config.train.lr_schedule == "cosine":
             notes.append("train.steps changes the cosine schedule: learning rates differ from here on")

@@ -10,6 +10,8 @@ import msgspec
 
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.config.layout import require_same_step
+from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
@@ -17,9 +19,10 @@ from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
-from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.trainer import console
+from verl_slurm.runtime_state.format import Arrays, RuntimeState
+from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
+from verl_slurm.trainer.resharding import reshard
 from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.state import TrainState, restore_state
 
@@ -85,18 +88,12 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
         frozen: digest of each model that does not train, as it is now.
 
     Raises:
-        ConfigError: the checkpoint is of another world size.
+        ConfigError: the checkpoint is of another number of ranks, and of another step.
         DataError: a frozen model has changed.
     """
     manifest = read_manifest(directory)
     if manifest.world_size != config.distributed.world_size:
-        raise ConfigError(
-            "the checkpoint is of another number of ranks, and this version cannot reshard a resume",
-            where=directory,
-            found=f"world size {config.distributed.world_size}",
-            expected=f"world size {manifest.world_size}",
-            remedy="resume with the world size of the checkpoint",
-        )
+        require_same_step(_saved_config(directory), config, where=directory)
     roles = sorted(manifest.frozen.keys() | frozen.keys())
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
@@ -120,7 +117,7 @@ def load_state(
         ConfigError: the learning rates are not those of the configuration.
     """
     load_tensors(directory, tensors, ranks)
-    saved = load_runtime_state(directory, ranks)
+    saved = _my_runtime_state(directory, shape, ranks)
     recorded = msgspec.json.decode((directory / "scheduler.json").read_bytes())
     expected = schedule_record(config.train, saved.step)
     if recorded != expected:
@@ -132,6 +129,20 @@ def load_state(
             remedy="resume with the configuration the run was started with (run.yaml)",
         )
     return restore_state(saved, config, shape, where=directory)
+
+
+def _my_runtime_state(directory: Path, shape: StepShape, ranks: Collective) -> RuntimeState:
+    """What this rank saved, or its share of what all former ranks did."""
+    former = read_manifest(directory).world_size
+    if former == ranks.world_size:
+        return load_runtime_state(directory, ranks.rank, former)
+    states = [load_runtime_state(directory, rank, former) for rank in range(former)]
+    mine = reshard(states, StepShape.of(_saved_config(directory)), shape, ranks.rank)
+    return mine if mine.rng else msgspec.structs.replace(mine, rng=rng.capture())
+
+
+def _saved_config(directory: Path) -> RunConfig:
+    return load_resolved(directory / "config.yaml")
 
 
 def load_replay(
