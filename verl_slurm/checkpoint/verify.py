@@ -21,7 +21,7 @@ from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
 
-__all__ = ["read_manifest", "verify"]
+__all__ = ["check_file", "read_manifest", "verify"]
 
 # These say that the tree is not what was committed; any other error may be the storage's mood.
 _TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
@@ -155,12 +155,16 @@ def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads
     # The largest first: the last thread to end decides how long it takes.
     entries = sorted(manifest.files, key=lambda entry: -entry.size)
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="verify") as pool:
-        results = list(pool.map(lambda entry: _check_file(root, entry), entries))
+        results = list(pool.map(lambda entry: check_file(root, entry), entries))
     problems.extend(problem for _, problem in results if problem is not None)
     return sum(size for size, _ in results)
 
 
-def _check_file(root: int, entry: FileEntry) -> tuple[int, Problem | None]:
+def check_file(root: int, entry: FileEntry) -> tuple[int, Problem | None]:
+    """Hold one file below the open directory `root` to its entry: bytes read, and what is wrong with it.
+
+    Called by: `verify`, and `contents` for a look at small files alone.
+    """
     try:
         with open_below(root, entry.path) as fd:
             info = os.fstat(fd)

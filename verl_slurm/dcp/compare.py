@@ -15,12 +15,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp.collective import alone_on_purpose
+from verl_slurm.dcp.reading import groups_of, list_tensors, read_domain
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.runtime_state.codec import decode
@@ -75,18 +72,18 @@ def compare(a: Path, b: Path) -> Comparison:
     differing: list[str] = []
     num_tensors = num_bytes = 0
     for domain in _DOMAINS:
-        names, other = _tensors(a / domain), _tensors(b / domain)
+        names, other = list_tensors(a, domain), list_tensors(b, domain)
         differing += [f"{domain}/{name} (only in one)" for name in sorted(names.keys() ^ other.keys())]
         common = {name: names[name] for name in sorted(names.keys() & other.keys())}
         for name in [name for name, kind in common.items() if kind != other[name]]:
             differing.append(f"{domain}/{name} (shape or type)")
             del common[name]
-        for group in _groups(common):
-            left, right = _read(a / domain, group), _read(b / domain, group)
+        for group in groups_of(common, _GROUP_BYTES):
+            left, right = read_domain(a, domain, group), read_domain(b, domain, group)
             for name in group:
                 num_tensors += 1
                 num_bytes += left[name].nbytes
-                if not _same_bytes(left[name].numpy(force=True), right[name].numpy(force=True)):
+                if not _same_bytes(_as_bytes(left[name]), _as_bytes(right[name])):
                     differing.append(f"{domain}/{name}")
     differing += _compare_small(a, b)
     return Comparison(
@@ -94,38 +91,9 @@ def compare(a: Path, b: Path) -> Comparison:
     )
 
 
-_Kind = tuple[tuple[int, ...], torch.dtype]
-
-
-def _tensors(directory: Path) -> dict[str, _Kind]:
-    """Name → (shape, type) of every tensor in a DCP directory."""
-    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in saved.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _groups(kinds: dict[str, _Kind]) -> Iterator[dict[str, _Kind]]:
-    group: dict[str, _Kind] = {}
-    size = 0
-    for name, (shape, dtype) in kinds.items():
-        group[name] = (shape, dtype)
-        size += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = {}, 0
-    if group:
-        yield group
-
-
-def _read(directory: Path, kinds: dict[str, _Kind]) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
-    with alone_on_purpose():
-        dcp_load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
-    # As bytes: numpy has no bfloat16, and bytes are what is compared.
-    return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    # numpy has no bfloat16, and bytes are what is compared.
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:

@@ -1,0 +1,106 @@
+"""The part of `verl-slurm export` that needs torch: fills a directory that somebody else makes and renames.
+
+`python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR --staging DIR ...`, started by
+`checkpoint.export`, which has verified the checkpoint; D is the digest of the manifest that it verified, so that
+no other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once,
+`{"done": n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or
+`{"error": {...}, "exit_code": n}`. When nobody reads them any more, the process dies of it.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers.utils import logging as hf_logging
+
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
+from verl_slurm.export.hf import plan_shards, write_hf
+from verl_slurm.export.layouts import largest_file, write_layout
+from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
+from verl_slurm.export.source import Source, cast_dtype
+
+_DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _run(options: argparse.Namespace, say: Any) -> None:
+    if read_manifest(options.checkpoint).digest != options.digest:
+        raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
+    dtype = _DTYPES[options.dtype]
+    source = Source(options.checkpoint, report=lambda done: say({"done": done}))
+    skeletons: dict[Role, Skeleton] = {}
+    for role in options.roles:
+        skeletons[role] = build_skeleton(options.model, role)
+        check_fit(skeletons[role], source.infos(role), where=options.checkpoint / role)
+    roles: list[Role] = list(skeletons)
+    total = sum(info.num_bytes for role in roles for info in source.infos(role).values())
+    if options.to == "hf":
+        role = roles[0]
+        infos = source.infos(role)
+        shards = plan_shards(source, role, skeletons[role], dtype)
+        peak = max(
+            sum(infos[name].num_elements * cast_dtype(infos[name], dtype).itemsize for name in names)
+            for names in shards.values()
+        )
+        say({"total": total, "peak": peak})
+        write_hf(source, role, skeletons[role], options.model, options.staging, dtype=dtype)
+    else:
+        prefixes = tuple(f"{role}." for role in roles)
+        moments = source.infos("optimizer").items()
+        total += sum(info.num_bytes for name, info in moments if name.startswith(prefixes))
+        say({"total": total, "peak": largest_file(source, roles, dtype)})
+        write_layout(
+            source,
+            options.to,
+            skeletons,
+            options.staging,
+            dtype=dtype,
+            weight_decay=options.weight_decay,
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do it; what it has to say goes to standard output as JSON lines."""
+    parser = argparse.ArgumentParser(prog="verl_slurm.export", description=__doc__.splitlines()[0])
+    for name in ("checkpoint", "model", "staging"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--digest", required=True)
+    parser.add_argument("--to", choices=("hf", "single-file", "split"), required=True)
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), required=True)
+    parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--roles", nargs="+", choices=("actor", "critic"), required=True)
+    options = parser.parse_args(argv)
+    # A library that prints must not write between our lines.
+    lines = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+    def say(value: object) -> None:
+        lines.write(msgspec.json.encode(value) + b"\n")
+
+    try:
+        try:
+            _run(options, say)
+        except OSError as error:
+            raise PermissionRefused(
+                "the export could not be written",
+                where=error.filename or options.staging.parent,
+                found=error.strerror or error,
+                remedy="make room or choose another --out",
+            ) from error
+    except VerlSlurmError as error:
+        facts = {name: getattr(error, name) for name in ("what", "where", "found", "expected", "remedy")}
+        shown = {name: None if value is None else str(value) for name, value in facts.items()}
+        say({"error": shown, "exit_code": int(error.exit_code)})
+        return int(error.exit_code)
+    say({"ok": True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
