@@ -31,8 +31,8 @@ class Trained:
         self.base, self.paths = root / "base", RunPaths(root / "run")
         tokenizer = _tokenizer()
         config = _config(tokenizer)
-        # vLLM's CPU kernels want heads of 32 and more.
-        config.hidden_size, config.tie_word_embeddings = 128, tied
+        # vLLM's CPU kernels want heads of 32 and more; wide weights, so that greedy tokens are not all the same.
+        config.hidden_size, config.initializer_range, config.tie_word_embeddings = 128, 0.2, tied
         torch.manual_seed(5)
         Qwen2ForCausalLM(config).save_pretrained(str(self.base))
         tokenizer.save_pretrained(str(self.base))
@@ -41,7 +41,7 @@ class Trained:
         self.ids = torch.arange(40, 56).reshape(2, 8)
         self.optimizers = {}
         for role, model in (("actor", self.actor), ("critic", self.critic)):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.1)
             initialise_adamw(optimizer)
             for _ in range(2):
                 model(input_ids=self.ids).logits.square().mean().backward()

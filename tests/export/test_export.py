@@ -81,6 +81,8 @@ def test_the_command_exports_a_model_that_gives_the_same_logits(
     model = AutoModelForCausalLM.from_pretrained(str(out), local_files_only=True)
     assert model.dtype == torch.float32
     assert torch.equal(logits(model, trained.ids), logits(trained.actor, trained.ids))
+    base = AutoModelForCausalLM.from_pretrained(str(trained.base), local_files_only=True)
+    assert not torch.equal(logits(model, trained.ids), logits(base, trained.ids))
     tokenizer = AutoTokenizer.from_pretrained(str(out), local_files_only=True)
     assert tokenizer.decode(tokenizer("27+15=")["input_ids"]) == "27+15="
     assert (out / "tokenizer.json").read_bytes() == (trained.base / "tokenizer.json").read_bytes()
@@ -205,6 +207,27 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_made(
     with pytest.raises(CheckpointCorrupt, match="does not verify"):
         export_checkpoint(copy, wish(tmp_path / "out", trained.base))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_other_parts_is_refused_by_name(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl_slurm.dcp.reading import TensorInfo
+    from verl_slurm.export.skeleton import build_skeleton, check_fit
+
+    import torch
+
+    skeleton = build_skeleton(trained.base, "actor")
+    good = {name: TensorInfo(shape=shape, dtype=torch.float32) for name, shape in skeleton.shapes.items()}
+    check_fit(skeleton, good, where=tmp_path)
+    first = next(iter(good))
+    for change, word in (
+        ({n: i for n, i in good.items() if n != first}, f"no {first}"),
+        (good | {"more": good[first]}, "more is left over"),
+        (good | {first: TensorInfo(shape=(1,), dtype=torch.float32)}, f"{first} is .1., the config says"),
+    ):
+        with pytest.raises(DataError, match=word):
+            check_fit(skeleton, change, where=tmp_path)
 
 
 def refused(capfd: Any, *words: object) -> tuple[int, str]:

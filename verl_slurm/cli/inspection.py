@@ -140,15 +140,16 @@ def diff(a: Path, b: Path, run: RunPaths | None, as_json: bool) -> int:
         render.json_value({"a": str(left), "b": str(right), "same": not found, "differences": shown})
         return ExitCode.DIFFERENT if found else ExitCode.OK
     render.fields([("a", left), ("b", right)])
+    same = [subject for subject in SUBJECTS if not any(row.subject == subject for row in found)]
     for subject in SUBJECTS:
         rows = [[row.key, _side(row.a), _side(row.b)] for row in found if row.subject == subject]
-        render.line()
         if rows:
+            render.line()
             render.table([subject, "a", "b"], rows)
-        else:
-            render.line(f"{subject}: the same")
     render.line()
-    render.line(f"{len(found)} differences" if found else "the same in all of these")
+    if same:
+        render.line(f"the same: {', '.join(same)}")
+    render.line(f"DIFFERENT in {len(found)} places" if found else "no difference in any of these")
     render.line("weights and states are not compared here: verl-slurm compare A B")
     return ExitCode.DIFFERENT if found else ExitCode.OK
 
