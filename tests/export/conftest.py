@@ -57,7 +57,7 @@ class Trained:
     def save(self, step: int = 2, **changes: Any) -> Path:
         """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=."""
         from verl_slurm.dcp.collective import Collective
-        from verl_slurm.dcp.saver import Contents, Provenance, save
+        from verl_slurm.dcp.saver import CheckpointSaver, Contents, Provenance
         from verl_slurm.dcp.tensors import model_tensors, optimizer_tensors
         from verl_slurm.trainer.schedule import schedule_record
 
@@ -87,15 +87,15 @@ class Trained:
             "orchestration.json": layout,
         }
         contents = Contents(
-            domains={
-                "actor": model_tensors(self.actor),
-                "critic": model_tensors(self.critic),
-                "optimizer": optimizer_tensors(parts),
-            },
             runtime=runtime,
             texts={name: json.dumps(value).encode() for name, value in texts.items()}
             | {"config.yaml": dump(config), SCHEMA_VERSION: render_schema(schema)},
         )
+        domains = {
+            "actor": model_tensors(self.actor),
+            "critic": model_tensors(self.critic),
+            "optimizer": optimizer_tensors(parts),
+        }
         provenance = Provenance(
             epoch=1,
             parent=None,
@@ -104,8 +104,12 @@ class Trained:
             frozen=changes.get("frozen", {}),
             topology=changes.get("topology", Topology(dp=1)),
         )
-        done = save(self.paths, contents, provenance, Collective(None), epoch_check=lambda: None)
-        return self.paths.checkpoints / done.name
+        alone = Collective(None)
+        saver = CheckpointSaver(self.paths, domains, provenance, alone, epoch_check=lambda: None)
+        try:
+            return self.paths.checkpoints / saver.begin(contents).result().name
+        finally:
+            saver.close()
 
 
 @pytest.fixture(scope="module")

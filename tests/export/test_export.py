@@ -131,7 +131,7 @@ def test_a_large_model_is_cut_into_shards_that_load(
     assert (
         index["metadata"]["total_size"]
         == done[-1]
-        == sum(i.num_bytes for i in source.infos("actor").values())
+        == sum(i.num_bytes for i in source.entries("actor").values())
     )
     assert done == sorted(done)
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path), local_files_only=True)
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_made(
 ) -> None:
     copy = tmp_path / "checkpoints" / checkpoint.name
     shutil.copytree(checkpoint, copy)
-    shard = next((copy / "actor").glob("*.distcp"))
+    shard = copy / "actor" / "rank_0000.bin"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointCorrupt, match="does not verify"):
         export_checkpoint(copy, wish(tmp_path / "out", trained.base))
@@ -212,19 +212,20 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_made(
 def test_a_checkpoint_of_other_parts_is_refused_by_name(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_slurm.dcp.reading import TensorInfo
+    from verl_slurm.checkpoint.tensor_index import TensorEntry
     from verl_slurm.export.skeleton import build_skeleton, check_fit
 
-    import torch
-
     skeleton = build_skeleton(trained.base, "actor")
-    good = {name: TensorInfo(shape=shape, dtype=torch.float32) for name, shape in skeleton.shapes.items()}
+    good = {n: TensorEntry(dtype="float32", shape=s, pieces=()) for n, s in skeleton.shapes.items()}
     check_fit(skeleton, good, where=tmp_path)
     first = next(iter(good))
     for change, word in (
         ({n: i for n, i in good.items() if n != first}, f"no {first}"),
         (good | {"more": good[first]}, "more is left over"),
-        (good | {first: TensorInfo(shape=(1,), dtype=torch.float32)}, f"{first} is .1., the config says"),
+        (
+            good | {first: TensorEntry(dtype="float32", shape=(1,), pieces=())},
+            f"{first} is .1., the config says",
+        ),
     ):
         with pytest.raises(DataError, match=word):
             check_fit(skeleton, change, where=tmp_path)

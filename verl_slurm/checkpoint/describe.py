@@ -1,27 +1,21 @@
-"""What is in a checkpoint: from its manifest, its small files and the description of its tensors.
+"""What is in a checkpoint: from its manifest, its small files and the indexes of its tensors.
 
 No tensor is read. Each file that is looked at is held to its digest first (`contents`), so what is shown is what
 was committed; whether the rest of it still is, `verify` says.
 """
 
-import subprocess
-import sys
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verl_slurm.checkpoint.contents import (
-    check_descriptions,
-    known_manifest,
-    read_checked,
-    read_config,
-    read_json,
-)
-from verl_slurm.checkpoint.format import REQUIRED_DIRECTORIES, SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.contents import known_manifest, read_config, read_file, read_indexes, read_json
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.schema import current_schema, parse_schema
-from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.checkpoint.tensor_index import TensorIndex
+from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 __all__ = ["describe", "sparkline"]
@@ -38,15 +32,17 @@ def describe(directory: Path) -> dict[str, Any]:
     Raises:
         NotFound: there is no whole checkpoint.
         CheckpointCorrupt: a file that was looked at is not what was committed.
-        PermissionRefused: it is closed to us, or could have been written by others.
+        ConfigError: its config.yaml is none.
+        PermissionRefused: it is closed to us.
 
     Called by: cli.inspection.
     """
     manifest = known_manifest(directory)
     metadata = read_json(directory, manifest, "metadata.json")
     orchestration = read_json(directory, manifest, "orchestration.json")
-    schema = parse_schema(read_checked(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
+    schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
     config = read_config(directory, manifest)
+    indexes = read_indexes(directory, manifest)
     states = _runtime_states(directory, manifest)
     whole = [state for state in states if "problem" not in state]
     history = metadata.get("history")
@@ -76,7 +72,8 @@ def describe(directory: Path) -> dict[str, Any]:
         "num_files": len(manifest.files),
         "num_bytes": manifest.num_bytes,
         "parts": _parts(manifest),
-        "tensors": _tensors(directory, manifest),
+        "domains": [_domain(name, index) for name, index in indexes.items()],
+        "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
         "schedulers": read_json(directory, manifest, "scheduler.json"),
         "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
         "kl_window": whole[0]["kl_window"] if whole else [],
@@ -110,32 +107,34 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
     return [{"part": name, "files": files, "bytes": size} for name, (files, size) in sorted(parts.items())]
 
 
-def _tensors(directory: Path, manifest: Manifest) -> list[dict[str, Any]]:
-    """Number, elements and bytes of the tensors by domain and type; asked of a child, for it needs torch."""
-    domains = [name for name in REQUIRED_DIRECTORIES if any(_below(manifest, name))]
-    for domain in domains:
-        check_descriptions(directory, manifest, domain)
-    command = [sys.executable, "-P", "-m", "verl_slurm.export.tensors", str(directory), *domains]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    try:
-        counts = msgspec.json.decode(done.stdout, type=dict[str, dict[str, tuple[int, int, int]]])
-    except msgspec.MsgspecError:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise VerlSlurmError(
-            "the tensors could not be listed",
-            where=directory,
-            found=lines[-1] if lines else f"exit code {done.returncode}",
-            remedy="report it with the output of `verl-slurm verify`",
-        ) from None
-    return [
-        {"domain": domain, "dtype": dtype, "tensors": number, "elements": elements, "bytes": size}
-        for domain, by_type in counts.items()
-        for dtype, (number, elements, size) in sorted(by_type.items())
+def _domain(name: str, index: TensorIndex) -> dict[str, Any]:
+    """Number, elements and bytes of a domain's tensors, together and by type."""
+    types: dict[str, list[int]] = {}
+    for entry in index.tensors.values():
+        row = types.setdefault(entry.dtype, [0, 0, 0])
+        for at, value in enumerate((1, math.prod(entry.shape), entry.num_bytes)):
+            row[at] += value
+    number, elements, size = (
+        (sum(column) for column in zip(*types.values(), strict=True)) if types else (0, 0, 0)
+    )
+    by_type = [
+        {"dtype": dtype, "tensors": row[0], "elements": row[1], "bytes": row[2]}
+        for dtype, row in sorted(types.items())
     ]
+    return {"domain": name, "tensors": number, "elements": elements, "bytes": size, "types": by_type}
 
 
-def _below(manifest: Manifest, domain: str) -> Iterable[str]:
-    return (entry.path for entry in manifest.files if entry.path.startswith(f"{domain}/"))
+def _tensors(domain: str, index: TensorIndex) -> Iterable[dict[str, Any]]:
+    """One row a tensor, by name; `pieces`: how many boxes the ranks that wrote it cut it into."""
+    for name, entry in sorted(index.tensors.items()):
+        yield {
+            "domain": domain,
+            "name": name,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "bytes": entry.num_bytes,
+            "pieces": len(entry.pieces),
+        }
 
 
 def _runtime_states(directory: Path, manifest: Manifest) -> list[dict[str, Any]]:
@@ -147,7 +146,7 @@ def _runtime_states(directory: Path, manifest: Manifest) -> list[dict[str, Any]]
         match = RUNTIME_STATE_FILE.fullmatch(entry.path)
         if match is None:
             continue
-        data = read_checked(directory, manifest, entry.path)
+        data = read_file(directory, manifest, entry.path)
         try:
             state = decode(data, where=directory / entry.path)
         except CheckpointCorrupt as error:

@@ -1,8 +1,8 @@
-"""How two checkpoints differ in everything but their tensors and states: one row a difference, with both sides.
+"""How two checkpoints differ in everything but values: one row a difference, with both sides.
 
-Looked at are position, state layout, configuration, topology, data and frozen models; each file read is held to
-its digest first. Tensors and runtime states are `compare`'s. Times, epochs and parents are not compared: they
-are different in any two saves.
+Looked at are position, state layout, configuration, topology, data, frozen models, and names, types and shapes
+of the tensors; each file read is held to its digest first. What is in tensors and runtime states is `compare`'s.
+Times, epochs and parents are not compared: they are different in any two saves.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,20 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.checkpoint.contents import flat, known_manifest, read_checked, read_config, read_json
+from verl_slurm.checkpoint.contents import (
+    flat,
+    known_manifest,
+    read_config,
+    read_file,
+    read_indexes,
+    read_json,
+)
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.schema import SchemaVersion, parse_schema
 
 __all__ = ["SUBJECTS", "Difference", "difference"]
 
-SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen")
+SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,7 @@ def difference(a: Path, b: Path) -> list[Difference]:
 def _facts(directory: Path) -> dict[str, dict[str, object]]:
     """Subject → key → value."""
     manifest = known_manifest(directory)
-    schema = parse_schema(read_checked(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
+    schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
     layout = read_json(directory, manifest, "orchestration.json")
     metadata = read_json(directory, manifest, "metadata.json")
     return {
@@ -69,6 +76,11 @@ def _facts(directory: Path) -> dict[str, dict[str, object]]:
         "data": {"fingerprint": manifest.dataset_fingerprint, "root": layout.get("data_root")}
         | _files(layout.get("data_files")),
         "frozen": dict(manifest.frozen),
+        "tensors": {
+            f"{domain}/{name}": f"{entry.dtype} {list(entry.shape)}"
+            for domain, index in read_indexes(directory, manifest).items()
+            for name, entry in index.tensors.items()
+        },
     }
 
 

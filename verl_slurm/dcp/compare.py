@@ -3,7 +3,7 @@
 Compared are all weights and all optimizer state, tensor by tensor and byte by byte (so NaN equals the same
 NaN, and 0.0 differs from -0.0), and with them the schedulers and each rank's runtime state: position,
 generators, KL window, rollouts, buffers, metric history. Not compared is what must differ: times, epochs,
-parents. Both directories are verified first; nothing in them is unpickled before that.
+parents. Both directories are verified first.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import torch
 
+from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp.reading import groups_of, list_tensors, read_domain
+from verl_slurm.dcp.loader import read_index, read_whole
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.runtime_state.codec import decode
@@ -72,18 +73,22 @@ def compare(a: Path, b: Path) -> Comparison:
     differing: list[str] = []
     num_tensors = num_bytes = 0
     for domain in _DOMAINS:
-        names, other = list_tensors(a, domain), list_tensors(b, domain)
-        differing += [f"{domain}/{name} (only in one)" for name in sorted(names.keys() ^ other.keys())]
-        common = {name: names[name] for name in sorted(names.keys() & other.keys())}
-        for name in [name for name, kind in common.items() if kind != other[name]]:
-            differing.append(f"{domain}/{name} (shape or type)")
-            del common[name]
-        for group in groups_of(common, _GROUP_BYTES):
-            left, right = read_domain(a, domain, group), read_domain(b, domain, group)
+        left_index, right_index = read_index(a, domain), read_index(b, domain)
+        mine, other = left_index.tensors, right_index.tensors
+        differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]
+        common = sorted(mine.keys() & other.keys())
+        alike = [
+            name
+            for name in common
+            if (mine[name].dtype, mine[name].shape) == (other[name].dtype, other[name].shape)
+        ]
+        differing += [f"{domain}/{name} (shape or type)" for name in common if name not in set(alike)]
+        for group in _groups(left_index, alike):
+            left, right = _read(a, domain, group), _read(b, domain, group)
             for name in group:
                 num_tensors += 1
                 num_bytes += left[name].nbytes
-                if not _same_bytes(_as_bytes(left[name]), _as_bytes(right[name])):
+                if not _same_bytes(left[name], right[name]):
                     differing.append(f"{domain}/{name}")
     differing += _compare_small(a, b)
     return Comparison(
@@ -91,9 +96,23 @@ def compare(a: Path, b: Path) -> Comparison:
     )
 
 
-def _as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    # numpy has no bfloat16, and bytes are what is compared.
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def _groups(index: TensorIndex, names: list[str]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name in names:
+        group.append(name)
+        size += index.tensors[name].num_bytes
+        if size >= _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _read(directory: Path, domain: str, names: list[str]) -> dict[str, np.ndarray]:
+    # As bytes: numpy has no bfloat16, and bytes are what is compared.
+    tensors = read_whole(directory, domain, names)
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
 
 
 def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:

@@ -22,7 +22,7 @@ from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmErr
 from verl_slurm.export.hf import plan_shards, write_hf
 from verl_slurm.export.layouts import largest_file, write_layout
 from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
-from verl_slurm.export.source import Source, cast_dtype
+from verl_slurm.export.source import Source, cast_bytes
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,23 +35,20 @@ def _run(options: argparse.Namespace, say: Any) -> None:
     skeletons: dict[Role, Skeleton] = {}
     for role in options.roles:
         skeletons[role] = build_skeleton(options.model, role)
-        check_fit(skeletons[role], source.infos(role), where=options.checkpoint / role)
+        check_fit(skeletons[role], source.entries(role), where=options.checkpoint / role)
     roles: list[Role] = list(skeletons)
-    total = sum(info.num_bytes for role in roles for info in source.infos(role).values())
+    total = sum(entry.num_bytes for role in roles for entry in source.entries(role).values())
     if options.to == "hf":
         role = roles[0]
-        infos = source.infos(role)
+        entries = source.entries(role)
         shards = plan_shards(source, role, skeletons[role], dtype)
-        peak = max(
-            sum(infos[name].num_elements * cast_dtype(infos[name], dtype).itemsize for name in names)
-            for names in shards.values()
-        )
+        peak = max(sum(cast_bytes(entries[name], dtype) for name in names) for names in shards.values())
         say({"total": total, "peak": peak})
         write_hf(source, role, skeletons[role], options.model, options.staging, dtype=dtype)
     else:
         prefixes = tuple(f"{role}." for role in roles)
-        moments = source.infos("optimizer").items()
-        total += sum(info.num_bytes for name, info in moments if name.startswith(prefixes))
+        moments = source.entries("optimizer").items()
+        total += sum(entry.num_bytes for name, entry in moments if name.startswith(prefixes))
         say({"total": total, "peak": largest_file(source, roles, dtype)})
         write_layout(
             source,

@@ -43,9 +43,9 @@ def plan_shards(
     source: Source, role: Role, skeleton: Skeleton, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, list[str]]:
     """File → its tensors, cut by Hugging Face's own rule; nothing is read for it."""
-    infos = source.infos(role)
+    entries = source.entries(role)
     shapes = {
-        name: torch.empty(shape, dtype=cast_dtype(infos[name], dtype), device="meta")
+        name: torch.empty(shape, dtype=cast_dtype(entries[name], dtype), device="meta")
         for name, shape in skeleton.shapes.items()
     }
     split = split_torch_state_dict_into_shards(
@@ -126,7 +126,7 @@ def _write_configs(
     out: Path,
     dtype: torch.dtype | None,
 ) -> None:
-    first = source.infos(role)[skeleton.parameters[0]]
+    first = source.entries(role)[skeleton.parameters[0]]
     skeleton.config.dtype = cast_dtype(first, dtype)
     skeleton.config.save_pretrained(str(out))
     if role == "actor":

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from verl_slurm.errors import SchemaMismatch
 from verl_slurm.export.skeleton import Role, Skeleton
-from verl_slurm.export.source import Source, cast_dtype
+from verl_slurm.export.source import Source, cast_bytes
 
 __all__ = ["FILES", "Layout", "Schedule", "adamw_state", "lambda_lr_state", "largest_file", "write_layout"]
 
@@ -108,7 +108,7 @@ def adamw_state(
     """
     prefix = f"{role}."
     keys: dict[str, list[str]] = {}
-    for name in source.infos("optimizer"):
+    for name in source.entries("optimizer"):
         if name.startswith(prefix):
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
             keys.setdefault(parameter, []).append(key)
@@ -143,12 +143,10 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
 
 def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
     """Bytes of the tensors of the largest file: what is in memory at once."""
-    models = [
-        sum(i.num_elements * cast_dtype(i, dtype).itemsize for i in source.infos(role).values())
-        for role in roles
-    ]
+    models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
     prefixes = tuple(f"{role}." for role in roles)
-    moments = sum(i.num_bytes for name, i in source.infos("optimizer").items() if name.startswith(prefixes))
+    saved = source.entries("optimizer").items()
+    moments = sum(entry.num_bytes for name, entry in saved if name.startswith(prefixes))
     return max([*models, moments])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_slurm.dcp.reading import TensorInfo
+from verl_slurm.checkpoint.tensor_index import TensorEntry
 from verl_slurm.dcp.tensors import model_tensors
 from verl_slurm.errors import DataError
 
@@ -68,7 +68,7 @@ def build_skeleton(model_dir: Path, role: Role) -> Skeleton:
     )
 
 
-def check_fit(skeleton: Skeleton, found: dict[str, TensorInfo], *, where: object) -> None:
+def check_fit(skeleton: Skeleton, found: dict[str, TensorEntry], *, where: object) -> None:
     """Hold the tensors of a checkpoint to the model: each there, none over, all of their shape.
 
     Raises:

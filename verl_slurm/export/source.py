@@ -1,23 +1,46 @@
 """A verified checkpoint as a stream of whole tensors, with their new type and a count of what is done."""
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from verl_slurm.dcp.reading import TensorInfo, groups_of, list_tensors, read_domain
+from verl_slurm.checkpoint.tensor_index import TensorEntry
+from verl_slurm.dcp.loader import read_index, read_whole
 
-__all__ = ["Source", "cast_dtype"]
+__all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
 
-# Tensors are read in groups of about this many bytes: often enough for a progress bar, seldom enough for a disk.
-_GROUP_BYTES = 256 << 20
+# Tensors are read in groups of about this many bytes: often enough for a progress bar, seldom enough for the
+# index, which each group parses anew.
+_GROUP_BYTES = 1 << 30
 
 
-def cast_dtype(info: TensorInfo, wanted: torch.dtype | None) -> torch.dtype:
+def cast_dtype(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
     """The type a model's tensor is written in; integers (and everything, with None) stay what they are."""
-    return wanted if wanted is not None and info.dtype.is_floating_point else info.dtype
+    saved: torch.dtype = getattr(torch, entry.dtype)
+    return wanted if wanted is not None and saved.is_floating_point else saved
+
+
+def cast_bytes(entry: TensorEntry, wanted: torch.dtype | None) -> int:
+    """Bytes of the whole tensor in that type."""
+    return math.prod(entry.shape) * cast_dtype(entry, wanted).itemsize
+
+
+def groups_of(entries: Mapping[str, TensorEntry], limit_bytes: int) -> Iterator[list[str]]:
+    """The names in groups of at most `limit_bytes` (a larger tensor is a group of its own), in order."""
+    group: list[str] = []
+    size = 0
+    for name, entry in entries.items():
+        if group and size + entry.num_bytes > limit_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += entry.num_bytes
+    if group:
+        yield group
 
 
 @dataclass
@@ -32,23 +55,27 @@ class Source:
     directory: Path
     report: Callable[[int], None] = lambda _: None
     done: int = 0
-    _listed: dict[str, dict[str, TensorInfo]] = field(default_factory=dict)
+    _listed: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
 
-    def infos(self, domain: str) -> dict[str, TensorInfo]:
-        """`list_tensors`, read once."""
+    def entries(self, domain: str) -> dict[str, TensorEntry]:
+        """Name → type and shape of every tensor of a domain, by name; read once.
+
+        Raises:
+            CheckpointCorrupt: it is not what was committed.
+        """
         if domain not in self._listed:
-            self._listed[domain] = list_tensors(self.directory, domain)
+            self._listed[domain] = dict(sorted(read_index(self.directory, domain).tensors.items()))
         return self._listed[domain]
 
     def tensors(
         self, domain: str, names: Iterable[str], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor, in the order of `names`, in type `dtype` (None: as saved)."""
-        infos = self.infos(domain)
-        for group in groups_of({name: infos[name] for name in names}, _GROUP_BYTES):
-            read = read_domain(self.directory, domain, group)
+        entries = self.entries(domain)
+        for group in groups_of({name: entries[name] for name in names}, _GROUP_BYTES):
+            read = read_whole(self.directory, domain, group)
             for name in group:
                 # pop: a group and its cast copies need not be in memory together.
-                yield name, read.pop(name).to(cast_dtype(infos[name], dtype))
-                self.done += infos[name].num_bytes
+                yield name, read.pop(name).to(cast_dtype(entries[name], dtype))
+                self.done += entries[name].num_bytes
             self.report(self.done)
