@@ -10,9 +10,19 @@ from tests.checkpoint.conftest import FILES
 from verl_slurm.checkpoint.difference import SUBJECTS, Difference, difference
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.schema import render_schema, schema_of
+from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index
 from verl_slurm.errors import CheckpointCorrupt, NotFound
 
 Save = Callable[..., Path]
+
+
+def index(**shapes: tuple[int, ...]) -> bytes:
+    """actor/index.json with a tensor of each shape, in one piece."""
+    entries = {}
+    for name, shape in shapes.items():
+        piece = Piece(file="rank_0000.bin", at=0, offset=(0,) * len(shape), shape=shape)
+        entries[name] = TensorEntry(dtype="float32", shape=shape, pieces=(piece,))
+    return render_index(TensorIndex(tensors=entries))
 
 
 def test_a_checkpoint_and_its_copy_do_not_differ(save: Save) -> None:
@@ -25,13 +35,15 @@ def test_every_subject_is_compared_key_by_key(save: Save) -> None:
         "config.yaml": b"name: other\ntrain:\n  steps: 5\n",
         "orchestration.json": json.dumps({"data_files": {"a.jsonl": "1"}}).encode(),
         SCHEMA_VERSION: render_schema(schema_of({"RuntimeState": {"rank": "float"}})),
+        "actor/index.json": index(w=(2, 3)),
     }
     changes = {
         "topology": Topology(dp=1, tp=2),
         "dataset_fingerprint": "1" * 64,
         "frozen": {"reference": "2" * 64},
     }
-    found = difference(save(1), save(2, 3, files=files, **changes))
+    one = save(1, files=FILES | {"actor/index.json": index(w=(2, 2), b=(2,))})
+    found = difference(one, save(2, 3, files=files, **changes))
     assert {row.subject for row in found} == set(SUBJECTS)
     for row in (
         Difference(subject="position", key="step", a=1, b=2),
@@ -43,6 +55,8 @@ def test_every_subject_is_compared_key_by_key(save: Save) -> None:
         Difference(subject="topology", key="tp", a=1, b=2),
         Difference(subject="data", key="fingerprint", a="0" * 64, b="1" * 64),
         Difference(subject="data", key="file a.jsonl", a=None, b="1"),
+        Difference(subject="tensors", key="actor/w", a="float32 [2, 2]", b="float32 [2, 3]"),
+        Difference(subject="tensors", key="actor/b", a="float32 [2]", b=None),
         Difference(subject="frozen", key="reference", a=None, b="2" * 64),
     ):
         assert row in found

@@ -15,7 +15,7 @@ from verl_slurm.checkpoint import export as exporting
 from verl_slurm.checkpoint.export import RECORD, Wish
 from verl_slurm.checkpoint.export import export as export_checkpoint
 from verl_slurm.cli.__main__ import main
-from verl_slurm.errors import CheckpointCorrupt, DataError, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, DataError, NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 
 pytestmark = pytest.mark.torch
@@ -195,6 +195,45 @@ def test_the_plain_files_load_with_weights_only_and_go_on_as_the_saved_run(
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         scheduler.load_state_dict(schedulers[role])
         assert (scheduler.last_epoch, scheduler.get_last_lr()) == (2, [group["lr"]])
+
+
+def test_a_checkpoint_saved_in_part_gives_what_it_holds_and_refuses_the_rest(
+    trained: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    from verl_slurm.cli.export import _roles
+    from verl_slurm.export.layouts import largest_file, write_layout
+    from verl_slurm.export.skeleton import build_skeleton
+    from verl_slurm.export.source import Source
+
+    part, out = tmp_path / checkpoint.name, tmp_path / "out"
+    shutil.copytree(checkpoint, part)
+    shutil.rmtree(part / "optimizer")
+    out.mkdir()
+    source = Source(part)
+    skeletons: Any = {"actor": build_skeleton(trained.base, "actor")}
+    write_layout(source, "split", skeletons, out, dtype=None, weight_decay=0.0)
+    assert sorted(path.name for path in out.iterdir()) == ["policy_model", "scheduler"]
+    assert largest_file(source, ["actor"], None) == sum(e.num_bytes for e in source.entries("actor").values())
+
+    assert _roles("single-file", None, {"actor", "optimizer"}, part) == ("actor",)
+    assert _roles("split", None, {"actor", "critic"}, part) == ("actor", "critic")
+    assert _roles("hf", None, {"actor", "critic"}, part) == ("actor",)
+    assert _roles("hf", "critic", {"critic"}, part) == ("critic",)
+    for asked, there in ((None, {"critic"}), ("critic", {"actor"})):
+        with pytest.raises(NotFound, match="does not hold the model"):
+            _roles("hf", asked, there, part)  # type: ignore[arg-type]
+    with pytest.raises(NotFound, match="no tensors"):
+        _roles("split", None, set(), part)
+
+
+def test_groups_hold_every_name_once_in_order_and_no_more_than_the_limit() -> None:
+    from verl_slurm.checkpoint.tensor_index import TensorEntry
+    from verl_slurm.export.source import groups_of
+
+    sizes = (4, 4, 30, 4, 8, 1)
+    entries = {f"t{i}": TensorEntry(dtype="uint8", shape=(n,), pieces=()) for i, n in enumerate(sizes)}
+    assert list(groups_of(entries, 12)) == [["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"]]
+    assert list(groups_of({}, 12)) == []
 
 
 def test_a_damaged_checkpoint_is_refused_before_anything_is_made(

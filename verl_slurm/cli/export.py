@@ -9,7 +9,7 @@ import click
 from verl_slurm.cli import render
 from verl_slurm.cli.checkpoints import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option
-from verl_slurm.errors import DataError
+from verl_slurm.errors import DataError, NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -63,19 +63,20 @@ def export(
     from. The .pt files hold plain tensors by name and load with weights_only=True; the optimizer's loads with
     torch.optim.AdamW(model.parameters()).load_state_dict(file["actor"]).
 
+    A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
-    from verl_slurm.checkpoint.contents import known_manifest, read_config
+    from verl_slurm.checkpoint.contents import known_manifest, read_config, read_indexes
     from verl_slurm.checkpoint.export import Wish
     from verl_slurm.checkpoint.export import export as export_checkpoint
 
     directory = one_checkpoint(checkpoint, run)
-    config = read_config(directory, known_manifest(directory))
-    both: tuple[Role, ...] = ("actor",) if to == "hf" else ("actor", "critic")
+    manifest = known_manifest(directory)
+    config = read_config(directory, manifest)
     wish = Wish(
         to=to,
         out=out,
-        roles=(role,) if role else both,
+        roles=_roles(to, role, {*read_indexes(directory, manifest)}, directory),
         dtype=dtype,  # type: ignore[arg-type]  # click has held it to the choices
         model=model.resolve() if model else _base_model(directory, config.get("model.path")),
         is_first_model=model is None,
@@ -98,6 +99,21 @@ def export(
         ]
     )
     return ExitCode.OK
+
+
+def _roles(to: "Layout", asked: "Role | None", there: set[str], where: Path) -> "tuple[Role, ...]":
+    """Which models: what is asked for; else the actor (hf), or all that the checkpoint holds."""
+    both: tuple[Role, ...] = ("actor", "critic")
+    wanted = (asked,) if asked else both[:1] if to == "hf" else tuple(role for role in both if role in there)
+    if not wanted or not there.issuperset(wanted):
+        raise NotFound(
+            "the checkpoint does not hold the model to export",
+            where=where,
+            found=", ".join(sorted(there)) or "no tensors",
+            expected=" and ".join(wanted or both),
+            remedy="export another checkpoint, or what this one holds with --role",
+        )
+    return wanted
 
 
 def _show(bar: render.Bar, progress: "Progress") -> None:

@@ -23,9 +23,12 @@ _run_option = click.option("--run", type=RUN, help="Names of checkpoints are tho
 @click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND))
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @_run_option
+@click.option(
+    "--tensors", is_flag=True, help="List every tensor: type, shape, size, pieces. In --json they always are."
+)
 @json_option
-def inspect(checkpoint: Path, run: RunPaths | None, as_json: bool) -> int:
-    """What is in CKPT: position, sizes, tensors, topology, data, KL window, rollout queue, metric history.
+def inspect(checkpoint: Path, run: RunPaths | None, tensors: bool, as_json: bool) -> int:
+    """What is in CKPT: position, origin, topology, sizes, tensors, KL window, rollout queue, metric history.
 
     CKPT is a checkpoint directory, a run (its newest one), or a name with --run. The files that are shown are held
     to their digests; the tensors are listed, not read (`verl-slurm verify` reads every byte).
@@ -46,10 +49,26 @@ def inspect(checkpoint: Path, run: RunPaths | None, as_json: bool) -> int:
     render.table(
         ["tensors of", "type", "tensors", "elements", "MB"],
         [
-            [row["domain"], row["dtype"], row["tensors"], row["elements"], _mb(row["bytes"])]
-            for row in facts["tensors"]
+            [domain["domain"], row["dtype"], row["tensors"], row["elements"], _mb(row["bytes"])]
+            for domain in facts["domains"]
+            for row in domain["types"]
         ],
     )
+    if tensors:
+        render.line()
+        render.table(
+            ["tensor", "type", "shape", "bytes", "pieces"],
+            [
+                [
+                    f"{row['domain']}/{row['name']}",
+                    row["dtype"],
+                    str(row["shape"]),
+                    row["bytes"],
+                    row["pieces"],
+                ]
+                for row in facts["tensors"]
+            ],
+        )
     render.line()
     render.table(
         ["rank", "phase", "next", "rollouts", "buffers", "KB"],
@@ -126,10 +145,10 @@ def _curves(curves: list[dict[str, Any]]) -> None:
 @_run_option
 @json_option
 def diff(a: Path, b: Path, run: RunPaths | None, as_json: bool) -> int:
-    """How checkpoints A and B differ: position, state layout, configuration, topology, data, frozen models.
+    """How checkpoints A and B differ: position, schema, configuration, topology, data, frozen models, shapes.
 
-    Each is a checkpoint directory, a run (its newest one), or a name with --run. Weights and states are not looked
-    at: `verl-slurm compare A B` does that, bit for bit. Exit code 0 says the same, 19 different.
+    Each is a checkpoint directory, a run (its newest one), or a name with --run. Values of weights and states are
+    not looked at: `verl-slurm compare A B` does that, bit for bit. Exit code 0 says the same, 19 different.
     """
     from verl_slurm.checkpoint.difference import SUBJECTS, difference
 
@@ -150,7 +169,7 @@ def diff(a: Path, b: Path, run: RunPaths | None, as_json: bool) -> int:
     if same:
         render.line(f"the same: {', '.join(same)}")
     render.line(f"DIFFERENT in {len(found)} places" if found else "no difference in any of these")
-    render.line("weights and states are not compared here: verl-slurm compare A B")
+    render.line("values of weights and states are not compared here: verl-slurm compare A B")
     return ExitCode.DIFFERENT if found else ExitCode.OK
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging as hf_logging
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
 from verl_slurm.export.hf import plan_shards, write_hf
-from verl_slurm.export.layouts import largest_file, write_layout
+from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
 from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
 from verl_slurm.export.source import Source, cast_bytes
 
@@ -46,9 +46,7 @@ def _run(options: argparse.Namespace, say: Any) -> None:
         say({"total": total, "peak": peak})
         write_hf(source, role, skeletons[role], options.model, options.staging, dtype=dtype)
     else:
-        prefixes = tuple(f"{role}." for role in roles)
-        moments = source.entries("optimizer").items()
-        total += sum(entry.num_bytes for name, entry in moments if name.startswith(prefixes))
+        total += moments_bytes(source, roles)
         say({"total": total, "peak": largest_file(source, roles, dtype)})
         write_layout(
             source,

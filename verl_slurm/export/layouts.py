@@ -29,7 +29,16 @@ from verl_slurm.errors import SchemaMismatch
 from verl_slurm.export.skeleton import Role, Skeleton
 from verl_slurm.export.source import Source, cast_bytes
 
-__all__ = ["FILES", "Layout", "Schedule", "adamw_state", "lambda_lr_state", "largest_file", "write_layout"]
+__all__ = [
+    "FILES",
+    "Layout",
+    "Schedule",
+    "adamw_state",
+    "lambda_lr_state",
+    "largest_file",
+    "moments_bytes",
+    "write_layout",
+]
 
 Layout = Literal["single-file", "split"]
 
@@ -78,23 +87,27 @@ def write_layout(
         dtype: of the models' floating-point weights; None: as saved.
         weight_decay: of both optimizers, from the run's configuration.
 
+    The optimizers' file is left out where the checkpoint holds no optimizer.
+
     Raises:
         SchemaMismatch: the optimizer's state or scheduler.json is not laid out as this code knows it.
         OSError: the storage refused.
     """
     files = {what: out / name for what, name in FILES[layout].items()}
-    for path in files.values():
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+    written = {*skeletons, "scheduler"} | ({"optimizer"} if source.has("optimizer") else set())
+    for what in written:
+        files[what].parent.mkdir(mode=0o700, exist_ok=True)
     schedules = _schedules(source.directory / "scheduler.json", list(skeletons))
     for role, skeleton in skeletons.items():
         torch.save(dict(source.tensors(role, skeleton.shapes, dtype)), files[role])
-    torch.save(
-        {
-            role: adamw_state(source, role, skeleton, lr=schedules[role].lr, weight_decay=weight_decay)
-            for role, skeleton in skeletons.items()
-        },
-        files["optimizer"],
-    )
+    if "optimizer" in written:
+        torch.save(
+            {
+                role: adamw_state(source, role, skeleton, lr=schedules[role].lr, weight_decay=weight_decay)
+                for role, skeleton in skeletons.items()
+            },
+            files["optimizer"],
+        )
     torch.save({role: lambda_lr_state(schedules[role]) for role in skeletons}, files["scheduler"])
 
 
@@ -144,10 +157,15 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
 def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
     """Bytes of the tensors of the largest file: what is in memory at once."""
     models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
+    return max([*models, moments_bytes(source, roles)])
+
+
+def moments_bytes(source: Source, roles: list[Role]) -> int:
+    """Bytes of the optimizers' state of these roles; 0 where the checkpoint holds none."""
+    if not source.has("optimizer"):
+        return 0
     prefixes = tuple(f"{role}." for role in roles)
-    saved = source.entries("optimizer").items()
-    moments = sum(entry.num_bytes for name, entry in saved if name.startswith(prefixes))
-    return max([*models, moments])
+    return sum(e.num_bytes for name, e in source.entries("optimizer").items() if name.startswith(prefixes))
 
 
 def _schedules(path: Path, roles: list[Role]) -> dict[str, Schedule]:

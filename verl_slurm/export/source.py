@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verl_slurm.checkpoint.tensor_index import TensorEntry
+from verl_slurm.checkpoint.tensor_index import INDEX, TensorEntry
 from verl_slurm.dcp.loader import read_index, read_whole
 
 __all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
@@ -56,6 +56,10 @@ class Source:
     report: Callable[[int], None] = lambda _: None
     done: int = 0
     _listed: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+
+    def has(self, domain: str) -> bool:
+        """Whether the checkpoint holds tensors of the domain: it may have been saved in part."""
+        return (self.directory / domain / INDEX).is_file()
 
     def entries(self, domain: str) -> dict[str, TensorEntry]:
         """Name → type and shape of every tensor of a domain, by name; read once.
