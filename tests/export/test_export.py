@@ -4,19 +4,19 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from verl_slurm.checkpoint import export as exporting
 from verl_slurm.checkpoint.export import RECORD, Wish
 from verl_slurm.checkpoint.export import export as export_checkpoint
 from verl_slurm.cli.__main__ import main
-from verl_slurm.errors import CheckpointCorrupt, DataError, NotFound, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, DataError, NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
 
 pytestmark = pytest.mark.torch
 
@@ -136,6 +136,60 @@ def test_a_large_model_is_cut_into_shards_that_load(
     assert done == sorted(done)
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path), local_files_only=True)
     assert torch.equal(logits(model, trained.ids), logits(trained.actor, trained.ids))
+
+
+def cut_in_two(whole: Path, paths: RunPaths) -> Path:
+    """The checkpoint as two ranks would have written it: every matrix halved by rows, the rest by rank 0."""
+    import torch
+
+    from verl_slurm.checkpoint import commit as door
+    from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
+    from verl_slurm.checkpoint.verify import read_manifest
+    from verl_slurm.dcp.loader import read_index, read_whole
+
+    staging = door.begin(paths, 2, 0)
+    shutil.copytree(
+        whole, staging.directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json")
+    )
+    for domain in ("actor", "critic", "optimizer"):
+        files, entries = [bytearray(), bytearray()], {}
+        index = read_index(whole, domain)
+        for name, tensor in read_whole(whole, domain).items():
+            pieces, row = [], 0
+            for rank, part in enumerate(tensor.chunk(2) if tensor.dim() > 1 else [tensor]):
+                offset = (row, *(0 for _ in part.shape[1:])) if part.dim() else ()
+                piece = Piece(
+                    file=tensor_file(rank), at=len(files[rank]), offset=offset, shape=tuple(part.shape)
+                )
+                data = part.reshape(-1).view(torch.uint8).numpy().tobytes()
+                files[rank] += data.ljust(-(-len(data) // 64) * 64, b"\0")
+                pieces.append(piece)
+                row += part.shape[0] if part.dim() else 0
+            old = index.tensors[name]
+            entries[name] = TensorEntry(dtype=old.dtype, shape=old.shape, pieces=tuple(pieces))
+        for rank, data in enumerate(files):
+            (staging.directory / domain / tensor_file(rank)).write_bytes(data)
+        (staging.directory / domain / "index.json").write_bytes(render_index(TensorIndex(tensors=entries)))
+    names = [p.relative_to(staging.directory).as_posix() for p in staging.directory.rglob("*") if p.is_file()]
+    entries = tuple(door.seal(staging.directory, sorted(names)))
+    manifest = msgspec.structs.replace(read_manifest(whole), files=entries, digest="")
+    return door.commit(staging, manifest, epoch_check=lambda: None)
+
+
+def test_what_several_ranks_wrote_gives_the_same_files(
+    trained: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_here(monkeypatch)
+    cut = cut_in_two(checkpoint, RunPaths(tmp_path / "run"))
+    assert (cut / "actor" / "rank_0001.bin").stat().st_size > 100_000
+    for layout in ("hf", "split"):
+        files = []
+        for number, path in enumerate((checkpoint, cut)):
+            out = tmp_path / f"{layout}{number}"
+            export_checkpoint(path, wish(out, trained.base, to=layout))
+            (out / RECORD).unlink()
+            files.append({p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()})
+        assert files[0] == files[1]
 
 
 def test_the_critic_is_exported_in_bfloat16_as_a_token_classifier(
@@ -373,6 +427,23 @@ def test_whatever_ends_it_early_leaves_nothing(
         assert "No space left" in caught.value.one_line()
 
 
+@pytest.mark.parametrize("layout", ["hf", "split"])
+def test_storage_that_is_full_is_said_in_one_line(
+    layout: str, trained: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import resource
+
+    fill_here(monkeypatch)
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, former[1]))
+    try:
+        with pytest.raises(PermissionRefused, match="could not be written.*File too large"):
+            export_checkpoint(checkpoint, wish(tmp_path / "out", trained.base, to=layout))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_child_that_is_killed_or_refuses_says_so_in_one_line(
     trained: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,15 +461,14 @@ def test_a_child_that_is_killed_or_refuses_says_so_in_one_line(
 
 
 def test_the_child_opens_no_checkpoint_but_the_verified_one(
-    trained: Any, checkpoint: Path, tmp_path: Path, capfd: Any
+    trained: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
+    from verl_slurm.export import __main__ as child
 
     words = ["--checkpoint", checkpoint, "--digest", "0" * 64, "--to", "hf", "--model", trained.base]
     words += ["--staging", tmp_path, "--dtype", "keep", "--roles", "actor"]
-    script = (
-        f"import sys; from verl_slurm.export.__main__ import main; sys.exit(main({[str(w) for w in words]}))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    assert done.returncode == ExitCode.CORRUPT
-    assert "has changed since it was verified" in json.loads(done.stdout)["error"]["what"]
+    said: list[Any] = []
+    code = child.answer(child.parser().parse_args([str(word) for word in words]), said.append)
+    assert code == said[-1]["exit_code"] == ExitCode.CORRUPT
+    assert "has changed since it was verified" in said[-1]["error"]["what"]
     assert list(tmp_path.iterdir()) == []

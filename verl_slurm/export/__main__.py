@@ -10,6 +10,7 @@ no other directory is opened here by mistake. Standard output holds JSON lines: 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
 from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
 from verl_slurm.export.source import Source, cast_bytes
 
+__all__ = ["answer", "main", "parser"]
+
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _run(options: argparse.Namespace, say: Any) -> None:
+def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     if read_manifest(options.checkpoint).digest != options.digest:
         raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
     dtype = _DTYPES[options.dtype]
@@ -58,26 +61,21 @@ def _run(options: argparse.Namespace, say: Any) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Do it; what it has to say goes to standard output as JSON lines."""
-    parser = argparse.ArgumentParser(prog="verl_slurm.export", description=__doc__.splitlines()[0])
+def parser() -> argparse.ArgumentParser:
+    """Of the words that `checkpoint.export` starts this with."""
+    words = argparse.ArgumentParser(prog="verl_slurm.export", description=__doc__.splitlines()[0])
     for name in ("checkpoint", "model", "staging"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--digest", required=True)
-    parser.add_argument("--to", choices=("hf", "single-file", "split"), required=True)
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), required=True)
-    parser.add_argument("--weight-decay", type=float, default=0.0)
-    parser.add_argument("--roles", nargs="+", choices=("actor", "critic"), required=True)
-    options = parser.parse_args(argv)
-    # A library that prints must not write between our lines.
-    lines = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        words.add_argument(f"--{name}", type=Path, required=True)
+    words.add_argument("--digest", required=True)
+    words.add_argument("--to", choices=("hf", "single-file", "split"), required=True)
+    words.add_argument("--dtype", choices=tuple(_DTYPES), required=True)
+    words.add_argument("--weight-decay", type=float, default=0.0)
+    words.add_argument("--roles", nargs="+", choices=("actor", "critic"), required=True)
+    return words
 
-    def say(value: object) -> None:
-        lines.write(msgspec.json.encode(value) + b"\n")
 
+def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
+    """Do it, and say how it ended; the exit code."""
     try:
         try:
             _run(options, say)
@@ -95,6 +93,17 @@ def main(argv: list[str] | None = None) -> int:
         return int(error.exit_code)
     say({"ok": True})
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """What `answer` has to say goes to standard output as JSON lines."""
+    options = parser().parse_args(argv)
+    # A library that prints must not write between our lines.
+    lines = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    return answer(options, lambda value: lines.write(msgspec.json.encode(value) + b"\n"))
 
 
 if __name__ == "__main__":

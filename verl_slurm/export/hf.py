@@ -11,6 +11,7 @@ Shards are made one after the other: no more than one shard and one group of ten
 A tied weight is written once, under its first name; config.json says that it is tied.
 """
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from verl_slurm.errors import CheckpointCorrupt, DataError
@@ -83,13 +85,21 @@ def write_hf(
     for file, names in shards.items():
         tensors = dict(source.tensors(role, names, dtype))
         total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, str(out / file), metadata={"format": "pt"})
+        _save_shard(tensors, out / file)
         del tensors
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     _read_back(out, shards, skeleton)
+
+
+def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:
+        # Its names and types were checked before: what is left is the storage, which it says in words.
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:

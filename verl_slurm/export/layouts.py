@@ -99,16 +99,27 @@ def write_layout(
         files[what].parent.mkdir(mode=0o700, exist_ok=True)
     schedules = _schedules(source.directory / "scheduler.json", list(skeletons))
     for role, skeleton in skeletons.items():
-        torch.save(dict(source.tensors(role, skeleton.shapes, dtype)), files[role])
+        _save(dict(source.tensors(role, skeleton.shapes, dtype)), files[role])
     if "optimizer" in written:
-        torch.save(
+        _save(
             {
                 role: adamw_state(source, role, skeleton, lr=schedules[role].lr, weight_decay=weight_decay)
                 for role, skeleton in skeletons.items()
             },
             files["optimizer"],
         )
-    torch.save({role: lambda_lr_state(schedules[role]) for role in skeletons}, files["scheduler"])
+    _save({role: lambda_lr_state(schedules[role]) for role in skeletons}, files["scheduler"])
+
+
+def _save(value: object, path: Path) -> None:
+    try:
+        with path.open("xb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        # torch's writer stumbles over its own count once a write failed; what failed is behind it.
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+        raise
 
 
 def adamw_state(
