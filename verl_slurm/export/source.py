@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from verl_slurm.checkpoint.tensor_index import INDEX, TensorEntry
-from verl_slurm.dcp.loader import read_index, read_whole
+from verl_slurm.dcp.loader import WholeReader
 
 __all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
 
-# Tensors are read in groups of about this many bytes: often enough for a progress bar, seldom enough for the
-# index, which each group parses anew.
-_GROUP_BYTES = 1 << 30
+# Tensors are read in groups of about this many bytes: often enough for a progress bar, seldom enough for a disk.
+_GROUP_BYTES = 256 << 20
 
 
 def cast_dtype(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
@@ -55,21 +54,19 @@ class Source:
     directory: Path
     report: Callable[[int], None] = lambda _: None
     done: int = 0
-    _listed: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+    _readers: dict[str, WholeReader] = field(default_factory=dict)
 
     def has(self, domain: str) -> bool:
         """Whether the checkpoint holds tensors of the domain: it may have been saved in part."""
         return (self.directory / domain / INDEX).is_file()
 
     def entries(self, domain: str) -> dict[str, TensorEntry]:
-        """Name → type and shape of every tensor of a domain, by name; read once.
+        """Name → type and shape of every tensor of a domain.
 
         Raises:
             CheckpointCorrupt: it is not what was committed.
         """
-        if domain not in self._listed:
-            self._listed[domain] = dict(sorted(read_index(self.directory, domain).tensors.items()))
-        return self._listed[domain]
+        return self._reader(domain).index.tensors
 
     def tensors(
         self, domain: str, names: Iterable[str], dtype: torch.dtype | None = None
@@ -77,9 +74,14 @@ class Source:
         """Name and whole tensor, in the order of `names`, in type `dtype` (None: as saved)."""
         entries = self.entries(domain)
         for group in groups_of({name: entries[name] for name in names}, _GROUP_BYTES):
-            read = read_whole(self.directory, domain, group)
+            read = self._reader(domain).read(group)
             for name in group:
                 # pop: a group and its cast copies need not be in memory together.
                 yield name, read.pop(name).to(cast_dtype(entries[name], dtype))
                 self.done += entries[name].num_bytes
             self.report(self.done)
+
+    def _reader(self, domain: str) -> WholeReader:
+        if domain not in self._readers:
+            self._readers[domain] = WholeReader(self.directory, domain)
+        return self._readers[domain]
