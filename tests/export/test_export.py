@@ -106,6 +106,10 @@ def test_tied_weights_are_written_once_and_tied_again(
     with safe_open(str(tmp_path / "out" / "model.safetensors"), framework="pt") as file:
         assert "lm_head.weight" not in set(file.keys())
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), local_files_only=True)
+    export_checkpoint(trained.save(3), wish(tmp_path / "plain", trained.base, to="single-file"))
+    plain = torch.load(tmp_path / "plain" / "actor_model.pt", weights_only=True)
+    assert plain["lm_head.weight"].data_ptr() == plain["model.embed_tokens.weight"].data_ptr()
+    model.load_state_dict(plain)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(logits(model, trained.ids), logits(trained.actor, trained.ids))
 

@@ -2,7 +2,7 @@
 
 ```
 single-file              split                            holds
-actor_model.pt           policy_model/pytorch_model.bin   parameter or buffer → tensor
+actor_model.pt           policy_model/pytorch_model.bin   what `model.load_state_dict` takes
 critic_model.pt          value_model/pytorch_model.bin    the same
 optimizer.pt             optimizer/optim_states.pt        role → state dict of torch.optim.AdamW
 scheduler.pt             scheduler/sched_state.pt         role → state dict of torch's LambdaLR
@@ -99,7 +99,11 @@ def write_layout(
         files[what].parent.mkdir(mode=0o700, exist_ok=True)
     schedules = _schedules(source.directory / "scheduler.json", list(skeletons))
     for role, skeleton in skeletons.items():
-        _save(dict(source.tensors(role, skeleton.shapes, dtype)), files[role])
+        state = dict(source.tensors(role, skeleton.shapes, dtype))
+        # As in the model's own state dict: one storage under both names, which torch.save writes once.
+        state |= {alias: state[first] for alias, first in skeleton.aliases.items()}
+        _save(state, files[role])
+        del state
     if "optimizer" in written:
         _save(
             {

@@ -32,11 +32,13 @@ class Skeleton:
     Attributes:
         config: of Hugging Face, `architectures` and (for the critic) the number of labels set.
         shapes: tensor → shape, in the model's own order; a tied weight once, under its first name.
+        aliases: further name of a tied weight → its first name.
         parameters: those of them that are parameters, in the order of `model.parameters()`.
     """
 
     config: Any
     shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]
     parameters: tuple[str, ...]
 
 
@@ -61,9 +63,12 @@ def build_skeleton(model_dir: Path, role: Role) -> Skeleton:
             "the model config cannot be used", where=model_dir, found=error, expected=expected, remedy=remedy
         ) from error
     config.architectures = [type(model).__name__]
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
     return Skeleton(
         config=config,
         shapes={name: tuple(tensor.shape) for name, tensor in model_tensors(model).items()},
+        aliases={name: first[parameter] for name, parameter in every if name != first[parameter]},
         parameters=tuple(name for name, _ in model.named_parameters()),
     )
 
