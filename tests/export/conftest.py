@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from verl_slurm.checkpoint import export as exporting
+from verl_slurm.checkpoint.export import Wish
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.config.load import dump
@@ -126,3 +128,39 @@ def checkpoint(trained: Trained) -> Path:
 @pytest.fixture
 def make_trained(tmp_path: Path) -> Callable[..., Trained]:
     return lambda **options: Trained(tmp_path / "made", **options)
+
+
+def wish(out: Path, model: Path, **changes: Any) -> Wish:
+    fields: dict[str, Any] = {
+        "to": "hf",
+        "roles": ("actor",),
+        "dtype": "keep",
+        "is_first_model": True,
+        "weight_decay": 0.1,
+    }
+    return Wish(out=out, model=model, **(fields | changes))
+
+
+def fill_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the part that needs torch run in this process: the same code without two seconds of imports."""
+    from verl_slurm.dcp.tensors import Tensors  # noqa: F401 - torch is there
+    from verl_slurm.export import __main__ as child
+
+    def fill(directory: Path, digest: str, staging: Path, asked: Wish, progress: Any) -> int:
+        import argparse
+
+        peaks = [0]
+        options = argparse.Namespace(
+            checkpoint=directory,
+            digest=digest,
+            to=asked.to,
+            model=asked.model,
+            staging=staging,
+            dtype=asked.dtype,
+            weight_decay=asked.weight_decay,
+            roles=list(asked.roles),
+        )
+        child._run(options, lambda said: peaks.append(said.get("peak", 0)))
+        return max(peaks)
+
+    monkeypatch.setattr(exporting, "_fill", fill)
