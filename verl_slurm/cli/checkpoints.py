@@ -13,7 +13,7 @@ from verl_slurm.errors import CheckpointCorrupt, NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
-__all__ = ["checkpoints", "compare", "fingerprint", "print_checkpoints", "verify"]
+__all__ = ["checkpoints", "compare", "fingerprint", "one_checkpoint", "print_checkpoints", "verify"]
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -110,7 +110,7 @@ def compare(a: Path, b: Path, as_json: bool) -> int:
     from verl_slurm.checkpoint.compare import compare as compare_checkpoints
 
     try:
-        found = compare_checkpoints(_one_checkpoint(a), _one_checkpoint(b))
+        found = compare_checkpoints(one_checkpoint(a), one_checkpoint(b))
     except CheckpointCorrupt as error:
         # What the comparing process said is a whole sentence already, with its remedy.
         raise CheckpointCorrupt(str(error.found or error.what)) from None
@@ -202,8 +202,23 @@ def _checkpoints_of(place: Path) -> list[Path]:
     return [place]
 
 
-def _one_checkpoint(place: Path) -> Path:
+def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
+    """The checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
+
+    Raises:
+        NotFound: there is no such one.
+    """
     from verl_slurm.checkpoint.compare import newest_checkpoint
+
+    if run is not None:
+        if not CHECKPOINT_NAME.fullmatch(str(place)):
+            raise NotFound(
+                "not a checkpoint's name",
+                where=place,
+                expected="one like step_000012, with --run",
+                remedy=f"`verl-slurm checkpoints {run.root}` lists them",
+            )
+        return _checkpoints_of(run.checkpoints / place)[0].resolve()
 
     is_run = (place / "run.yaml").is_file()
     return newest_checkpoint(place) if is_run else _checkpoints_of(place)[0].resolve()

@@ -36,6 +36,9 @@ COMMANDS: dict[str, Entry] = {
     "compare": Entry(
         "checkpoints", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
     ),
+    "inspect": Entry("inspection", "inspect", "What is in a checkpoint: position, sizes, tensors, history."),
+    "diff": Entry("inspection", "diff", "How two checkpoints differ: schema, config, topology, data."),
+    "export": Entry("export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),

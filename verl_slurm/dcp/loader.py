@@ -24,7 +24,7 @@ from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
 
-__all__ = ["load_runtime_state", "load_tensors", "read_index", "read_whole"]
+__all__ = ["WholeReader", "load_runtime_state", "load_tensors", "read_index", "read_whole"]
 
 # Rows that do not lie in the file as they do in memory are read into buffers first, this much at a time.
 _BUFFER_BYTES = 512 << 20
@@ -47,7 +47,7 @@ def load_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Collect
         _check(directory / domain, index, tensors)
 
         def read(index: TensorIndex = index, domain: str = domain, tensors: Tensors = tensors) -> None:
-            _read(directory, domain, index, tensors)
+            _read(directory, domain, index, tensors, _entries(directory))
 
         ranks.together(f"reading {domain}", read)
 
@@ -80,13 +80,31 @@ def read_whole(directory: Path, domain: str, names: Collection[str] | None = Non
         CheckpointCorrupt: it changed since.
         KeyError: it has no such tensor.
     """
-    index = read_index(directory, domain)
-    tensors: Tensors = {}
-    for name in index.tensors if names is None else names:
-        entry = index.tensors[name]
-        tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    _read(directory, domain, index, tensors)
-    return tensors
+    return WholeReader(directory, domain).read(names)
+
+
+class WholeReader:
+    """Reads a domain's whole tensors some at a time; index and manifest, which may be large, are parsed once.
+
+    Raises:
+        CheckpointCorrupt: the index is not what the manifest says.
+
+    Called by: export, read_whole.
+    """
+
+    def __init__(self, directory: Path, domain: str) -> None:
+        self._directory, self._domain = directory, domain
+        self.index = read_index(directory, domain)
+        self._entries = _entries(directory)
+
+    def read(self, names: Collection[str] | None = None) -> Tensors:
+        """As `read_whole`."""
+        tensors: Tensors = {}
+        for name in self.index.tensors if names is None else names:
+            entry = self.index.tensors[name]
+            tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        _read(self._directory, self._domain, self.index, tensors, self._entries)
+        return tensors
 
 
 def load_runtime_state(directory: Path, rank: int, world_size: int) -> RuntimeState:
@@ -137,8 +155,13 @@ class _Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def _read(directory: Path, domain: str, index: TensorIndex, tensors: Tensors) -> None:
-    entries = {entry.path: entry for entry in read_manifest(directory).files}
+def _entries(directory: Path) -> dict[str, FileEntry]:
+    return {entry.path: entry for entry in read_manifest(directory).files}
+
+
+def _read(
+    directory: Path, domain: str, index: TensorIndex, tensors: Tensors, entries: Mapping[str, FileEntry]
+) -> None:
     with open_directory(directory) as root:
         for batch in _batches(index, tensors):
             _read_batch(root, directory, domain, entries, batch)
