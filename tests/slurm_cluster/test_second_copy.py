@@ -16,7 +16,7 @@ def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevClu
     twin = LiveRun(cluster, tmp_path / "twin", *SMALL, "train.steps=3").submit()
     twin.wait_end()
     # Its nodes by name: what lies on a node's own disk can come home from there only.
-    local = (f"checkpoint.local_dir={tmp_path / 'nvme'}", "slurm.extra.nodelist=n1,n2")
+    local = (f"checkpoint.local_dir={tmp_path / 'nvme'}", "slurm.extra.nodelist=node1,node2")
     run = LiveRun(cluster, tmp_path / "run", *SMALL, "train.steps=3", *local)
     run.submit()
     try:

@@ -293,7 +293,7 @@ def test_a_run_whose_last_save_fails_has_crashed_and_its_next_start_ends_with_th
     first = runs.start(paths, script={"rank": 1, "safe_point": 26, "action": "break_save"})
     assert first.code != 0
     # Said by whichever rank torchrun does not end first.
-    assert "training is done, but its result could not be saved" in first.err
+    assert "training is done, but its result is not on shared storage" in first.err
     assert f"exitcode  : {ExitCode.INTERNAL.value}" in first.err
     assert choose_resume(paths, "auto").name == "step_000001"
     second = runs.start(paths)
