@@ -88,26 +88,31 @@ def _runtime(step: int = 2, **changes: Any) -> RuntimeState:
     return msgspec.structs.replace(state, **changes)
 
 
-def _save(
-    root: Path, parts: Parts, runtime: RuntimeState | None = None, fence: Callable[[], None] = lambda: None
-) -> SavedCheckpoint:
-    schema = current_schema()
-    provenance = Provenance(
+def _provenance() -> Provenance:
+    return Provenance(
         epoch=1,
         parent=None,
-        schema_id=schema.schema_id,
+        schema_id=current_schema().schema_id,
         dataset_fingerprint="0" * 64,
         frozen={},
         topology=Topology(dp=1),
     )
+
+
+def _contents(runtime: RuntimeState | None = None) -> Contents:
     texts = dict.fromkeys(("scheduler.json", "metadata.json", "config.yaml", "orchestration.json"), b"{}\n")
-    contents = Contents(
+    return Contents(
         runtime=runtime or _runtime(),
-        texts=texts | {SCHEMA_VERSION: render_schema(schema)},
+        texts=texts | {SCHEMA_VERSION: render_schema(current_schema())},
     )
-    checkpoints = CheckpointSaver(RunPaths(root), parts.tensors(), provenance, ALONE, epoch_check=fence)
+
+
+def _save(
+    root: Path, parts: Parts, runtime: RuntimeState | None = None, fence: Callable[[], None] = lambda: None
+) -> SavedCheckpoint:
+    checkpoints = CheckpointSaver(RunPaths(root), parts.tensors(), _provenance(), ALONE, epoch_check=fence)
     try:
-        return checkpoints.begin(contents).result()
+        return checkpoints.begin(_contents(runtime)).result()
     finally:
         checkpoints.close()
 

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Entry] = {
     "compare": Entry(
         "checkpoints", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
     ),
+    "prune": Entry("prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),

@@ -18,10 +18,12 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint import commit as door
+from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
+from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
@@ -97,7 +99,11 @@ class CheckpointSaver:
         return self._staging.num_bytes
 
     def begin(
-        self, contents: Contents, then: Callable[[Collective, "SavedCheckpoint"], None] | None = None
+        self,
+        contents: Contents,
+        then: Callable[[Collective, "SavedCheckpoint"], None] | None = None,
+        *,
+        components: Components = (),
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
@@ -106,6 +112,7 @@ class CheckpointSaver:
         Args:
             then: done on every rank after the commit, in the background; it may talk to the other ranks'. It
                 must not raise.
+            components: of a partial save, the domains; it goes to `RunPaths.partial`. Empty: a full one.
 
         Returns:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
@@ -114,8 +121,9 @@ class CheckpointSaver:
         """
         started = time.monotonic()
         name: Future[str] = Future()
-        written = self._staging.begin(lambda: [self._paths.checkpoints / name.result()])
-        return self._thread.submit(self._save, contents, started, name, written, then)
+        paths = self._paths.partial if components else self._paths
+        written = self._staging.begin(lambda: [paths.checkpoints / name.result()], components)
+        return self._thread.submit(self._save, paths, contents, components, started, name, written, then)
 
     def fence(self) -> float:
         """Wait until the tensors may be changed; the seconds it took."""
@@ -128,7 +136,9 @@ class CheckpointSaver:
 
     def _save(
         self,
+        paths: RunPaths,
         contents: Contents,
+        components: Components,
         started: float,
         name: "Future[str]",
         written: "Future[Written]",
@@ -138,12 +148,14 @@ class CheckpointSaver:
 
         def first() -> bytes:
             nonlocal staging
-            staging = door.begin(self._paths, contents.runtime.step, contents.runtime.safe_point)
+            if components:
+                private_dir(paths.root)
+            staging = door.begin(paths, contents.runtime.step, contents.runtime.safe_point)
             return staging.directory.name.encode()
 
         def write() -> _Entries:
             try:
-                small = self._write_small(self._paths.checkpoints / name.result(), contents)
+                small = self._write_small(paths.checkpoints / name.result(), contents, components)
             finally:
                 wait([written])  # whoever cleans up must not do so under a saver that writes
             return [*small, *_require_durable(written.result())]
@@ -151,7 +163,9 @@ class CheckpointSaver:
         def last(entries: _Entries) -> bytes:
             assert staging is not None
             seconds = time.monotonic() - started
-            manifest = _manifest(staging.final.name, contents.runtime, self._provenance, entries, seconds)
+            manifest = _manifest(
+                staging.final.name, contents.runtime, self._provenance, entries, seconds, components
+            )
             final = door.commit(staging, manifest, epoch_check=self._epoch_check)
             seconds = time.monotonic() - started
             return msgspec.msgpack.encode(
@@ -182,9 +196,12 @@ class CheckpointSaver:
             then(self._ranks, done)
         return done
 
-    def _write_small(self, directory: Path, contents: Contents) -> _Entries:
+    def _write_small(self, directory: Path, contents: Contents, components: Components) -> _Entries:
         """Write and seal what is not a tensor."""
-        files = dict(contents.texts) | self._staging.layout.indexes if self._ranks.rank == 0 else {}
+        indexes = self._staging.layout.indexes
+        if components:
+            indexes = {path: data for path, data in indexes.items() if path.split("/")[0] in components}
+        files = dict(contents.texts) | indexes if self._ranks.rank == 0 else {}
         files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
         for path, data in files.items():
             (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
@@ -200,7 +217,12 @@ def _require_durable(written: Written) -> _Entries:
 
 
 def _manifest(
-    name: str, runtime: RuntimeState, provenance: Provenance, entries: _Entries, seconds: float
+    name: str,
+    runtime: RuntimeState,
+    provenance: Provenance,
+    entries: _Entries,
+    seconds: float,
+    components: Components,
 ) -> Manifest:
     return Manifest(
         name=name,
@@ -214,6 +236,7 @@ def _manifest(
         world_size=runtime.world_size,
         topology=provenance.topology,
         files=tuple(entries),
+        components=components,
         frozen=dict(provenance.frozen),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(seconds, 3),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.components import require_full
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.schema import RunConfig
@@ -85,10 +86,11 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
         frozen: digest of each model that does not train, as it is now.
 
     Raises:
-        ConfigError: the checkpoint is of another world size.
+        ConfigError: the checkpoint is partial, or of another world size.
         DataError: a frozen model has changed.
     """
     manifest = read_manifest(directory)
+    require_full(manifest, directory)
     if manifest.world_size != config.distributed.world_size:
         raise ConfigError(
             "the checkpoint is of another number of ranks, and this version cannot reshard a resume",
