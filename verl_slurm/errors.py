@@ -12,6 +12,7 @@ __all__ = [
     "DataError",
     "DatasetDrift",
     "Fenced",
+    "NoRoom",
     "NotFound",
     "PermissionRefused",
     "SchemaMismatch",
@@ -120,6 +121,12 @@ class CheckpointCorrupt(VerlSlurmError):
     """A checkpoint, ledger segment or manifest that does not verify."""
 
     exit_code = ExitCode.CORRUPT
+
+
+class NoRoom(VerlSlurmError):
+    """The file system of the run cannot take a single checkpoint: it could train, and never save."""
+
+    exit_code = ExitCode.NO_ROOM
 
 
 class NotFound(VerlSlurmError):

@@ -11,6 +11,7 @@ RUN/                        0700
   control/                  lead.json (address and token of the living lead), claims of epochs, resume_once, parts_since
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
+  partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
   logs/                     submitit's and the ranks' output
   tensorboard/
 ```
@@ -96,6 +97,11 @@ class RunPaths:
     def staging(self, final: Path, nonce: str) -> Path:
         """Where `final` is written before the rename makes it real."""
         return final.parent / f".{final.name}.{nonce}.tmp"
+
+    @property
+    def partial(self) -> "RunPaths":
+        """Where partial saves lie: apart, so that nothing that looks for a state to go on from can find one."""
+        return RunPaths(self.root / "partial")
 
     @property
     def latest(self) -> Path:

@@ -43,6 +43,7 @@ def find_resume_point(paths: RunPaths, resume_from: str | None, epoch: int) -> R
     if not paths.resume_once.exists():
         resume_from = "auto"
     sweep(paths)
+    sweep(paths.partial)
     choice = choose_resume(paths, resume_from)
     if choice.path is not None and choice.path.parent != paths.checkpoints:
         choice = choose_resume(paths, _adopt(paths, choice.path))

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -38,7 +39,7 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import RanksFailed
+from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
@@ -49,6 +50,7 @@ from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
 from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop
+from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state import TrainState, fresh_state
@@ -58,6 +60,7 @@ from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
+    Notice,
     Progress,
     RankStarted,
     Saved,
@@ -101,7 +104,7 @@ class Runs:
         self._model = quickstart_model.build_model(root / "model")
         self._data = build_data(root / "data")
 
-    def make(self, name: str) -> RunPaths:
+    def make(self, name: str, checkpoint: CheckpointConfig | None = None) -> RunPaths:
         paths = RunPaths(self._root / name)
         config = RunConfig(
             name=name,
@@ -111,7 +114,7 @@ class Runs:
             rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
             train=TRAIN,
             distributed=DistributedConfig(dp_size=WORLD, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1, keep_last=2),
+            checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
         private_dir(paths.root)
         write_file(paths.run_yaml, load.dump(config))
@@ -241,6 +244,23 @@ def test_a_run_goes_on_with_more_ranks_and_generates_nothing_twice(runs: Runs) -
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
+def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed: RunPaths) -> None:
+    checkpoint = CheckpointConfig(
+        cadence="young_daly", components=("actor",), include_optimizer=True, partial_every_steps=1
+    )
+    paths = runs.make("paced", checkpoint)
+    ended = runs.start(paths)
+    assert ended.code == 0, ended.err
+    assert "saves once in 1000 steps: it is not known yet how long a step takes" in ended.out
+    assert "saved partial/checkpoints/step_000001 (" in ended.out
+    assert re.search(r"^saved step_000002 \(.*\): the last step$", ended.out, re.MULTILINE)
+    assert not paths.checkpoint(1).exists()
+    assert not paths.partial.checkpoint(2).exists()
+    verdict = verify(paths.partial.checkpoint(1))
+    assert verdict.ok, verdict.problems
+    _assert_nothing_changed(paths, undisturbed)
+
+
 def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -359,6 +379,7 @@ def _at_the_end(tmp_path: Path, saves: _Saves, saved_as: str = "") -> tuple[Loop
         state=state,
         learner=None,  # type: ignore[arg-type]  # there is no work left
         checkpointer=saves,  # type: ignore[arg-type]
+        pace=Pace(config, RunPaths(tmp_path), Collective(None), reporter, step=STEPS, state_bytes=1),
         stopper=Stopper(line, list),
         reporter=reporter,
         saved_as=saved_as,
@@ -371,7 +392,7 @@ def test_a_run_is_not_finished_before_its_end_is_saved(tmp_path: Path) -> None:
     with pytest.raises(FinalSaveFailed, match="disk full") as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert [type(m) for m in line.messages] == [SaveStarted, SaveFailed]
+    assert [type(m) for m in line.messages] == [SaveStarted, SaveFailed, Notice]
 
 
 def test_a_run_whose_end_is_saved_is_finished(tmp_path: Path) -> None:

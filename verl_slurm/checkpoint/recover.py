@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.components import require_full
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
@@ -71,6 +72,7 @@ def choose_resume(
         SchemaMismatch: the one to resume from has another state layout and no migration leads to ours.
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         NotFound: an explicit one is not there.
+        ConfigError: an explicit one is partial.
 
     Called by: daemon, at every start, after `commit.sweep`.
     """
@@ -175,6 +177,7 @@ def _use(
             expected=verdict.manifest.schema_id if verdict.manifest else None,
             remedy="resume from another checkpoint (verl-slurm checkpoints)",
         )
+    require_full(verdict.manifest, path)
     needed = check_schema(saved, schema, where=path, migrations=migrations)
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest, migrations=needed)
 

@@ -111,7 +111,7 @@ def _save(event: Event) -> str:
 def _saved(event: Event) -> str:
     kind = "emergency checkpoint" if event.get("emergency") else "checkpoint"
     size = float(event.get("num_bytes") or 0) / 1e6
-    return f"{kind} {event.get('name')}, {size:.1f} MB in {event.get('seconds')} s"
+    return f"{kind} {event.get('name')}, {size:.1f} MB in {event.get('seconds')} s{_because(event)}"
 
 
 def _verified(event: Event) -> str:
@@ -184,6 +184,8 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
     "refused": _refused,
     "one_copy": lambda event: f"{event.get('name')} has ONE copy only{_because(event)}",
+    "notice": lambda event: f"{event.get('topic')}: {event.get('text')}",
+    "warning": lambda event: f"WARNING, {event.get('topic')}: {event.get('text')}",
     "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
     "orphaned": _orphaned,
     "held": _held,

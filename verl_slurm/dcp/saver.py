@@ -21,6 +21,7 @@ import msgspec
 
 from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
 from verl_slurm.checkpoint.local_copy import (
     begin_part,
@@ -34,6 +35,7 @@ from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
@@ -97,6 +99,31 @@ class LocalPlace:
     keep: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """One save, as a rank was asked for it."""
+
+    paths: RunPaths
+    contents: Contents
+    components: Components
+    local: LocalPlace | None
+    started: float
+    seconds_left: float | None
+
+    def takes(self, path: str) -> bool:
+        """Whether a file of a domain belongs to this save."""
+        return not self.components or path.split("/")[0] in self.components
+
+    def directories(self, plan: "_Plan") -> dict[Medium, Path]:
+        """This rank's directory on each medium that takes part."""
+        found = {} if plan.not_shared else {Medium.SHARED: self.paths.checkpoints / plan.name}
+        if self.local is not None:
+            with suppress(OSError):  # said by whoever opens it
+                begin_part(self.local.directory, plan.name)
+            found[Medium.LOCAL] = self.local.directory / plan.name
+        return found
+
+
 class _Plan(msgspec.Struct, frozen=True):
     """Rank 0's word to all at the start of a save: the staging directory's name, on every medium."""
 
@@ -155,6 +182,7 @@ class CheckpointSaver:
         then: Callable[[Collective, "SavedCheckpoint"], None] | None = None,
         *,
         seconds_left: float | None = None,
+        components: Components = (),
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
@@ -165,16 +193,25 @@ class CheckpointSaver:
                 must not raise.
             seconds_left: until the ranks must be gone: where shared storage would take longer, only the local
                 copy is written. Rank 0's counts.
+            components: of a partial save, the domains; it goes to `RunPaths.partial` and has no second copy. Empty:
+                a full one.
 
         Returns:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
             rank failed; nothing is left of the attempt then. Where rank 0 was fenced off, `Fenced` is among
             its `kinds`.
         """
-        started = time.monotonic()
+        attempt = _Attempt(
+            paths=self._paths.partial if components else self._paths,
+            contents=contents,
+            components=components,
+            local=None if components else self._local,
+            started=time.monotonic(),
+            seconds_left=seconds_left,
+        )
         plan: Future[_Plan] = Future()
-        written = self._staging.begin(lambda: list(self._directories(plan.result()).values()))
-        return self._thread.submit(self._save, contents, started, seconds_left, plan, written, then)
+        written = self._staging.begin(lambda: list(attempt.directories(plan.result()).values()), components)
+        return self._thread.submit(self._save, attempt, plan, written, then)
 
     def fence(self) -> float:
         """Wait until the tensors may be changed; the seconds it took."""
@@ -187,9 +224,7 @@ class CheckpointSaver:
 
     def _save(
         self,
-        contents: Contents,
-        started: float,
-        seconds_left: float | None,
+        attempt: "_Attempt",
         plan: "Future[_Plan]",
         written: "Future[Written]",
         then: Callable[[Collective, "SavedCheckpoint"], None] | None,
@@ -199,7 +234,7 @@ class CheckpointSaver:
             try:
                 plan.set_result(
                     msgspec.msgpack.decode(
-                        self._ranks.on_first("starting the save", lambda: self._plan(contents, seconds_left)),
+                        self._ranks.on_first("starting the save", lambda: self._plan(attempt)),
                         type=_Plan,
                     )
                 )
@@ -207,48 +242,42 @@ class CheckpointSaver:
                 plan.set_exception(error)  # the staging thread waits for it
                 wait([written])
                 raise
-            done = self._write_and_commit(contents, started, plan.result(), written)
+            done = self._write_and_commit(attempt, plan.result(), written)
         except BaseException:
-            self._clean(plan)
+            self._clean(attempt, plan)
             raise
         if then is not None:
             then(self._ranks, done)
         return done
 
-    def _plan(self, contents: Contents, seconds_left: float | None) -> bytes:
+    def _plan(self, attempt: "_Attempt") -> bytes:
         """Rank 0: the staging directory's name, and why shared storage takes no part, if it does not."""
-        runtime = contents.runtime
-        reason = why_not_shared(self._last_seconds, seconds_left, has_local=self._local is not None)
+        runtime, paths = attempt.contents.runtime, attempt.paths
+        has_local = attempt.local is not None
+        reason = why_not_shared(self._last_seconds, attempt.seconds_left, has_local=has_local)
         if not reason:
             try:
-                self._staging_dir = door.begin(self._paths, runtime.step, runtime.safe_point)
+                if attempt.components:
+                    private_dir(paths.root)
+                self._staging_dir = door.begin(paths, runtime.step, runtime.safe_point)
             except (OSError, VerlSlurmError) as error:
-                if self._local is None:
+                if not has_local:
                     raise
                 reason = f"{type(error).__name__}: {error}"
         if self._staging_dir is not None:
             name = self._staging_dir.directory.name
         else:
-            name = door.staging_path(self._paths, runtime.step, runtime.safe_point).name
+            name = door.staging_path(paths, runtime.step, runtime.safe_point).name
         return msgspec.msgpack.encode(_Plan(name, reason))
 
-    def _directories(self, plan: "_Plan") -> dict[Medium, Path]:
-        """This rank's directory on each medium that takes part."""
-        found = {} if plan.not_shared else {Medium.SHARED: self._paths.checkpoints / plan.name}
-        if self._local is not None:
-            with suppress(OSError):  # said by whoever opens it
-                begin_part(self._local.directory, plan.name)
-            found[Medium.LOCAL] = self._local.directory / plan.name
-        return found
-
     def _write_and_commit(
-        self, contents: Contents, started: float, plan: "_Plan", written: "Future[Written]"
+        self, attempt: "_Attempt", plan: "_Plan", written: "Future[Written]"
     ) -> "SavedCheckpoint":
-        media = self._directories(plan)
+        media = attempt.directories(plan)
 
         def write() -> Share:
             try:
-                small, failed = self._write_small(media, contents)
+                small, failed = self._write_small(media, attempt)
             finally:
                 wait([written])  # whoever cleans up must not do so under a saver that writes
             answer = written.result()
@@ -269,7 +298,7 @@ class CheckpointSaver:
         entries = [entry for share in shares for entry in share.entries]
         verdict = msgspec.msgpack.decode(
             self._ranks.on_first(
-                "committing the checkpoint", lambda: self._commit_shared(contents, entries, started, failed)
+                "committing the checkpoint", lambda: self._commit_shared(attempt, entries, failed)
             ),
             type=_Committed,
         )
@@ -279,12 +308,12 @@ class CheckpointSaver:
             if self._staging_dir is not None:
                 door.abort(self._staging_dir)
         if Medium.LOCAL in media and Medium.LOCAL not in failed:
-            problem = self._commit_local(media[Medium.LOCAL], manifest, check=bool(verdict.problem))
+            problem = self._commit_local(attempt, media[Medium.LOCAL], manifest, check=bool(verdict.problem))
             if problem:
                 failed[Medium.LOCAL] = problem
         self._require_one(media, failed)
-        seconds = time.monotonic() - started
-        if Medium.SHARED not in failed:
+        seconds = time.monotonic() - attempt.started
+        if Medium.SHARED not in failed and not attempt.components:
             self._last_seconds = seconds
         return SavedCheckpoint(
             name=manifest.name,
@@ -299,20 +328,17 @@ class CheckpointSaver:
         if all(medium in failed for medium in media):
             raise RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
 
-    def _commit_shared(
-        self, contents: Contents, entries: _Entries, started: float, failed: Mapping[Medium, str]
-    ) -> bytes:
+    def _commit_shared(self, attempt: "_Attempt", entries: _Entries, failed: Mapping[Medium, str]) -> bytes:
         """Rank 0: the manifest, and what kept shared storage from being committed, if anything did."""
-        runtime = contents.runtime
-        name = self._paths.checkpoint(runtime.step, runtime.safe_point).name
-        seconds = time.monotonic() - started
-        manifest = sealed(_manifest(name, runtime, self._provenance, entries, seconds))
+        runtime = attempt.contents.runtime
+        name = attempt.paths.checkpoint(runtime.step, runtime.safe_point).name
+        manifest = sealed(_manifest(name, attempt, self._provenance, entries))
         problem = failed.get(Medium.SHARED, "")
         if self._staging_dir is not None and not problem:
             try:
                 door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check)
             except OSError as error:
-                if self._local is None or Medium.LOCAL in failed:
+                if attempt.local is None or Medium.LOCAL in failed:
                     raise
                 problem = f"{type(error).__name__}: {error}"
         else:
@@ -324,39 +350,42 @@ class CheckpointSaver:
         with suppress(OSError):
             self._epoch_check()
 
-    def _commit_local(self, staging: Path, manifest: Manifest, *, check: bool) -> str:
+    def _commit_local(self, attempt: "_Attempt", staging: Path, manifest: Manifest, *, check: bool) -> str:
         """This node's part; what is wrong on any node, the same text on every rank.
 
         Args:
             check: read it back: nobody else will.
         """
-        assert self._local is not None
-        problem = ""
-        if self._local.is_first:
+        local, problem = attempt.local, ""
+        assert local is not None
+        if local.is_first:
             try:
                 part = commit_part(staging, manifest)
                 problem = "; ".join(part_problems(part)[:3]) if check else ""
                 if problem:
                     drop_staging(part.path)
-                prune_parts(self._local.directory, self._local.keep)
+                prune_parts(local.directory, local.keep)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         texts = [text.decode() for text in self._ranks.gather(problem.encode())]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)[:500]
 
-    def _clean(self, plan: "Future[_Plan]") -> None:
+    def _clean(self, attempt: "_Attempt", plan: "Future[_Plan]") -> None:
         """Nothing of a failed save stays behind."""
         with suppress(OSError):
             if self._staging_dir is not None:
                 door.abort(self._staging_dir)
-            if self._local is not None and self._local.is_first and plan.exception() is None:
-                drop_staging(self._local.directory / plan.result().name)
+            local = attempt.local
+            if local is not None and local.is_first and plan.exception() is None:
+                drop_staging(local.directory / plan.result().name)
 
     def _write_small(
-        self, media: Mapping[Medium, Path], contents: Contents
+        self, media: Mapping[Medium, Path], attempt: "_Attempt"
     ) -> tuple[_Entries, dict[Medium, str]]:
         """Write and seal what is not a tensor, on each medium."""
-        files = dict(contents.texts) | self._staging.layout.indexes if self._ranks.rank == 0 else {}
+        contents = attempt.contents
+        indexes = {path: data for path, data in self._staging.layout.indexes.items() if attempt.takes(path)}
+        files = dict(contents.texts) | indexes if self._ranks.rank == 0 else {}
         files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
         failed: dict[Medium, str] = {}
         for medium, directory in media.items():
@@ -370,9 +399,8 @@ class CheckpointSaver:
         return [entry_of(path, files[path]) for path in sorted(files)], failed
 
 
-def _manifest(
-    name: str, runtime: RuntimeState, provenance: Provenance, entries: _Entries, seconds: float
-) -> Manifest:
+def _manifest(name: str, attempt: _Attempt, provenance: Provenance, entries: _Entries) -> Manifest:
+    runtime = attempt.contents.runtime
     return Manifest(
         name=name,
         step=runtime.step,
@@ -385,7 +413,8 @@ def _manifest(
         world_size=runtime.world_size,
         topology=provenance.topology,
         files=tuple(entries),
+        components=attempt.components,
         frozen=dict(provenance.frozen),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        save_seconds=round(seconds, 3),
+        save_seconds=round(time.monotonic() - attempt.started, 3),
     )

@@ -63,11 +63,14 @@ class Staging:
         """Memory that it takes, beside the state itself."""
         return self._arena.size
 
-    def begin(self, directories: Callable[[], Sequence[Path]]) -> "Future[Written]":
+    def begin(
+        self, directories: Callable[[], Sequence[Path]], components: Sequence[str] = ()
+    ) -> "Future[Written]":
         """Save the tensors as they are now. The one before must be done.
 
         Args:
             directories: says, when the copy is made, where the files go; called from another thread.
+            components: the domains whose files are written; empty: all. All are copied.
 
         Returns:
             What became of each directory. It raises what `directories` raises, and SaverDied.
@@ -81,7 +84,8 @@ class Staging:
             finally:
                 copied.set()
             where = [str(directory) for directory in directories()]
-            return self._saver.write(self.layout.files, where)
+            files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
+            return self._saver.write(files, where)
 
         return self._thread.submit(work)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.components import require_full
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.layout import require_same_step
@@ -92,6 +93,7 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
         DataError: a frozen model has changed.
     """
     manifest = read_manifest(directory)
+    require_full(manifest, directory)
     if manifest.world_size != config.distributed.world_size:
         require_same_step(_saved_config(directory), config, where=directory)
     roles = sorted(manifest.frozen.keys() | frozen.keys())

@@ -1,4 +1,4 @@
-"""What a checkpoint of this trainer consists of, when one is due, and what is cleaned up after it."""
+"""What a checkpoint of this trainer consists of, and what is cleaned up after it."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -7,11 +7,12 @@ import msgspec
 
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
 from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.saver import CheckpointSaver, Contents, SavedCheckpoint
 from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
@@ -20,23 +21,15 @@ from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.models import Models
-from verl_slurm.trainer.position import Position, StepShape, rollout_offset
+from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
 
-__all__ = ["Checkpointer", "is_due", "live_tensors"]
+__all__ = ["Checkpointer", "live_tensors"]
 
 
 _ASSURED_KEPT = 2
-
-
-def is_due(position: Position, config: CheckpointConfig, total_steps: int) -> bool:
-    """Whether the plan of saves has one at `position`: every so many whole steps, and at the end."""
-    if position.phase != "step_end" or position.step == 0:
-        return False
-    cadences = (config.every_steps, config.runtime_every_steps)
-    return position.step == total_steps or any(position.step % every == 0 for every in cadences)
 
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
@@ -94,6 +87,14 @@ class Checkpointer:
         then = self._tidy if tidy else self._remember
         return self._saver.begin(contents, then, seconds_left=seconds_left)
 
+    def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
+        """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
+        contents = Contents(
+            runtime=capture_state(state, self._shape, rank=self._rank),
+            texts=self._texts(state) if self._rank == 0 else {},
+        )
+        return self._saver.begin(contents, self._tidy_partial, components=components)
+
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""
         self._saver.close()
@@ -115,6 +116,24 @@ class Checkpointer:
             if self._rank == 0:
                 console.complain(error.one_line())
 
+    def _tidy_partial(self, ranks: Collective, done: SavedCheckpoint) -> None:
+        """The same retention; nothing is resumed from these, so the one just written is assurance enough."""
+        config, paths = self._config.checkpoint, self._paths.partial
+
+        def prune() -> bytes:
+            found = list_checkpoints(paths, partial=True)
+            plan = plan_prune(
+                found, config.keep_last, keep_every=config.keep_every, verified={done.name}, num_verified=1
+            )
+            apply_prune(paths, plan)
+            return b""
+
+        try:
+            ranks.on_first("pruning partial checkpoints", prune)
+        except RanksFailed as error:
+            if self._rank == 0:
+                console.complain(error.one_line())
+
     def _prune(self) -> bytes:
         """Rank 0's part; returns the step from which on the ledger is still needed.
 
@@ -124,11 +143,12 @@ class Checkpointer:
         plan = plan_prune(
             list_checkpoints(self._paths),
             self._config.checkpoint.keep_last,
+            keep_every=self._config.checkpoint.keep_every,
             verified=self._assured,
             num_verified=_ASSURED_KEPT,
         )
         apply_prune(self._paths, plan)
-        kept = [info for info in list_checkpoints(self._paths) if info.kind == "committed"]
+        kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
         journal.prune(self._paths, oldest, current_epoch=self._epoch)
         return msgspec.json.encode(oldest)

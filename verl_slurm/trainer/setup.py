@@ -27,6 +27,7 @@ from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.orchestration import check_or_write, describe
+from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
@@ -175,6 +176,14 @@ def build_loop(
             epoch=epoch,
             resumed_from=saved_as,
         ),
+        pace=Pace(
+            config,
+            paths,
+            ranks,
+            reporter,
+            step=state.position.step,
+            state_bytes=_state_bytes(models),
+        ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
         saved_as=saved_as,
@@ -218,6 +227,12 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
 def _wait_for_copy(saver: CheckpointSaver) -> None:
     """The tensors that a save copies must not change before it has."""
     saver.fence()
+
+
+def _state_bytes(models: Models) -> int:
+    """What models and AdamW's two moments come to over all ranks, about: shards count as wholes."""
+    parameters = [p for model in (models.actor, models.critic) for p in model.parameters()]
+    return 3 * sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _optimizers(models: Models, config: RunConfig) -> Optimizers:
