@@ -87,7 +87,7 @@ class Ledger:
         """
         if self._broken:
             raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
-        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays))
+        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
         payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES)
         record = memoryview(frame(step, micro_batch, payload))
         written = 0
