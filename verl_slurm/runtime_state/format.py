@@ -117,7 +117,7 @@ DTYPES = (
 # Arrays of one file. 500 samples x 8000 tokens x 25 bytes: 100 MB.
 MAX_CONTENT_BYTES = (2 << 30) - 1
 # Fits the second-level cache, planes and all. A multiple of 8, so that packed planes end on a byte.
-CHUNK_ITEMS = 1 << 17
+CHUNK_ITEMS = 1 << 18
 MAX_FRAME_BYTES = 1 << 20
 _MAX_FRAMES = 1 << 16
 FREE_BYTES = 32 << 20

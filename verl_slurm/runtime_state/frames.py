@@ -41,24 +41,25 @@ class FrameWriter:
         self._floats = zstandard.ZstdCompressor(compression_params=_FLOATS)
         self._store = zstandard.ZstdCompressor(level=_STORE_LEVEL, write_checksum=True)
 
-    def add(self, piece: "np.ndarray | memoryview", *, floats: bool = False) -> None:
+    def add(self, piece: np.ndarray, *, floats: bool = False) -> None:
         """Append one piece, at most MAX_FRAME_BYTES long; it is not kept.
 
         Args:
+            piece: uint8 [bytes].
             floats: it holds parts of floating-point numbers.
         """
         if len(piece) < _OWN_FRAME:
             if len(self._shared) + len(piece) > MAX_FRAME_BYTES:
                 self.close()
-            self._shared += piece.data if isinstance(piece, np.ndarray) else piece
+            self._shared += piece.data
             return
         self.close()
         middle = max(len(piece) - _SAMPLE, 0) // 2
         sample = piece[middle : middle + _SAMPLE]
         packer = self._floats if floats else self._ints
-        if len(packer.compress(sample)) > _WORTH * len(sample):
+        if len(packer.compress(sample.data)) > _WORTH * len(sample):
             packer = self._store
-        self.frames.append(packer.compress(piece))
+        self.frames.append(packer.compress(piece.data))
 
     def close(self) -> None:
         """Write out what small pieces are still gathered."""

@@ -68,30 +68,35 @@ def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
     if not bits:
         flat[:] = 0
         return
+    # In the narrowest type that holds it, two planes at a time: what wide arithmetic costs goes by the byte.
     size = min(flat.size, CHUNK_ITEMS)
-    # Two planes at a time, in the narrowest type: wide arithmetic costs by the byte.
-    pair, wide = np.empty(size, np.uint16), np.empty(size, flat.dtype)
+    narrow = np.dtype(np.uint16 if bits <= 16 else np.uint32 if bits <= 32 else np.uint64)
+    pair, sum_, step = np.empty(size, np.uint16), np.empty(size, narrow), np.empty(size, narrow)
     for start in range(0, flat.size, CHUNK_ITEMS):
         chunk = flat[start : start + CHUNK_ITEMS]
-        part, step = pair[: chunk.size], wide[: chunk.size]
-
-        def plane(shift: int, count: int = chunk.size) -> np.ndarray:
-            width = min(8, bits - shift)
-            raw = take((count * width + 7) // 8)
-            return raw if width == 8 else _unpack(raw, width, count)
-
+        count = chunk.size
+        whole = chunk if flat.dtype == narrow else sum_[:count]
         for shift in range(0, bits, 16):
-            low: np.ndarray = plane(shift)
+            part: np.ndarray = _plane(take, bits - shift, count)
             if shift + 8 < bits:
-                np.copyto(part, low)  # before the next is taken
-                np.bitwise_or(part, np.left_shift(plane(shift + 8), np.uint16(8), dtype=np.uint16), out=part)
-                low = part
+                np.copyto(pair[:count], part)  # before the next is taken
+                high = _plane(take, bits - shift - 8, count)
+                part = pair[:count]
+                part |= np.left_shift(high, np.uint16(8), dtype=np.uint16)
             if shift == 0:
-                np.copyto(chunk, low)
+                np.copyto(whole, part, casting="unsafe")
             else:
-                np.copyto(step, low)
-                np.left_shift(step, flat.dtype.type(shift), out=step)
-                np.bitwise_or(chunk, step, out=chunk)
+                np.copyto(step[:count], part)
+                whole |= np.left_shift(step[:count], narrow.type(shift), out=step[:count])
+        if whole is not chunk:
+            np.copyto(chunk, whole, casting="unsafe")
+
+
+def _plane(take: Callable[[int], np.ndarray], bits: int, count: int) -> np.ndarray:
+    """The next plane of `count` items, uint8 [count]; `bits` of them are left."""
+    width = min(8, bits)
+    raw = take((count * width + 7) // 8)
+    return raw if width == 8 else _unpack(raw, width, count)
 
 
 def _unsigned(array: np.ndarray) -> np.ndarray:
