@@ -19,6 +19,7 @@ from verl_slurm.runtime_state.format import (
     MAX_CONTENT_BYTES,
     MAX_EXPANSION,
     MAX_HEADER_BYTES,
+    MAX_OLDER_HEADER_BYTES,
     NAME,
     ArraySpec,
 )
@@ -198,6 +199,8 @@ def _num_bytes(spec: ArraySpec) -> int:
 
 def _header(data: bytes, header_type: type[Header], upgrade: Upgrade | None) -> Header:
     if upgrade is not None:
+        if len(data) > MAX_OLDER_HEADER_BYTES:
+            raise ValueError(f"an older header of {len(data)} bytes, at most {MAX_OLDER_HEADER_BYTES}")
         raw = msgspec.msgpack.decode(data, type=dict[str, Any])
         if msgspec.msgpack.encode(raw) != data:
             raise ValueError("the header is not canonical (duplicate key, trailing bytes)")

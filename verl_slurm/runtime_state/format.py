@@ -51,8 +51,11 @@ and `header_crc` the CRC-32 of the 24 bytes before it. A record is durable (fdat
 returns. `micro_batch` is the global index in its step, over all ranks.
 
 A region that does not parse is a *torn tail* when no whole record follows it (the writer died there; cut
-silently), and *damage* when one does (reported). Where two epochs hold the same (step, micro_batch), the
-newest epoch's counts: it is the one whose updates used its own record.
+silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes
+than the segment has turned out wrong: such frames overlap, and nobody who writes segments makes them.
+
+Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
+its own record.
 
 ## 4. Limits
 
@@ -80,6 +83,7 @@ __all__ = [
     "MAX_EXPANSION",
     "MAX_FRAME_BYTES",
     "MAX_HEADER_BYTES",
+    "MAX_OLDER_HEADER_BYTES",
     "MAX_RECORD_BYTES",
     "NAME",
     "RUNTIME_STATE_FILE",
@@ -101,7 +105,7 @@ Phase = Literal["generate", "score", "advantage", "update", "step_end"]
 RUNTIME_STATE_VERSION = 2
 
 # The file of one rank, inside a checkpoint directory. Full match only.
-RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst")
+RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst", re.ASCII)
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 """Names of arrays, generators and metric rows' arrays; full match."""
@@ -125,6 +129,8 @@ MAX_EXPANSION = 1024
 # One micro-batch; the frame's length field is 32 bit.
 MAX_RECORD_BYTES = 256 << 20
 MAX_HEADER_BYTES = 4 << 20
+# Decoded without types, where a byte can become an object of 72: 4 MiB of empty lists took 312 MB.
+MAX_OLDER_HEADER_BYTES = 1 << 20
 MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 # Rows of metric history that travel with a rank; TensorBoard has the rest.

@@ -31,7 +31,7 @@ from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head
 
 __all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
 
-_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger")
+_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 _GROUP = "rollouts"
 
 Key = tuple[int, int]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.errors import DataError
+from verl_slurm.errors import UNREADABLE, DataError
 
 __all__ = ["check_model"]
 
@@ -76,7 +76,7 @@ def _remedy(key: str) -> str:
 def _check_config(path: Path, remedy: str) -> None:
     try:
         config = msgspec.json.decode(path.read_bytes())
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise DataError(
             "the model's config.json is not JSON", where=path, found=error, remedy=remedy
         ) from None
@@ -108,7 +108,7 @@ def _safetensors_complaint(path: Path) -> str:
     try:
         header = msgspec.json.decode(raw, type=dict[str, dict[str, Any]])
         ends = [_end(entry) for name, entry in header.items() if name != "__metadata__"]
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError):
+    except (*UNREADABLE, LookupError, TypeError):
         return "a header that is not one of safetensors"
     expected = 8 + length + max(ends, default=0)
     return "" if size == expected else f"{size} bytes, its header says {expected}"
