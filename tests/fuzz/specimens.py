@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import random
 import struct
 import zlib
 from collections.abc import Sequence
@@ -111,6 +112,42 @@ def _unpacked(data: bytes) -> Any:
     try:
         return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
     except (ValueError, RecursionError, OverflowError, TypeError):
+        return None
+
+
+# ---- random generators
+
+
+def generators() -> Sequence[bytes]:
+    """States by generator, their long tables left out: a tree with what is not a table."""
+    from verl_slurm.trainer import rng
+
+    random.seed(1)
+    state = rng.capture()
+    assert isinstance(state["python"], bytes)
+    assert isinstance(state["numpy"], bytes)
+    words = struct.unpack("<I625Id", state["python"])
+    torch = state["torch"].tobytes() if isinstance(state["torch"], np.ndarray) else b""
+    made = {
+        "python": [words[0], words[1], words[625], words[626]],
+        "numpy": list(struct.unpack("<IId", state["numpy"][4 * 624 :])),
+        "torch": [torch[:24], torch[24:-40], torch[-40:]],
+        "dtype": "uint8",
+    }
+    return [bytes(msgpack.packb(made))]
+
+
+def generator_states(data: bytes) -> dict[str, bytes | np.ndarray] | None:
+    """What `generators` stands for, or None where it is nothing that a runtime state could hold."""
+    parts = _unpacked(data)
+    try:
+        version, first, position, spare = parts["python"]
+        return {
+            "python": struct.pack("<I625Id", version, *[first] * 624, position, spare),
+            "numpy": struct.pack("<624I", *range(624)) + struct.pack("<IId", *parts["numpy"]),
+            "torch": np.frombuffer(b"".join(parts["torch"]), parts["dtype"]),
+        }
+    except (TypeError, KeyError, ValueError, struct.error, OverflowError):
         return None
 
 

@@ -1,6 +1,7 @@
 """Every parser of bytes that somebody else may have written. A new one is a new row, and its specimens."""
 
 import os
+import random
 import re
 from collections.abc import Callable
 from contextlib import closing
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from verl_slurm_daemon.hostfile import parse_hostfile
 from verl_slurm_daemon.journal import stuck_starts
 from verl_slurm_daemon.lead_address import read_lead_address
@@ -41,9 +43,6 @@ from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
 __all__ = ["TARGETS"]
-
-_PATHS = RunPaths("/nowhere")
-_REMEDY = ("prompt", "answer")
 
 
 def _in_run(name: str, read: Callable[[RunPaths], object]) -> Callable[[bytes], object]:
@@ -155,6 +154,23 @@ def _node(text: str) -> object:
     return slurm.parse_node(text, "node1")
 
 
+def _generators(data: bytes) -> object:
+    import torch
+
+    from verl_slurm.trainer import rng
+
+    states = of.generator_states(data)
+    if states is None:
+        return None
+    before = rng.capture()
+    try:
+        rng.restore(states)
+        # What was taken is drawn from: a position outside of its table would be read there.
+        return random.random(), np.random.random(700), torch.rand(700)
+    finally:
+        rng.restore(before)
+
+
 def _model(name: str) -> Callable[[bytes], object]:
     rest = {
         "config.json": of.model_configs()[0],
@@ -196,6 +212,15 @@ TARGETS = (
         form="msgpack",
         seal=of.seal_state,
         cost=12,
+    ),
+    Target(
+        name="random generators",
+        parse=_generators,
+        raises=_CORRUPT,
+        specimens=of.generators,
+        form="msgpack",
+        cost=10,
+        torch=True,
     ),
     Target(name="ledger", parse=_in_run(_SEGMENT, _ledger), raises=(), specimens=of.ledgers, cost=10),
     Target(

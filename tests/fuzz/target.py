@@ -23,6 +23,7 @@ class Target:
         form: `json` or `msgpack`, where values in the tree shall be changed too.
         seal: makes the checksums of mutated bytes right, so that what lies behind them is reached; takes anything and
             raises nothing.
+        torch: it imports torch.
         cost: how dear a call is, in those of a small JSON parser: a share of the inputs is given accordingly.
     """
 
@@ -32,6 +33,7 @@ class Target:
     specimens: Callable[[], Sequence[bytes]]
     form: str = ""
     seal: Callable[[bytes], bytes] | None = None
+    torch: bool = False
     cost: float = 1.0
 
 

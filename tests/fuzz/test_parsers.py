@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 from tests.fuzz import engine
-from tests.fuzz.__main__ import main, shares
+from tests.fuzz.__main__ import main
 from tests.fuzz.engine import input_of, run
 from tests.fuzz.mutation import MAX_BYTES, mutate_bytes
+from tests.fuzz.pool import shares
 from tests.fuzz.table import TARGETS
 from tests.fuzz.target import Target
 
 SEED = 20261121
 INPUTS = 100_000
 SHARES = shares(INPUTS)
+ROWS = [pytest.param(t, id=t.name, marks=[pytest.mark.torch] if t.torch else []) for t in TARGETS]
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", ROWS)
 def test_hostile_bytes_are_taken_or_refused_with_the_documented_error(target: Target) -> None:
     outcome = run(target, SEED, range(SHARES[target]))
     assert outcome.inputs == SHARES[target]
@@ -29,7 +31,7 @@ def test_hostile_bytes_are_taken_or_refused_with_the_documented_error(target: Ta
     )
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", ROWS)
 def test_what_is_mutated_was_valid(target: Target) -> None:
     for specimen in target.specimens():
         target.parse(specimen if target.seal is None else target.seal(specimen))
