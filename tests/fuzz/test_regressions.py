@@ -42,6 +42,11 @@ _JSON = ("epoch", "lead.json", "events.jsonl", "status.json", "orchestration.jso
         ("packets of a rank", b"\x91" * 50_000),
         ("frames to the lead, sealed", specimens.frames(b"\x81\xa4type\xa1\xff", b"A")),
         ("frames to the lead, sealed", specimens.frames(b"\x91" * 50_000, b"A")),
+        ("run.yaml", b"train: {batch_size_per_device: 9007199254740993, mini_batch_size_per_device: 64}"),
+        (
+            "run.yaml",
+            b"train: {batch_size_per_device: 9007199254740993, mini_batch_size_per_device: 9007199254740992}",
+        ),
         ("hostfile", b"worker-\xe9 slots=8\n"),
         ("scontrol show node", b"State=DOWN*\n"),
         ("safetensors header", struct.pack("<Q", 50_000) + _DEEP),
