@@ -7,12 +7,12 @@ which memory is warm); the first repetition is thrown away. Medians, and ratios 
 faster, or smaller). Every peer gets the same arrays by column, which is the fast way to pickle them; a dictionary for
 each rollout is listed besides. Decoding ends with arrays in memory. One thread each. `--small` only shows that it runs.
 
-Where the time goes here (int64 ids: 2.4 ms to encode, 1.5 ms to decode): to encode, zstd 1.1 ms, the copy into one
-`bytes` 0.5 (the first touch of its memory), shift and cast into planes 0.6, the widest bit of the ids 0.1. To decode,
-joining planes 0.8 ms, Huffman decoding of the one plane of exponents 0.3, frames that are only stored 0.2. With int32
-ids the peers have a third less to read, and joining four bytes costs what it costs: 2 times, not 3, on decoding. Tried
-and left: a transposed copy of the bytes (three times as slow as shift and cast), chunks of 2^15 to 2^19 items (2^18 is
-best by a tenth), level 1 as it is for the exponents (three times as slow, and larger).
+Where the time goes here (idle machine, int64 ids: 2.4 ms to encode, 1.5 ms to decode): to encode, zstd 1.1 ms, the
+copy into one `bytes` 0.5 (the first touch of its memory), shift and cast into planes 0.6, the widest bit of the ids
+0.1. To decode, joining planes 0.8 ms, Huffman decoding of the one plane of exponents 0.3, frames that are only stored
+0.2. With int32 ids the peers have a third less to read, and joining four bytes costs what it costs: 2 times, not 3,
+on decoding. Tried and left: a transposed copy of the bytes (three times as slow as shift and cast), chunks of 2^15 to
+2^19 items (2^18 is best by a tenth), level 1 as it is for the exponents (three times as slow, and larger).
 
 Token ids are drawn from Zipf's law over a vocabulary of 151,936 (Qwen2) and permuted, and no response repeats another:
 the worst case for whoever compresses ids. Log probabilities are gamma distributed, as those of a sampled response.

@@ -18,7 +18,7 @@ from verl_slurm_daemon.journal import Status
 from verl_slurm_daemon.lead_address import LeadAddress
 
 from tests.harness import ROOT
-from verl_slurm.checkpoint import fingerprint, manifest, schema
+from verl_slurm.checkpoint import manifest, schema
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.fence import Epoch
@@ -236,21 +236,23 @@ def seal_schema(data: bytes) -> bytes:
 
 def fingerprints() -> Sequence[bytes]:
     files = {
-        "a.jsonl": fingerprint.FileDigest(size=3, sha256=_HASH),
-        "b/c.jsonl": fingerprint.FileDigest(size=0, sha256=_HASH, kind="link"),
-        "empty": fingerprint.FileDigest(size=0, sha256="", kind="directory"),
+        "a.jsonl": {"kind": "file", "size": 3, "sha256": _HASH},
+        "b/c.jsonl": {"kind": "link", "size": 0, "sha256": _HASH},
+        "empty": {"kind": "directory", "size": 0, "sha256": ""},
     }
-    made = fingerprint.Fingerprint(digest=fingerprint._tree_digest(files), files=files)
-    return [msgspec.json.format(msgspec.json.encode(made, order="sorted"), indent=1) + b"\n"]
+    return [seal_fingerprint(json.dumps({"digest": "", "files": files, "format": 1}, indent=1).encode())]
 
 
 def seal_fingerprint(data: bytes) -> bytes:
+    """The digest of the entries as checkpoint/fingerprint.py specifies it."""
     try:
         raw = json.loads(data)
-        files = msgspec.convert(raw["files"], dict[str, fingerprint.FileDigest])
-        raw["digest"] = fingerprint._tree_digest(files)
-        return json.dumps(raw).encode()
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        digest = hashlib.sha256(b"verl-slurm tree 1\n")
+        for path, entry in sorted(raw["files"].items(), key=lambda item: item[0].encode()):
+            line = "\0".join((entry["kind"], path, str(entry["size"]), entry["sha256"]))
+            digest.update(line.encode() + b"\n")
+        return json.dumps(raw | {"digest": digest.hexdigest()}).encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return data
 
 
