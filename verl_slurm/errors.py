@@ -7,6 +7,7 @@ text that came from outside is escaped, so a hostile file name cannot forge a se
 from verl_slurm.exit_codes import ExitCode
 
 __all__ = [
+    "UNREADABLE",
     "CheckpointCorrupt",
     "ConfigError",
     "DataError",
@@ -21,6 +22,13 @@ __all__ = [
     "VerlSlurmError",
     "WireError",
 ]
+
+
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec and json raise for bytes that they cannot read.
+
+Their own errors are ValueErrors, and so is text that is not UTF-8; nesting that is too deep is a RecursionError.
+"""
 
 
 def _one_line(text: object) -> str:

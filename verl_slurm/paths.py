@@ -24,7 +24,7 @@ __all__ = ["CHECKPOINT_NAME", "RunPaths"]
 
 # step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those.
 # Full match only, so `step_000012.tmp` and `.step_000012.x.tmp` are never a checkpoint.
-CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?")
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
 
 
 class RunPaths:

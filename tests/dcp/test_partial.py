@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dcp.test_save_load_compare import ALONE, Parts, _contents, _provenance
+from tests.dcp.parts import ALONE, Parts, contents, provenance
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.loader import read_whole
@@ -19,11 +19,11 @@ def test_a_partial_save_holds_the_same_bits_of_what_it_holds_and_the_full_one_be
     tmp_path: Path,
 ) -> None:
     paths, parts = RunPaths(tmp_path), Parts(updates=2)
-    saver = CheckpointSaver(paths, parts.tensors(), _provenance(), ALONE, epoch_check=lambda: None)
+    saver = CheckpointSaver(paths, parts.tensors(), provenance(), ALONE, epoch_check=lambda: None)
     try:
-        some = saver.begin(_contents(), components=("actor",)).result()
+        some = saver.begin(contents(), components=("actor",)).result()
         saver.fence()
-        full = saver.begin(_contents()).result()
+        full = saver.begin(contents()).result()
     finally:
         saver.close()
     partial = paths.partial.checkpoints / some.name
@@ -43,9 +43,9 @@ def test_a_partial_save_holds_the_same_bits_of_what_it_holds_and_the_full_one_be
 
 def test_with_its_optimizer_a_partial_save_holds_that_domain_too(tmp_path: Path) -> None:
     paths, parts = RunPaths(tmp_path), Parts(updates=2)
-    saver = CheckpointSaver(paths, parts.tensors(), _provenance(), ALONE, epoch_check=lambda: None)
+    saver = CheckpointSaver(paths, parts.tensors(), provenance(), ALONE, epoch_check=lambda: None)
     try:
-        done = saver.begin(_contents(), components=("actor", "optimizer")).result()
+        done = saver.begin(contents(), components=("actor", "optimizer")).result()
     finally:
         saver.close()
     there = read_whole(paths.partial.checkpoints / done.name, "optimizer")

@@ -89,7 +89,7 @@ REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "schedul
 REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
 
 # A staging directory, as RunPaths.staging names it.
-STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp")
+STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
 
 # 100 000 files of 200 bytes of JSON each are 20 MB; the leaves of 1 TB of tensors are 17 MB.
 MAX_FILES = 100_000

@@ -47,7 +47,10 @@ def tell(event: Event) -> str | None:
     """`14:03:07  preempted: saving` for an event worth telling; events that are not known are told as they are."""
     kind = str(event.get("event"))
     teller = _TELLERS.get(kind, _tell_plain)
-    text = teller(event)
+    try:
+        text = teller(event)
+    except (TypeError, ValueError, OverflowError):  # the journal is a file: who knows who wrote in it
+        text = _tell_plain(event)
     return None if text is None else f"{_clock(event.get('time'))}  {text}"
 
 
@@ -70,7 +73,7 @@ def progress(status: dict[str, Any]) -> str:
 def _clock(time: object) -> str:
     try:
         return datetime.fromisoformat(str(time)).astimezone().strftime("%H:%M:%S")
-    except ValueError:
+    except (ValueError, OverflowError):
         return "--:--:--"
 
 

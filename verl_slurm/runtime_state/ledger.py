@@ -32,7 +32,7 @@ from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head
 
 __all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
 
-_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger")
+_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 _GROUP = "rollouts"
 
 Key = tuple[int, int]
@@ -94,7 +94,7 @@ class Ledger:
     def _append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
         if self._broken:
             raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
-        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays))
+        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
         payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES)
         record = memoryview(frame(step, micro_batch, payload))
         written = 0

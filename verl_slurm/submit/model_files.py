@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from verl_slurm.errors import DataError
+from verl_slurm.errors import UNREADABLE, DataError
 
 __all__ = ["check_model", "num_parameters"]
 
@@ -99,7 +99,7 @@ def _remedy(key: str) -> str:
 def _check_config(path: Path, remedy: str) -> None:
     try:
         config = msgspec.json.decode(path.read_bytes())
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise DataError(
             "the model's config.json is not JSON", where=path, found=error, remedy=remedy
         ) from None
@@ -149,7 +149,7 @@ def _header(path: Path) -> _Header | str:
         raw = file.read(length)
     try:
         return _Header(msgspec.json.decode(raw, type=dict[str, dict[str, Any]]), length)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return _NO_HEADER
 
 

@@ -12,7 +12,7 @@ import msgspec
 from verl_slurm.checkpoint.fingerprint import Fingerprint
 from verl_slurm.checkpoint.format import Topology
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 
@@ -85,7 +85,7 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
         return now
     try:
         first = msgspec.json.decode(data, type=Orchestration)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",
             where=path,

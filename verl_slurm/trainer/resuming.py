@@ -17,7 +17,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
 from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
@@ -120,7 +120,15 @@ def load_state(
     """
     load_tensors(directory, tensors, ranks)
     saved = _my_runtime_state(directory, shape, ranks)
-    recorded = msgspec.json.decode((directory / "scheduler.json").read_bytes())
+    try:
+        recorded = msgspec.json.decode((directory / "scheduler.json").read_bytes())
+    except UNREADABLE as error:
+        raise CheckpointCorrupt(
+            "the learning rates cannot be read",
+            where=directory / "scheduler.json",
+            found=error,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
     expected = schedule_record(config.train, saved.step)
     if recorded != expected:
         raise ConfigError(
