@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from verl_slurm.errors import UNREADABLE
 from verl_slurm.save_path.arena import Arena
 from verl_slurm.save_path.protocol import ArenaFile, FromSaver, Ready, Write, Written
 
@@ -85,7 +86,7 @@ class SaverProcess:
         line, _, self._pending = self._pending.partition(b"\n")
         try:
             message: FromSaver = self._decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise self._died(f"{line[:200]!r}") from error
         return message
 
