@@ -1,0 +1,128 @@
+"""Reads the files of a data set and hashes them, each at rest while it is read.
+
+Large files: one task each, the largest first, because the last one decides how long it takes. Small ones:
+in batches and in the order of their inodes (on most file systems that is their order on the medium), each
+with one open, one read and one stat. Python threads help there only while they wait for storage: with
+everything in memory, more than two get into each other's way (measured, 20,000 files of 2 to 8 KiB on 2
+cores: 0.13 s with two, 0.28 s with eight; not in memory: 0.88 s with two, 0.48 s with eight).
+"""
+
+import hashlib
+import os
+import resource
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from verl_slurm.checkpoint.data_tree import FileDigest, Kind
+from verl_slurm.checkpoint.data_walk import Line, data_error, line_of, parse_line
+from verl_slurm.checkpoint.digest import hash_fd, num_threads
+
+__all__ = ["hash_files"]
+
+# A file that changes this often while it is read is being written to.
+_ATTEMPTS = 3
+_SMALL_BYTES = 1 << 20
+_BATCH = 256
+# The first files of the small ones are read by one thread, to see whether storage has to be waited for.
+_PROBE = 64
+_THREADS_IN_MEMORY = 2
+_THREADS_ON_STORAGE = 8
+
+Digests = dict[str, FileDigest]
+
+
+def hash_files(root: Path, lines: Iterable[str], *, threads: int | None = None) -> Digests:
+    """Read and hash the files and links of `lines`.
+
+    Args:
+        root: what their paths are relative to.
+        lines: of `data_walk`; no directories.
+        threads: that hash; default: one a core for large files, and for small ones as the storage asks.
+
+    Returns:
+        Line → digest; the line is that of the file as it was read, which may have changed since the walk.
+
+    Raises:
+        DataError: a file cannot be read, or keeps changing while it is read.
+
+    Called by: fingerprint.
+    """
+    parsed = [(line, parse_line(line)) for line in lines]
+    large = sorted((p for p in parsed if p[1].size > _SMALL_BYTES), key=lambda p: -p[1].size)
+    small = sorted((p for p in parsed if p[1].size <= _SMALL_BYTES), key=lambda p: (p[1].device, p[1].inode))
+    found: Digests = {}
+    base = os.path.join(root, "")
+    if large:
+        with ThreadPoolExecutor(threads or num_threads(), thread_name_prefix="large") as pool:
+            found.update(pool.map(lambda p: _careful(base + p[1].path, p[1].kind, p[1].path), large))
+    waits = _voluntary_waits()
+    found.update(_batch(base, small[:_PROBE]))
+    waited = _voluntary_waits() - waits > len(small[:_PROBE]) // 4
+    rest = small[_PROBE:]
+    if rest:
+        count = threads or (_THREADS_ON_STORAGE if waited else min(_THREADS_IN_MEMORY, num_threads()))
+        step = max(1, min(_BATCH, len(rest) // (4 * count)))
+        batches = [rest[at : at + step] for at in range(0, len(rest), step)]
+        with ThreadPoolExecutor(count, thread_name_prefix="small") as pool:
+            for batch in pool.map(lambda b: _batch(base, b), batches):
+                found.update(batch)
+    return found
+
+
+def _voluntary_waits() -> int:
+    """How often this thread gave up its core because it had to wait: for storage, where it only reads.
+
+    Not the time it took: on a busy machine that says how busy the machine is.
+    """
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _batch(base: str, files: list[tuple[str, Line]]) -> list[tuple[str, FileDigest]]:
+    found = []
+    for line, entry in files:
+        quick = _quick(base + entry.path, line, entry)
+        found.append(quick or _careful(base + entry.path, entry.kind, entry.path))
+    return found
+
+
+def _quick(path: str, line: str, entry: Line) -> tuple[str, FileDigest] | None:
+    """Open, read, stat, close; None when anything is not as the walk saw it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            data = os.read(fd, entry.size + 1)
+            info = os.fstat(fd)
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    if len(data) != entry.size or line_of(line[0], info, entry.path) != line:
+        return None
+    return line, FileDigest(size=entry.size, sha256=hashlib.sha256(data).hexdigest(), kind=entry.kind)
+
+
+def _careful(path: str, kind: Kind, name: str) -> tuple[str, FileDigest]:
+    for _ in range(_ATTEMPTS):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                before = os.fstat(fd)
+                if not stat.S_ISREG(before.st_mode):
+                    break
+                size, digest = hash_fd(fd)
+                after = os.fstat(fd)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            break
+        except OSError as error:
+            raise data_error("a data file cannot be read", path, error.strerror, "a readable file") from error
+        letter = "l" if kind == "link" else "f"
+        line = line_of(letter, after, name)
+        if size == after.st_size and line == line_of(letter, before, name):
+            return line, FileDigest(size=size, sha256=digest, kind=kind)
+    raise data_error(
+        "the data set changes while it is read", path, "another content each time", "files at rest"
+    )
