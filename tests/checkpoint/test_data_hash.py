@@ -35,12 +35,11 @@ def test_large_and_small_files_hash_to_what_they_hold(root: Path, threads: int |
 
 
 @pytest.mark.parametrize("name", ["02", "06"])
-def test_what_changed_since_the_walk_comes_back_under_its_new_line(root: Path, name: str) -> None:
+def test_what_changed_since_the_walk_comes_back_as_it_is_now(root: Path, name: str) -> None:
     lines = walk(root)
     size = (root / name).stat().st_size
     (root / name).write_bytes(b"x" * size)
     found = hash_files(root, lines)
-    assert set(found) == set(walk(root)) != set(lines)
     digests = {parse_line(line).path: entry.sha256 for line, entry in found.items()}
     assert digests[name] == hashlib.sha256(b"x" * size).hexdigest()
 

@@ -97,6 +97,28 @@ def test_a_tree_that_changes_at_each_look_is_refused(root: Path, monkeypatch: py
         fingerprint(root)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_that_changes_once_around_its_reading_is_read_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    real = module.hash_files
+    rounds: list[int] = []
+
+    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+        rounds.append(len(lines))
+        if len(rounds) == 1 and when == "before":
+            (root / "b.jsonl").write_text("B\n")
+        result = real(where, lines, threads=threads)
+        if len(rounds) == 1 and when == "after":
+            (root / "b.jsonl").write_text("B\n")
+        return result
+
+    monkeypatch.setattr(module, "hash_files", once)
+    found = fingerprint(root)
+    assert found.files["b.jsonl"].sha256 == hashlib.sha256(b"B\n").hexdigest()
+    assert rounds == [3, 1]
+
+
 def test_a_file_that_appears_while_the_tree_is_read_is_in_the_result(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from verl_slurm.checkpoint import data_walk, hash_cache
 from verl_slurm.checkpoint import fingerprint as prints
 from verl_slurm.checkpoint.data_tree import FileDigest, sealed
-from verl_slurm.checkpoint.data_walk import Line, glance, line_of, parse_line, walk
+from verl_slurm.checkpoint.data_walk import Line, glance, line_of, lines_of, parse_line, walk
 from verl_slurm.checkpoint.fingerprint import (
     Survey,
     check_dataset,
@@ -21,7 +21,15 @@ from verl_slurm.checkpoint.fingerprint import (
     survey,
     write,
 )
-from verl_slurm.checkpoint.hash_cache import HashCache, decode, default_path, encode, here, is_settled
+from verl_slurm.checkpoint.hash_cache import (
+    HashCache,
+    decode,
+    default_path,
+    encode,
+    here,
+    is_settled,
+    text_of,
+)
 from verl_slurm.checkpoint.mounts import Mount, mount_of, mounts, parse_mounts
 from verl_slurm.errors import DatasetDrift
 from verl_slurm.paths import RunPaths
@@ -219,7 +227,7 @@ def test_lines_that_do_not_fit_their_digest_are_not_known() -> None:
     files = sealed({"a": FileDigest(size=1, sha256="0" * 64)})
     good = "f 1 2 1 5.0000000000 5.0000000000 a"
     bad = ["f 1 2 7 5.0000000000 5.0000000000 a", "l 1 2 1 5.0000000000 5.0000000000 a", "f x", "", "d a"]
-    cache = HashCache(fingerprint=files, lines=frozenset([good, *bad]))
+    cache = HashCache(fingerprint=files, text=text_of([good, *bad]))
     assert set(cache.known()) == {good}
 
 
@@ -232,9 +240,9 @@ def test_a_cache_that_cannot_be_kept_is_said_and_nothing_else(root: Path, tmp_pa
 def test_find_and_the_walk_of_our_own_say_the_same(root: Path) -> None:
     (root / "a name\nwith \\ and \u00e9 d 1").write_text("x")
     os.utime(root / "b.jsonl", ns=(1, 1_234_567_891))
-    lines, other = glance(root, lambda: 7)
+    seen, other = glance(root, lambda: 7)
     assert other == 7
-    assert lines == set(walk(root))
+    assert sorted(lines_of(root, seen) or ()) == sorted(walk(root))
     info = (root / "b.jsonl").stat()
     assert parse_line(line_of("f", info, "b.jsonl")) == Line(
         "file", "b.jsonl", info.st_dev, info.st_ino, 2, 1_234_567_891, info.st_ctime_ns
@@ -259,7 +267,7 @@ def test_what_find_cannot_tell_is_left_to_the_walk(
         (root / os.fsdecode(b"\xff")).write_bytes(b"")
     else:
         root = root / "nowhere"
-    assert glance(root, lambda: None) == (None, None)
+    assert lines_of(root, glance(root, lambda: None)[0]) is None
 
 
 def test_without_find_the_cache_still_serves(root: Path, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,10 +298,10 @@ def test_a_shared_file_system_has_another_number_on_each_node_and_one_mounted_tw
     lines = frozenset(
         ["d part", "f 45 2 1 5.0000000000 5.0000000000 a", "f 9 2 1 5.0000000000 5.0000000000 b"]
     )
-    cache = HashCache(fingerprint=sealed({}), lines=lines, devices={"45": "nfs4 server:/data"})
+    cache = HashCache(fingerprint=sealed({}), text=text_of(lines), devices={"45": "nfs4 server:/data"})
     moved = here(cache, {77: share, 9: EXT4})
-    assert "f 77 2 1 5.0000000000 5.0000000000 a" in moved.lines
-    assert lines - moved.lines == {"f 45 2 1 5.0000000000 5.0000000000 a"}
+    assert "f 77 2 1 5.0000000000 5.0000000000 a" in moved.lines()
+    assert lines - set(moved.lines()) == {"f 45 2 1 5.0000000000 5.0000000000 a"}
     assert moved.devices == {"77": "nfs4 server:/data"}
     assert here(cache, {45: share}) == cache
     assert here(cache, {77: share, 78: share}) == cache

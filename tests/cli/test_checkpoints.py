@@ -12,7 +12,7 @@ from verl_slurm.checkpoint.data_tree import sealed
 from verl_slurm.checkpoint.data_walk import walk
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
-from verl_slurm.checkpoint.hash_cache import HashCache, default_path
+from verl_slurm.checkpoint.hash_cache import HashCache, default_path, text_of
 from verl_slurm.checkpoint.hash_cache import save as save_cache
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.config.load import dump
@@ -200,7 +200,7 @@ def test_fingerprint_full_names_what_no_stamp_shows(
         {name: msgspec.structs.replace(entry, sha256="0" * 64) for name, entry in true.files.items()}
     )
     path.parent.mkdir(parents=True)
-    save_cache(path, HashCache(fingerprint=lie, lines=frozenset(walk(root)), whole=True))
+    save_cache(path, HashCache(fingerprint=lie, text=text_of(walk(root)), whole=True))
     cached = cli("fingerprint", root, "--json").json
     assert (cached["digest"], cached["num_read"]) == (lie.digest, 0)
     result = cli("fingerprint", root, "--full", "--json")

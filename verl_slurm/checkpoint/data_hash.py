@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from verl_slurm.checkpoint.data_tree import FileDigest, Kind
-from verl_slurm.checkpoint.data_walk import Line, data_error, line_of, parse_line
+from verl_slurm.checkpoint.data_walk import data_error, line_of, parse_line
 from verl_slurm.checkpoint.digest import hash_fd, num_threads
 
 __all__ = ["hash_files"]
@@ -31,6 +31,8 @@ _THREADS_IN_MEMORY = 2
 _THREADS_ON_STORAGE = 8
 
 Digests = dict[str, FileDigest]
+_Small = tuple[int, int, int, str]
+"""Device, inode, size, line."""
 
 
 def hash_files(root: Path, lines: Iterable[str], *, threads: int | None = None) -> Digests:
@@ -42,16 +44,23 @@ def hash_files(root: Path, lines: Iterable[str], *, threads: int | None = None) 
         threads: that hash; default: one a core for large files, and for small ones as the storage asks.
 
     Returns:
-        Line → digest; the line is that of the file as it was read, which may have changed since the walk.
+        Line → digest. A file that changed since the walk has its new line there or, small and of the same size,
+        the old one: only a walk after this tells.
 
     Raises:
         DataError: a file cannot be read, or keeps changing while it is read.
 
     Called by: fingerprint.
     """
-    parsed = [(line, parse_line(line)) for line in lines]
-    large = sorted((p for p in parsed if p[1].size > _SMALL_BYTES), key=lambda p: -p[1].size)
-    small = sorted((p for p in parsed if p[1].size <= _SMALL_BYTES), key=lambda p: (p[1].device, p[1].inode))
+    large, small = [], []
+    for line in lines:
+        _, device, inode, size, _ = line.split(" ", 4)
+        if int(size) > _SMALL_BYTES:
+            large.append((line, parse_line(line)))
+        else:
+            small.append((int(device), int(inode), int(size), line))
+    large.sort(key=lambda p: -p[1].size)
+    small.sort()
     found: Digests = {}
     base = os.path.join(root, "")
     if large:
@@ -79,28 +88,36 @@ def _voluntary_waits() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def _batch(base: str, files: list[tuple[str, Line]]) -> list[tuple[str, FileDigest]]:
+def _batch(base: str, files: list[_Small]) -> list[tuple[str, FileDigest]]:
     found = []
-    for line, entry in files:
-        quick = _quick(base + entry.path, line, entry)
-        found.append(quick or _careful(base + entry.path, entry.kind, entry.path))
+    for device, inode, size, line in files:
+        path = line.split(" ", 6)[6]
+        kind: Kind = "link" if line[0] == "l" else "file"
+        digest = _quick(base + path, device, inode, size)
+        if digest is None:
+            found.append(_careful(base + path, kind, path))
+        else:
+            found.append((line, FileDigest(size=size, sha256=digest, kind=kind)))
     return found
 
 
-def _quick(path: str, line: str, entry: Line) -> tuple[str, FileDigest] | None:
-    """Open, read, stat, close; None when anything is not as the walk saw it."""
+def _quick(path: str, device: int, inode: int, size: int) -> str | None:
+    """Open, read, stat, close; None when it is not the file that the walk saw.
+
+    Whether it changed since is not asked here: the walk after the hashing sees its stamp.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            data = os.read(fd, entry.size + 1)
+            data = os.read(fd, size + 1)
             info = os.fstat(fd)
         finally:
             os.close(fd)
     except OSError:
         return None
-    if len(data) != entry.size or line_of(line[0], info, entry.path) != line:
+    if len(data) != size or info.st_ino != inode or info.st_dev != device:
         return None
-    return line, FileDigest(size=entry.size, sha256=hashlib.sha256(data).hexdigest(), kind=entry.kind)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _careful(path: str, kind: Kind, name: str) -> tuple[str, FileDigest]:

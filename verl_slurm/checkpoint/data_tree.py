@@ -72,7 +72,7 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
     """The fingerprint of these entries, sorted."""
-    ordered = dict(sorted(files.items()))
+    ordered = dict(sorted(files.items(), key=_path))
     return Fingerprint(digest=tree_digest(ordered), files=ordered)
 
 
@@ -82,9 +82,15 @@ def tree_digest(files: Mapping[str, FileDigest]) -> str:
     Raises:
         UnicodeEncodeError: a path is no UTF-8.
     """
-    digest = hashlib.sha256(_HEAD)
     # UTF-8 keeps the order of code points, so sorting the text sorts its bytes.
-    for path in sorted(files):
-        entry = files[path]
-        digest.update(f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n".encode())
+    lines = [
+        f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n"
+        for path, entry in sorted(files.items(), key=_path)
+    ]
+    digest = hashlib.sha256(_HEAD)
+    digest.update("".join(lines).encode())
     return digest.hexdigest()
+
+
+def _path(item: tuple[str, FileDigest]) -> str:
+    return item[0]

@@ -15,14 +15,13 @@ import os
 import stat
 import subprocess
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from verl_slurm.checkpoint.data_tree import Kind
 from verl_slurm.errors import DataError
 
-__all__ = ["Line", "data_error", "glance", "line_of", "parse_line", "walk"]
+__all__ = ["Line", "data_error", "glance", "line_of", "lines_of", "parse_line", "walk"]
 
 T = TypeVar("T")
 
@@ -85,12 +84,12 @@ def walk(root: Path) -> list[str]:
     return lines
 
 
-def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[AbstractSet[str] | None, T]:
-    """The lines of the whole tree from find(1), which is faster than we are, while `meanwhile` runs here.
+def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
+    """What find(1), which is faster than we are, says of the whole tree, while `meanwhile` runs here.
 
     Returns:
-        The lines, or None where find is missing, or met anything but plain files, directories and links to
-        files: then `walk` has the say. And what `meanwhile` returned.
+        Its lines, each with a NUL after it (of links those of the links themselves: see `lines_of`), or
+        None where find is missing or failed. And what `meanwhile` returned.
     """
     # Not a pipe: find would wait for us as soon as 64 KiB are in it.
     output = os.memfd_create("verl-slurm-walk", os.MFD_CLOEXEC)
@@ -112,9 +111,33 @@ def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[AbstractSet[str] | N
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        return _lines(root, output) if code == 0 else None, result
+        return _content(output) if code == 0 else None, result
     finally:
         os.close(output)
+
+
+def lines_of(root: Path, seen: bytes | None) -> list[str] | None:
+    """The lines of the whole tree, from what `glance` saw; None where that leaves the say to `walk`.
+
+    That is where it met anything but plain files, directories and links to files.
+    """
+    try:
+        lines = (seen or b"").decode("utf-8").split("\0")
+    except UnicodeDecodeError:
+        return None
+    lines.pop()
+    for index, line in enumerate(lines):
+        if line[:2] in ("f ", "d "):
+            continue
+        try:
+            path = parse_line(line).path
+            info = os.stat(root / path)
+        except (ValueError, OSError):
+            return None
+        if not stat.S_ISREG(info.st_mode):
+            return None
+        lines[index] = line_of("l", info, path)
+    return None if seen is None else lines
 
 
 def data_error(what: str, where: object, found: object, expected: str) -> DataError:
@@ -124,28 +147,10 @@ def data_error(what: str, where: object, found: object, expected: str) -> DataEr
     )
 
 
-def _lines(root: Path, output: int) -> set[str] | None:
-    size = os.fstat(output).st_size
-    with os.fdopen(os.dup(output), "rb") as file:
+def _content(fd: int) -> bytes:
+    with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
-        data = file.read(size)
-    try:
-        lines = set(data.decode("utf-8").split("\0"))
-    except UnicodeDecodeError:
-        return None
-    lines.discard("")
-    others = [line for line in lines if line[:2] not in ("f ", "d ")]
-    for line in others:
-        lines.remove(line)
-        try:
-            path = parse_line(line).path
-            info = os.stat(root / path)
-        except (ValueError, OSError):
-            return None
-        if not stat.S_ISREG(info.st_mode):
-            return None
-        lines.add(line_of("l", info, path))
-    return lines
+        return file.read()
 
 
 def _descend(folder: str, prefix: str, lines: list[str], above: frozenset[tuple[int, int]]) -> None:

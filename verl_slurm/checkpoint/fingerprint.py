@@ -12,6 +12,7 @@ size, mtime and ctime is taken to hash as before; what that cannot see is said i
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,7 @@ from verl_slurm.checkpoint.data_tree import (
     sealed,
     tree_digest,
 )
-from verl_slurm.checkpoint.data_walk import data_error, glance, parse_line, walk
-from verl_slurm.checkpoint.hash_cache import HashCache
+from verl_slurm.checkpoint.data_walk import data_error, glance, lines_of, walk
 from verl_slurm.checkpoint.manifest import strict_json
 from verl_slurm.errors import CheckpointCorrupt, DatasetDrift
 from verl_slurm.files import write_file
@@ -64,7 +64,7 @@ class Survey:
     unnoticed: tuple[str, ...] = ()
     """Full looks only: files of other content than the cache says, though their stamp is the same."""
     notices: tuple[str, ...] = ()
-    lines: frozenset[str] | None = None
+    lines: tuple[str, ...] | None = None
     """None: the cache is good as it is."""
     trusted: frozenset[str] = frozenset()
     began_ns: int = 0
@@ -107,14 +107,29 @@ def survey(
     Called by: submit, cli.
     """
     root = Path(root)
-    if cache is None:
-        return _read_tree(root, None, None, full, threads, clock_ns)
-    if full:
-        return _read_tree(root, *hash_cache.load(cache), full, threads, clock_ns)
-    lines, (old, notice) = glance(root, lambda: hash_cache.load(cache))
-    if old is not None and old.whole and lines is not None and lines == old.lines:
-        return Survey(root=root, found=old.fingerprint, num_read=0)
-    return _read_tree(root, old, notice, full, threads, clock_ns)
+    began_ns = clock_ns()
+    seen, (old, notice) = glance(root, lambda: hash_cache.load(cache) if cache else (None, None))
+    lines = None
+    if not full and old is not None and old.whole and seen is not None:
+        if seen == old.text:
+            return Survey(root=root, found=old.fingerprint, num_read=0)
+        lines = lines_of(root, seen)  # where there are links, or in another order
+        if lines is not None and set(lines) == set(old.lines()):
+            return Survey(root=root, found=old.fingerprint, num_read=0)
+    cached = old.known() if old is not None else {}
+    lines = lines or lines_of(root, seen) or walk(root)
+    found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached), threads)
+    unnoticed = [_path(line) for line in lines if full and line in cached and known[line] != cached[line]]
+    return Survey(
+        root=root,
+        found=found,
+        num_read=num_read,
+        unnoticed=tuple(sorted(unnoticed)),
+        notices=(notice,) if notice else (),
+        lines=tuple(lines),
+        trusted=frozenset() if full else frozenset(cached),
+        began_ns=began_ns,
+    )
 
 
 def remember(path: Path, seen: Survey) -> str | None:
@@ -226,50 +241,43 @@ def check_dataset(
 
 
 def _read_tree(
-    root: Path,
-    cache: HashCache | None,
-    notice: str | None,
-    full: bool,
-    threads: int | None,
-    clock_ns: Callable[[], int],
-) -> Survey:
-    """Walk, read what is not known, and walk again until nothing is unknown any more."""
-    began_ns = clock_ns()
-    cached = cache.known() if cache is not None else {}
-    known = {} if full else dict(cached)
+    root: Path, lines: list[str], known: dict[str, FileDigest], threads: int | None
+) -> tuple[Fingerprint, list[str], int, dict[str, FileDigest]]:
+    """Read what is not known, and walk again until a walk shows nothing new.
+
+    Returns:
+        What was found, the lines it was found of, how many files were read, and `known` with these.
+    """
     read_now: set[str] = set()
     for _ in range(_ATTEMPTS + 1):
-        lines = walk(root)
-        files = [line for line in lines if not line.startswith("d ")]
-        if not files:
-            raise data_error("the data set is empty", root, "no file below it", "at least one file")
-        unknown = [line for line in files if line not in known]
-        if not unknown:
-            break
+        unknown = [line for line in lines if line not in known and not line.startswith("d ")]
+        if not unknown and (found := _assemble(root, lines, known)) is not None:
+            return found, lines, len(read_now), known
         hashed = hash_files(root, unknown, threads=threads)
         known.update(hashed)
         read_now.update(hashed)
-    else:
-        raise data_error("the data set changes while it is read", root, "files come and go", "files at rest")
-    entries = {parse_line(line).path: known[line] for line in files}
-    entries.update(_empty_directories(lines, entries))
-    unnoticed = [
-        parse_line(line).path for line in cached if full and known.get(line, cached[line]) != cached[line]
-    ]
-    return Survey(
-        root=root,
-        found=sealed(entries),
-        num_read=len(read_now),
-        unnoticed=tuple(sorted(unnoticed)),
-        notices=(notice,) if notice else (),
-        lines=frozenset(lines),
-        trusted=frozenset() if full else frozenset(cached),
-        began_ns=began_ns,
-    )
+        before = lines
+        # Most often nothing changed meanwhile: so it is put together while find looks.
+        seen, found = glance(root, partial(_assemble, root, before, known))
+        lines = lines_of(root, seen) or walk(root)
+        if found is not None and (lines == before or set(lines) == set(before)):
+            return found, lines, len(read_now), known
+    raise data_error("the data set changes while it is read", root, "files come and go", "files at rest")
 
 
-def _empty_directories(lines: list[str], files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+def _assemble(root: Path, lines: list[str], known: dict[str, FileDigest]) -> Fingerprint | None:
+    """None: there is a line that is not known."""
+    try:
+        files = {_path(line): known[line] for line in lines if not line.startswith("d ")}
+    except KeyError:
+        return None
+    if not files:
+        raise data_error("the data set is empty", root, "no file below it", "at least one file")
     folders = [line[2:] for line in lines if line.startswith("d ")]
     parents = {path.rpartition("/")[0] for path in (*folders, *files)}
     empty = FileDigest(size=0, sha256="", kind="directory")
-    return {path: empty for path in folders if path not in parents}
+    return sealed(files | {path: empty for path in folders if path not in parents})
+
+
+def _path(line: str) -> str:
+    return line.split(" ", 6)[6]

@@ -3,7 +3,9 @@
 ```
 verl-slurm hash cache 1 LF
 SHA-256 (hex) of the rest LF
-{"tree": ..., "whole": ..., "lines": [...], "files": {...}, "devices": {...}}      JSON, see `_Body`
+number of bytes of the lines LF
+the lines, each with a NUL after it, in the order in which find(1) gave them
+{"tree": ..., "whole": ..., "files": {...}, "devices": {...}}      JSON, see `_Body`
 ```
 
 Mode 0600, at most 256 MiB. It can be removed at any time. It is data from a disk: what is not whole, not
@@ -30,7 +32,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,6 +56,7 @@ __all__ = [
     "load",
     "save",
     "settled",
+    "text_of",
 ]
 
 MAX_BYTES = 256 << 20
@@ -69,19 +72,24 @@ class HashCache:
     """A tree as it was when it was last looked at."""
 
     fingerprint: Fingerprint
-    lines: frozenset[str] = frozenset()
-    """Those that are trusted."""
+    text: bytes = b""
+    """The lines that are trusted, each with a NUL after it."""
     whole: bool = False
     """They are all there are: a tree with the very same lines has this fingerprint."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """Device number → name of the file system, for those that have one on every node."""
 
+    def lines(self) -> list[str]:
+        return self.text.decode("utf-8", "replace").split("\0")[:-1]
+
     def known(self) -> dict[str, FileDigest]:
         """Trusted line → digest."""
         found = {}
-        for line in self.lines:
+        for line in self.lines():
             with suppress(ValueError):
                 entry = parse_line(line)
+                if entry.kind == "directory":
+                    continue
                 digest = self.fingerprint.files.get(entry.path)
                 if digest and (digest.kind, digest.size) == (entry.kind, entry.size):
                     found[line] = digest
@@ -91,7 +99,6 @@ class HashCache:
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tree: str
     whole: bool
-    lines: list[str]
     files: dict[str, FileDigest]
     devices: dict[str, str]
 
@@ -148,12 +155,12 @@ def encode(cache: HashCache) -> bytes:
         _Body(
             tree=found.digest,
             whole=cache.whole,
-            lines=sorted(cache.lines),
             files=found.files,
             devices=dict(cache.devices),
         )
     )
-    return _HEAD + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+    rest = b"%d\n%b%b" % (len(cache.text), cache.text, body)
+    return _HEAD + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
 
 
 def decode(data: bytes) -> HashCache:
@@ -165,15 +172,20 @@ def decode(data: bytes) -> HashCache:
     start = len(_HEAD) + _HEX + 1
     if data[: len(_HEAD)] != _HEAD:
         raise ValueError("another format")
-    body = memoryview(data)[start:]
-    if data[len(_HEAD) : start] != hashlib.sha256(body).hexdigest().encode() + b"\n":
+    rest = memoryview(data)[start:]
+    if data[len(_HEAD) : start] != hashlib.sha256(rest).hexdigest().encode() + b"\n":
         raise ValueError("its digest is wrong")
+    length, newline, _ = bytes(rest[:20]).partition(b"\n")
+    if not newline or not length.isdigit():
+        raise ValueError("no length")
+    begin = len(length) + 1
+    end = begin + int(length)
     try:
-        found = msgspec.json.decode(body, type=_Body)
+        found = msgspec.json.decode(rest[end:], type=_Body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from error
     tree = Fingerprint(digest=found.tree, files=found.files)
-    return HashCache(fingerprint=tree, lines=frozenset(found.lines), whole=found.whole, devices=found.devices)
+    return HashCache(fingerprint=tree, text=bytes(rest[begin:end]), whole=found.whole, devices=found.devices)
 
 
 def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:
@@ -191,17 +203,17 @@ def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:
     if not renamed:
         return cache
     lines = []
-    for line in cache.lines:
+    for line in cache.lines():
         words = line.split(" ", 2)
         if len(words) == 3 and words[0] != "d" and words[1] in renamed:
             line = f"{words[0]} {renamed[words[1]]} {words[2]}"
         lines.append(line)
     devices = {renamed.get(old, old): name for old, name in cache.devices.items()}
-    return replace(cache, lines=frozenset(lines), devices=devices)
+    return replace(cache, text=text_of(lines), devices=devices)
 
 
 def settled(
-    root: Path, found: Fingerprint, lines: Collection[str], trusted: Collection[str], began_ns: int
+    root: Path, found: Fingerprint, lines: Sequence[str], trusted: Collection[str], began_ns: int
 ) -> HashCache:
     """What may be kept of a look at a tree.
 
@@ -226,7 +238,12 @@ def settled(
             kept.append(line)
             if mount is not None and mount.name is not None:
                 devices[str(entry.device)] = mount.name
-    return HashCache(fingerprint=found, lines=frozenset(kept), whole=len(kept) == len(lines), devices=devices)
+    return HashCache(fingerprint=found, text=text_of(kept), whole=len(kept) == len(lines), devices=devices)
+
+
+def text_of(lines: Iterable[str]) -> bytes:
+    """As the cache has them, and find(1); pure."""
+    return "".join([line + "\0" for line in lines]).encode()
 
 
 def is_settled(entry: Line, mount: Mount | None, began_ns: int) -> bool:
