@@ -13,12 +13,22 @@ case once, in turns, so that what else the machine does hits all of them; a firs
   and as a command.
 
 Ratios are medians against the peer's median in the same run; under 1 is faster than the peer. All digests are
-compared. Targets, for the call: reading at most 1.0 x the peer, an unchanged tree under 1.5 x.
+compared. CPU seconds are counted too (of all processes together): they say little of how well cores are shared, but are
+the same on a busy machine. Targets, for the call: reading at most 1.0 x the peer, an unchanged tree under 1.5 x.
+
+Measured so far only on a busy machine (2 cores, load 9 to 10, 7 and 9 repetitions), the calls; to be repeated on an
+idle one. Of the small files' reading, what is left is Python at each file, on one core: see `data_hash`.
+
+    2 GiB in 20 files       3.33 s against 11.38 s: x 0.29, met
+    20,000 small files      0.72 s against  0.32 s: x 2.26, MISSED (CPU x 0.84; fastest rounds 0.32 and 0.21 s: x 1.53)
+    unchanged, 20           1.3 ms against  3.4 ms: x 0.39, met
+    unchanged, 20,000       0.14 s against 0.085 s: x 1.67, MISSED (CPU x 1.55; fastest rounds 41 and 37 ms: x 1.11)
 """
 
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -95,24 +105,37 @@ def _from_cache(root: Path, cache: Path) -> None:
         raise AssertionError("files were read that did not change")
 
 
+def _cpu_s() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
 def _measure(cases: dict[str, Case], repetitions: int, *, cold: bool = False) -> dict[str, dict[str, float]]:
     taken: dict[str, list[float]] = {name: [] for name in cases}
+    cpu: dict[str, list[float]] = {name: [] for name in cases}
     for repetition in range(repetitions + 1):
         for name, case in cases.items():
             if cold:
                 os.sync()
                 _DROP.write_text("3")
-            began = time.perf_counter()
+            cpu_began, began = _cpu_s(), time.perf_counter()
             case()
             if repetition:
                 taken[name].append(time.perf_counter() - began)
+                cpu[name].append(_cpu_s() - cpu_began)
     peer = statistics.median(next(iter(taken.values())))
+    peer_cpu = statistics.median(next(iter(cpu.values())))
     return {
         name: {
             "median_s": round(statistics.median(times), 5),
             "min_s": round(min(times), 5),
             "max_s": round(max(times), 5),
             "ratio": round(statistics.median(times) / peer, 3),
+            "cpu_s": round(statistics.median(cpu[name]), 5),
+            "cpu_ratio": round(statistics.median(cpu[name]) / peer_cpu, 3),
         }
         for name, times in taken.items()
     }
@@ -196,7 +219,9 @@ def main() -> int:
                 target = _UNCHANGED_TARGET if part.startswith("unchanged") else _READ_TARGET
                 met = "met" if row["ratio"] <= target else "MISSED"
                 verdict = f"target {target}: {met}" if label.startswith("fingerprint") else ""
-                print(f"  {label:32} {times}  x {row['ratio']:.2f}  {verdict}".rstrip())
+                print(
+                    f"  {label:32} {times}  x {row['ratio']:.2f}  CPU x {row['cpu_ratio']:.2f}  {verdict}".rstrip()
+                )
     return 0
 
 
