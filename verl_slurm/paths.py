@@ -7,6 +7,7 @@ RUN/                        0700
   events.jsonl              what happened, append-only
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
+  .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
   orchestration.json        orchestration state: written at the first start, read-only after
   control/                  lead.json (address and token of the living lead), claims of epochs, resume_once, parts_since
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
@@ -55,6 +56,10 @@ class RunPaths:
     @property
     def fingerprint(self) -> Path:
         return self.root / ".dataset_fingerprint"
+
+    @property
+    def hash_cache(self) -> Path:
+        return self.root / ".dataset_hashes"
 
     @property
     def orchestration(self) -> Path:
