@@ -37,6 +37,7 @@ from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
+from verl_slurm_daemon.scrubbing import scrub_forever
 from verl_slurm_daemon.second_copy import bring_home_argv, collect
 
 __all__ = ["Effects"]
@@ -88,6 +89,8 @@ class Effects:
         self._server, port = await serve(host, token, self._epoch, links, self._on_link)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
+        checkpoint = self._config.checkpoint
+        self._spawn(scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home))
 
     def _announce(self, generation: int) -> None:
         """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""

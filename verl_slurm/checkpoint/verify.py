@@ -33,6 +33,7 @@ def verify(
     name: str | None = None,
     require_owner: bool = True,
     threads: int | None = None,
+    bytes_per_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Verdict:
     """Check one checkpoint directory in full.
@@ -43,6 +44,7 @@ def verify(
         require_owner: everything must belong to us and be writable by nobody else. Loading needs that
             (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
         threads: that hash; default: one a core.
+        bytes_per_s: read no faster, with one thread; None: as fast as it goes.
 
     Returns:
         The verdict. Never raises for what it finds, not even for a directory that is not there.
@@ -65,7 +67,7 @@ def verify(
                 if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
                 problems.extend(_tree_problems(manifest, entries))
-                num_bytes = _check_files(root, manifest, problems, threads or num_threads())
+                num_bytes = _check_files(root, manifest, problems, threads or num_threads(), bytes_per_s)
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
@@ -153,7 +155,9 @@ def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
     return problems
 
 
-def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads: int) -> int:
+def _check_files(
+    root: int, manifest: Manifest, problems: list[Problem], threads: int, bytes_per_s: float | None
+) -> int:
     """Read and check every file the manifest names; returns the bytes read."""
 
     def found(path: str, what: str | OSError) -> None:
@@ -161,7 +165,13 @@ def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads
             _os_problem(path, what) if isinstance(what, OSError) else Problem(path=path, what=what)
         )
 
-    return read_checked(root, [Reading(entry) for entry in manifest.files], threads=threads, on_problem=found)
+    return read_checked(
+        root,
+        [Reading(entry) for entry in manifest.files],
+        threads=threads,
+        on_problem=found,
+        bytes_per_s=bytes_per_s,
+    )
 
 
 def _shown(problem: Problem) -> Problem:

@@ -40,6 +40,9 @@ COMMANDS: dict[str, Entry] = {
     "diff": Entry("inspection", "diff", "How two checkpoints differ: schema, config, topology, data."),
     "export": Entry("export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
     "prune": Entry("prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."),
+    "scrub": Entry(
+        "scrub", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
+    ),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),

@@ -164,6 +164,10 @@ class CheckpointConfig(_Section, frozen=True):
     """A partial save holds the optimizer state too, that of all that trains. It makes it no more resumable."""
     partial_every_steps: NonNegative = 0
     """How often a partial save is made, in steps; where a full save is due as well, that one serves. 0: never."""
+    scrub_every_h: NonNegativeFloat = 24.0
+    """The daemon reads each checkpoint back this often, one after the other. 0: never."""
+    scrub_mb_per_s: PositiveFloat = 50.0
+    """How fast it reads for that."""
     local_dir: str | None = None
     """A directory on each node's own disk (NVMe) for a second copy, written at the same time. With shared
     storage gone, training goes on with that copy alone, and the next start brings it home."""
