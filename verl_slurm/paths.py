@@ -8,9 +8,11 @@ RUN/                        0700
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   orchestration.json        orchestration state: written at the first start, read-only after
-  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once
+  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once,
+                            tiers.json (what the mover read back in each tier), tiers.lock
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
+  run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
   logs/                     submitit's and the ranks' output
   tensorboard/
 ```
@@ -99,6 +101,18 @@ class RunPaths:
     @property
     def quarantine(self) -> Path:
         return self.checkpoints / "quarantine"
+
+    @property
+    def run_id(self) -> Path:
+        return self.root / "run_id"
+
+    @property
+    def tier_records(self) -> Path:
+        return self.control / "tiers.json"
+
+    @property
+    def tier_lock(self) -> Path:
+        return self.control / "tiers.lock"
 
     @property
     def logs(self) -> Path:

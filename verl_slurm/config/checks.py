@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.errors import ConfigError
 
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
@@ -37,15 +38,6 @@ OWN_OPTIONS = {
 }
 
 
-class Complaint(NamedTuple):
-    """One thing that does not fit: which key, what it has, what it should have, what to do."""
-
-    key: str
-    found: str
-    expected: str
-    remedy: str
-
-
 def check(config: RunConfig, source: str) -> None:
     """Refuse a config whose values do not go together.
 
@@ -68,7 +60,14 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    return [*_names(config), *_shape(config), *_batches(config), *_times(config), *_slurm(config)]
+    return [
+        *_names(config),
+        *_shape(config),
+        *_batches(config),
+        *_times(config),
+        *_slurm(config),
+        *tier_complaints(config.tiers),
+    ]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
