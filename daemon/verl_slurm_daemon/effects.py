@@ -35,6 +35,7 @@ from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
+from verl_slurm_daemon.tier_child import TierMover
 
 __all__ = ["Effects"]
 
@@ -74,10 +75,12 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
+        self._mover = TierMover(paths, config, journal)
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
-        """Listen for agents and publish where."""
+        """Listen for agents and publish where; have checkpoints moved to their tiers."""
+        self._spawn(self._mover.run())
         token = secrets.token_bytes(32)
         # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
         links = 2 * self._config.distributed.nodes + 4
@@ -146,7 +149,9 @@ class Effects:
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
         resume_from = self._config.checkpoint.resume_from
-        point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch)
+        point = await asyncio.to_thread(
+            find_resume_point, self._paths, resume_from, self._epoch, bool(self._config.tiers)
+        )
         for line in point.reasons:
             self._journal.event("resume", reason=line)
         self._journal.event(
@@ -255,6 +260,7 @@ class Effects:
             "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
         )
         if left is not None:
+            self._mover.interrupt()
             self._arm(left)
 
     def _arm(self, seconds_left: float) -> None:
@@ -267,6 +273,8 @@ class Effects:
     async def _verify(self, name: str) -> None:
         good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch)
         self._post(ev.Verified(name, good, detail))
+        if good:
+            self._mover.wake()
 
     # ---- the scheduler
 
