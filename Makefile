@@ -11,7 +11,7 @@ FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 N ?= 100
 
-.PHONY: help setup slurm demo test check campaign clean
+.PHONY: help setup slurm demo test check campaign s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -56,6 +56,12 @@ check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests 
 
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
 	VERL_SLURM_CAMPAIGN=$(N) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+
+s3: $(BIN)/.ready ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; }
+	VERL_SLURM_S3=1 $(BIN)/python -m pytest -q -m s3 tests/tiers
 
 clean: ## the virtual environment and caches, nothing of a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -107,6 +107,11 @@ class RunPaths:
         return self.root / "run_id"
 
     @property
+    def from_nothing(self) -> Path:
+        """There from a start with `resume_from: null` to the first checkpoint: no tier is asked for an older one."""
+        return self.control / "from_nothing"
+
+    @property
     def tier_records(self) -> Path:
         return self.control / "tiers.json"
 

@@ -37,7 +37,7 @@ def main(args: list[str] | None = None) -> int:
         sys.stderr.write(error.one_line() + "\n")
         return int(error.exit_code)
     copied = sum(1 for item in done.done if item.action.kind == "copy" and not item.problem)
-    removed = sum(1 for item in done.done if item.action.kind == "remove" and not item.problem)
+    removed = sum(1 for item in done.done if item.action.kind == "drop" and not item.problem)
     _say({"ok": done.ok, "copied": copied, "removed": removed})
     return ExitCode.OK if done.ok else ExitCode.TIER
 

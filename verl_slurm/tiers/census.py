@@ -124,7 +124,8 @@ def _copy(
 ) -> TierCopy:
     record_object = objects.get(MANIFEST)
     if record_object is None:
-        return TierCopy(name=name, committed=False, detail=f"{len(objects)} objects without a manifest")
+        detail = f"{len(objects)} objects without a manifest"
+        return TierCopy(name=name, committed=False, litter=True, detail=detail)
     num_bytes = sum(info.size for info in objects.values())
     record = memory.get(tier.config.name, name)
     if record is not None and (record.stamp, record.num_bytes, record.num_objects) == (

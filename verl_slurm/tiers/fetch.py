@@ -1,6 +1,6 @@
 """A checkpoint from a tier back into the run: staging, every byte checked, read back from the medium, renamed.
 
-Used by hand (`verl-slurm tiers restore NAME`), and by a start that finds no checkpoint of its own that verifies.
+Used by hand (`verl-slurm fetch-back`), and by a start that finds no checkpoint of its own that verifies.
 """
 
 import os
@@ -25,7 +25,7 @@ from verl_slurm.tiers.census import Memory, OpenTier, survey
 from verl_slurm.tiers.digest import ContentCheck
 from verl_slurm.tiers.layout import object_key
 from verl_slurm.tiers.opening import open_tiers
-from verl_slurm.tiers.plan import TierState
+from verl_slurm.tiers.plan import TierState, newest_first
 from verl_slurm.tiers.transfer import TierOrigin
 
 __all__ = ["Fetched", "fetch", "fetch_newest"]
@@ -35,13 +35,21 @@ _FILES_AT_ONCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What `fetch_newest` did. `name` is None when no tier has anything."""
+    """What was brought back.
+
+    Attributes:
+        name: None: no tier has anything.
+        tier: it came from; empty: it was in the run already, whole.
+    """
 
     name: str | None
+    tier: str = ""
     reasons: tuple[str, ...]
 
 
-def fetch(paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[OpenTier] | None = None) -> Path:
+def fetch(
+    paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[OpenTier] | None = None
+) -> Fetched:
     """Bring checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
 
     One that is there and verifies is left alone; one that is there and damaged is set aside first.
@@ -51,13 +59,14 @@ def fetch(paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[Open
         CheckpointCorrupt: none of those that have it gives back what its manifest says.
         TierError: they stopped answering.
 
-    Called by: cli (`tiers restore`), fetch_newest.
+    Called by: cli (`fetch-back`).
     """
     if checkpoint_order(name) is None:
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
     opened = open_tiers(paths, config) if tiers is None else tiers
     states = survey(paths, opened, Memory.load(paths))
-    return _fetch(paths, opened, states, name)
+    tier = _fetch(paths, opened, states, name)
+    return Fetched(name=name, tier=tier, reasons=(_brought(name, tier),))
 
 
 def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier] | None = None) -> Fetched:
@@ -74,15 +83,15 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
     states = survey(paths, opened, memory)
     away = [state for state in states if not state.reachable]
     reasons = [f"tier {state.name} does not answer: {state.detail}" for state in away]
-    names = {copy.name for state in states[1:] for copy in state.copies if copy.usable}
-    for name in sorted(names, key=lambda n: checkpoint_order(n) or (-1, -1), reverse=True):
+    names = newest_first(states[1:])
+    for name in names:
         try:
-            _fetch(paths, opened, states, name)
+            tier = _fetch(paths, opened, states, name)
         except VerlSlurmError as error:
             reasons.append(f"{name}: {error.one_line()}")
             continue
-        reasons.append(f"{name} was fetched from a tier: nothing in the run itself verified")
-        return Fetched(name=name, reasons=tuple(reasons))
+        reasons.append(_brought(name, tier))
+        return Fetched(name=name, tier=tier, reasons=tuple(reasons))
     for state in away:
         known = [name for name, record in memory.records.get(state.name, {}).items() if record.ok]
         if known:
@@ -102,12 +111,17 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
     return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
 
 
-def _fetch(paths: RunPaths, tiers: Sequence[OpenTier], states: Sequence[TierState], name: str) -> Path:
+def _brought(name: str, tier: str) -> str:
+    return f"{name} was fetched from tier {tier} and verifies" if tier else f"{name} is there and verifies"
+
+
+def _fetch(paths: RunPaths, tiers: Sequence[OpenTier], states: Sequence[TierState], name: str) -> str:
+    """Returns the tier it came from, empty when it was there."""
     final = paths.checkpoints / name
     if os.path.lexists(final):
         verdict = verify(final)
         if verdict.ok:
-            return final
+            return ""
         if not verdict.damaged:
             raise CheckpointCorrupt(
                 "the run's own copy cannot be judged, and is left where it is",
@@ -131,13 +145,13 @@ def _fetch(paths: RunPaths, tiers: Sequence[OpenTier], states: Sequence[TierStat
             )
             continue
         append_event(paths, "tier_fetched", name=name, tier=state.name, num_bytes=num_bytes)
-        return final
+        return state.name
     if failure is not None:
         raise failure
     raise NotFound(
         "no tier that answers has this checkpoint whole",
         where=name,
-        remedy=f"verl-slurm tiers status --run {paths.root}",
+        remedy=f"verl-slurm tiers {paths.root}",
     )
 
 
@@ -182,16 +196,13 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str) -> int:
 def _bring_file(backend: Backend, run: str, name: str, entry: FileEntry, inner: Path) -> None:
     check = ContentCheck(entry)
     key = object_key(run, name, entry.path)
-    left = entry.size
     fd = os.open(
         inner / entry.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
     )
     with os.fdopen(fd, "wb") as file:
         for block in backend.blocks(key):
-            left -= len(block)
-            if left < 0:  # a server that never stops must not fill the disk
-                raise CheckpointCorrupt("the object is longer than its manifest says", where=key)
-            check.update(block)
+            if check.update(block):  # a server that never stops must not fill the disk
+                break
             file.write(block)
         file.flush()
         os.fsync(fd)

@@ -42,7 +42,7 @@ costs one reading of everything, nothing else.
 ## 5. Plug-ins
 
 `kind: plugin:NAME` is the entry point NAME of the group `verl_slurm.tiers`, a callable `TierConfig -> Backend`
-(`backend.Backend` says what it must promise; `tests/tiers/contract.py` holds it to that).
+(`backend.Backend` says what it must promise; `tests/tiers/test_backends.py` holds it to that).
 """
 
 import re

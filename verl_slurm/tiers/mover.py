@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 import psutil
 
 from verl_slurm.checkpoint.manifest import parse
-from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import LOCAL_TIER
 from verl_slurm.errors import CheckpointCorrupt, TierError, VerlSlurmError
@@ -73,9 +73,9 @@ def lower_priority() -> None:
 
 
 def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _now) -> Pass:
-    """The very plan that `sync` would carry out now. Changes nothing.
+    """The very plan that `sync` would carry out now. Changes nothing in any tier.
 
-    Called by: cli (`tiers status`, `tiers sync --dry-run`).
+    Called by: cli (`tiers`, `offload --dry-run`).
     """
     states = survey(paths, open_tiers(paths, config), Memory.load(paths))
     return Pass(states=tuple(states), plan=tuple(plan_tiers(states, now())))
@@ -96,7 +96,7 @@ def sync(
     Raises:
         TierError: another mover of this run is at work.
 
-    Called by: `python -m verl_slurm.tiers sync` (the daemon's child), cli.
+    Called by: `python -m verl_slurm.tiers sync` (the daemon's child), cli (`offload`).
     """
     with mover_lock(paths):
         opened = open_tiers(paths, config) if tiers is None else tiers
@@ -117,7 +117,7 @@ class _Mover:
                 append_event(self._paths, "tier_unreachable", tier=state.name, reason=state.detail)
         plan = plan_tiers(states, self._now())
         done = [self._do(action, self._copy) for action in plan if action.kind == "copy"]
-        done += [self._do(action, self._remove) for action in plan if action.kind == "remove"]
+        done += [self._do(action, self._remove) for action in plan if action.kind == "drop"]
         for state in states[1:]:
             if state.reachable:
                 self._forget(state.name, plan)
@@ -141,14 +141,12 @@ class _Mover:
         return Done(action=action, sent=sent, seconds=seconds)
 
     def _write(self, event: str, action: Action, **fields: object) -> None:
-        append_event(
-            self._paths, event, name=action.checkpoint, tier=action.tier, reason=action.reason, **fields
-        )
+        append_event(self._paths, event, name=action.name, tier=action.tier, reason=action.reason, **fields)
 
     # ---- copies
 
     def _copy(self, action: Action) -> int:
-        name, tier = action.checkpoint, self._tiers[action.tier]
+        name, tier = action.name, self._tiers[action.tier]
         backend = self._backend(action.tier)
         if action.source == action.tier:
             problems = self._read_back(action.tier, name)
@@ -156,7 +154,9 @@ class _Mover:
                 raise TierError("does not verify there", where=f"{action.tier}: {name}", found=problems[0])
             return 0
         if action.replace:
+            self._require_whole(action.source, name)  # or both would be lost
             backend.delete(manifest_key(tier.run, name))
+            backend.forget(checkpoint_prefix(tier.run, name))  # uploads of the other one
         try:
             copied = copy_checkpoint(self._origin(action.source, name), backend, tier.run, name)
         except CheckpointCorrupt as error:
@@ -173,6 +173,17 @@ class _Mover:
         if source == LOCAL_TIER:
             return DirectoryOrigin(self._paths.checkpoints / name)
         return TierOrigin(self._backend(source), self._tiers[source].run, name)
+
+    def _require_whole(self, source: str, name: str) -> None:
+        if source == LOCAL_TIER:
+            verdict = verify(self._paths.checkpoints / name, threads=1)
+            if verdict.damaged:
+                self._remember_local(name, ok=False, detail=verdict.one_line())
+            problems = [str(problem) for problem in verdict.problems]
+        else:
+            problems = self._read_back(source, name)
+        if problems:
+            raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
 
     def _condemn(self, source: str, name: str, detail: str) -> None:
         """Remember that a source does not hold what its manifest says; nothing is copied from it again."""
@@ -230,9 +241,9 @@ class _Mover:
                     remedy="the next pass mends it where it can",
                 )
         tier, backend = self._tiers[action.tier], self._backend(action.tier)
-        backend.delete(manifest_key(tier.run, action.checkpoint))
-        self._memory.set(action.tier, action.checkpoint, None)
-        prefix = checkpoint_prefix(tier.run, action.checkpoint)
+        backend.delete(manifest_key(tier.run, action.name))
+        self._memory.set(action.tier, action.name, None)
+        prefix = checkpoint_prefix(tier.run, action.name)
         for info in list(backend.list(prefix)):
             if parse_key(tier.run, info.key) is not None:
                 backend.delete(info.key)
@@ -242,7 +253,7 @@ class _Mover:
         """Uploads of checkpoints that nobody copies any more cost money for ever."""
         tier = self._tiers[tier_name]
         wanted = [
-            checkpoint_prefix(tier.run, action.checkpoint)
+            checkpoint_prefix(tier.run, action.name)
             for action in plan
             if action.tier == tier_name and action.kind == "copy"
         ]

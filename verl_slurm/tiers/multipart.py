@@ -4,7 +4,8 @@
    the others are aborted, their parts would cost money for ever.
 2. ListParts of it: a part counts when its number, size and ETag (MD5) are those of our bytes. All others are sent.
 3. Each part is sent with its Content-MD5; with `verify: checksum` the ETag that comes back must be that MD5.
-4. CompleteMultipartUpload names every part with its ETag. A reply that is lost is no failure: who called looks at the
+4. The whole has the digest of the manifest entry, or it is not completed.
+5. CompleteMultipartUpload names every part with its ETag. A reply that is lost is no failure: who called looks at the
    object itself in the end.
 
 No file of ours remembers anything: a mover that dies on one node is continued from another.
@@ -19,10 +20,12 @@ from typing import Any
 
 import botocore.exceptions
 
-from verl_slurm.errors import TierError
+from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.errors import CheckpointCorrupt, TierError
 from verl_slurm.tiers.backend import Source
+from verl_slurm.tiers.digest import ContentCheck
 
-__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "MultipartUpload", "abort_uploads", "part_size"]
+__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "MultipartUpload", "abort_uploads", "part_size", "require_content"]
 
 MAX_PARTS = 10_000
 """S3's own limit."""
@@ -40,6 +43,16 @@ def part_size(size: int) -> int:
     return max(MIN_PART_BYTES, -(-needed // _ROUND) * _ROUND)
 
 
+def require_content(key: str, problem: str) -> None:
+    """Refuse to send what is not what its manifest says: with `verify: checksum` nobody would look again.
+
+    Raises:
+        CheckpointCorrupt: there is a problem.
+    """
+    if problem:
+        raise CheckpointCorrupt("the source is damaged", where=key, found=problem)
+
+
 class MultipartUpload:
     """One object's upload, once through. Called by: S3Backend.put.
 
@@ -55,22 +68,25 @@ class MultipartUpload:
         bucket: str,
         key: str,
         source: Source,
+        entry: FileEntry,
         size: int,
         extra: dict[str, Any],
         *,
         compare: bool,
     ) -> None:
         self._client, self._where, self._compare = client, {"Bucket": bucket, "Key": key}, compare
-        self._source, self._size, self._extra = source, size, extra
+        self._source, self._entry, self._size, self._extra = source, entry, size, extra
 
     def run(self, *, in_flight: int) -> int:
         """Send what the server lacks and complete the upload; returns the bytes sent.
 
         Raises:
+            CheckpointCorrupt: the source is not what `entry` says; nothing was completed.
             TierError: the server says that it has other bytes than were sent.
             botocore's own: it failed; what arrived stays there for the next attempt.
         """
         upload_id, there = self._begin()
+        check = ContentCheck(self._entry)
         etags: dict[int, str] = {}
         sent = 0
         waiting: deque[tuple[int, str, int, Future[str]]] = deque()
@@ -93,6 +109,7 @@ class MultipartUpload:
             try:
                 for number, offset in enumerate(range(0, self._source.size, self._size), start=1):
                     data = self._source.read(offset, min(self._size, self._source.size - offset))
+                    require_content(self._where["Key"], check.update(data))
                     md5 = hashlib.md5(data, usedforsecurity=False)
                     known = there.get(number)
                     if known is not None and known == (len(data), md5.hexdigest()):
@@ -108,6 +125,7 @@ class MultipartUpload:
                 for _, _, _, future in waiting:
                     future.cancel()
                 raise
+        require_content(self._where["Key"], check.problem())
         self._complete(upload_id, etags)
         return sent
 

@@ -130,7 +130,7 @@ def mover_lock(paths: RunPaths) -> Iterator[None]:
             raise TierError(
                 "another mover of this run is at work",
                 where=paths.tier_lock,
-                remedy=f"wait for it; verl-slurm tiers status --run {paths.root}",
+                remedy=f"wait for it; verl-slurm tiers {paths.root}",
             ) from None
         yield
     finally:

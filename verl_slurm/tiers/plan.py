@@ -1,32 +1,38 @@
 """What moves where, what goes, and why: pure. `mover.py` carries the very plan out.
 
-The rules, in the order in which they bind:
+Newer is what a later incarnation saved, and of one incarnation the later step: a run that was told to go back to step
+500 leaves a step 1000 in its tiers that is not newer than its own 501. The rules, in the order in which they bind:
 
 1. The last good checkpoint (the newest that is verified in any tier) is never removed, from nowhere; nor is the newest
    verified one of a tier from that tier.
 2. An archive, a tier without `keep_days`, and tier 0 (the run's own directory, where `checkpoint.keep_last` decides)
    lose nothing here.
-3. A checkpoint goes from a tier when it is older than that tier's `keep_days` AND it is verified in a later tier, or
-   a newer one is verified in the next tier (of the last tier: in that tier itself). These witnesses must themselves
-   stay, and the mover reads them back once more before it removes anything.
+3. A checkpoint goes from a tier when it is older than that tier's `keep_days`, no later tier still waits for it, AND
+   it is verified in a later tier, or a newer one is verified in the next tier (of the last tier: in that tier
+   itself). These witnesses must themselves stay, and the mover reads them back once more before it removes anything.
+   A later tier that does not answer waits for whatever it would keep.
 4. A checkpoint that is not verified never counts as a copy. One that cannot be seen (its tier does not answer) neither.
 5. Every checkpoint that is good somewhere is copied to every later tier in which it would not be too old at once; the
-   last good one to all of them.
-6. What lies in a tier without a commit record and is not being copied there is litter of a dead upload: it goes as a
-   checkpoint of its age would.
+   last good one, and the newest that may be good, to all of them.
+6. Objects in a tier without a commit record, of a checkpoint that is whole nowhere, are litter of a dead upload. They
+   go once a newer checkpoint is verified there, from an archive too: no such checkpoint ever existed in that tier. A
+   commit record that this code cannot read is no litter: it stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
 from verl_slurm.checkpoint.manifest import checkpoint_order
 
-__all__ = ["Action", "TierCopy", "TierState", "last_good", "plan_tiers"]
+__all__ = ["Action", "TierCopy", "TierState", "last_good", "newest_first", "plan_tiers"]
 
-Kind = Literal["copy", "remove", "keep", "skip"]
-"""copy: make it whole and verified there. keep: it is there and stays. skip: it is not there and need not be."""
+Kind = Literal["copy", "drop", "keep", "skip"]
+"""copy: make it whole and verified there. drop: remove it there. keep: it is there and stays. skip: it is not there and
+need not be. The words of `checkpoint.retention`, which decides for the run's own directory."""
+
+_Rank = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class TierCopy:
         digest: of the manifest; empty without one.
         epoch: the incarnation that saved it; -1 without a manifest.
         saved: when, by its manifest; None without one.
+        litter: not even a damaged commit record is there.
         detail: why it is not committed, or what does not match.
     """
 
@@ -49,6 +56,7 @@ class TierCopy:
     epoch: int = -1
     saved: datetime | None = None
     num_bytes: int = 0
+    litter: bool = False
     detail: str = ""
 
     @property
@@ -90,7 +98,7 @@ class Action:
     """
 
     kind: Kind
-    checkpoint: str
+    name: str
     tier: str
     reason: str
     source: str = ""
@@ -101,7 +109,15 @@ class Action:
 def last_good(states: Sequence[TierState]) -> str | None:
     """The newest checkpoint that is verified in any tier that answers."""
     names = {copy.name for state in states if state.reachable for copy in state.copies if copy.good}
-    return max(names, key=_order) if names else None
+    ranks = _ranks(states)
+    return max(names, key=lambda name: ranks[name]) if names else None
+
+
+def newest_first(states: Sequence[TierState]) -> list[str]:
+    """What could be brought back from these tiers. Called by: fetch."""
+    names = {copy.name for state in states if state.reachable for copy in state.copies if copy.usable}
+    ranks = _ranks(states)
+    return sorted(names, key=lambda name: ranks[name], reverse=True)
 
 
 def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
@@ -113,30 +129,41 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
 
     Called by: mover, cli.
     """
-    names = sorted({copy.name for state in states for copy in state.copies}, key=_order, reverse=True)
+    ranks = _ranks(states)
+    names = sorted(ranks, key=lambda name: ranks[name], reverse=True)
     found = {state.name: {copy.name: copy for copy in state.copies} for state in states}
     best = last_good(states)
+    needed = {best, *newest_first(states)[:1]}  # whatever their age
     planned: dict[tuple[str, str], Action] = {}
-    staying: dict[str, set[str]] = {}
+    staying: dict[str, dict[str, str]] = {}  # by tier: what is good there and stays, to its digest
+    waiting: dict[str, dict[str, str]] = {}  # by checkpoint: the tiers that are to get it
     # The last tier first: what a removal relies upon must have been planned to stay before.
     for index in reversed(range(len(states))):
         state = states[index]
-        staying[state.name] = set()
+        staying[state.name] = {}
         if not state.reachable:
+            for name in names:
+                copies = [found[s.name][name] for s in states[:index] if name in found[s.name]]
+                if any(copy.usable and _age(copy, now) <= _limit(state) for copy in copies):
+                    waiting.setdefault(name, {})[state.name] = "which does not answer"
             continue
         here = found[state.name]
-        newest_here = max((n for n, c in here.items() if c.good), key=_order, default=None)
+        newest_here = max((n for n, c in here.items() if c.good), key=lambda n: ranks[n], default=None)
         # Newest first, so that a newer one of this tier is known to stay before it serves as a witness.
         for name in names:
             copy = here.get(name)
-            action = _copying(states, index, found, name, copy, best, now)
+            action = _copying(states, index, found, name, copy, needed, now)
             if action is None and copy is not None:
-                action = _removal(states, index, copy, best, newest_here, staying, now)
+                action = _removal(
+                    states, index, copy, best, newest_here, staying, waiting.get(name, {}), ranks, now
+                )
             if action is None:
                 continue
             planned[state.name, name] = action
+            if action.kind == "copy":
+                waiting.setdefault(name, {})[state.name] = "which is to have it"
             if copy is not None and copy.good and action.kind == "keep":
-                staying[state.name].add(name)
+                staying[state.name][name] = copy.digest
     return [planned[s.name, name] for s in states for name in names if (s.name, name) in planned]
 
 
@@ -146,7 +173,7 @@ def _copying(
     found: dict[str, dict[str, TierCopy]],
     name: str,
     copy: TierCopy | None,
-    best: str | None,
+    needed: Collection[str | None],
     now: datetime,
 ) -> Action | None:
     """Whether `name` is to be brought here; None when that is no question."""
@@ -158,40 +185,44 @@ def _copying(
     sources = sorted(
         ((s, c) for s, c in elsewhere if c is not None and c.usable), key=lambda pair: not pair[1].good
     )
-    own = next((c for s, c in sources if s.local), None)
     replace = False
     if copy is not None and copy.committed:
-        if own is not None and own.digest != copy.digest and own.epoch >= copy.epoch:
-            sources = [(s, c) for s, c in sources if c.digest == own.digest]
+        later = [(s, c) for s, c in sources if c.digest != copy.digest and _succeeds(s, c, copy)]
+        if later:
+            newest = max(c.epoch for _, c in later)
+            sources = [(s, c) for s, c in later if c.epoch == newest]
             replace = True
         elif copy.verified is True:
             return None
         elif copy.verified is None:
             reason = "there, but nobody has read it back"
-            return Action(kind="copy", checkpoint=name, tier=state.name, source=state.name, reason=reason)
+            return Action(kind="copy", name=name, tier=state.name, source=state.name, reason=reason)
         else:
             sources = [(s, c) for s, c in sources if c.digest == copy.digest]
     if not sources:
         if copy is None:
             return None
         reason = f"not good here ({copy.detail or 'incomplete'}), and nowhere whole to mend it from"
-        old = copy.saved is None or _age(copy, now) > _limit(state)
-        return None if not copy.committed and old else _keep(state, name, reason)
+        old = copy.saved is not None and _age(copy, now) > _limit(state)
+        return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
     source, best_copy = sources[0]
     if copy is None or not copy.committed:
-        if name != best and state.keep_days is not None and _age(best_copy, now) > _limit(state):
+        if name not in needed and state.keep_days is not None and _age(best_copy, now) > _limit(state):
             if copy is not None:
                 return None  # the remains of an upload that nobody needs any more
             reason = f"older than {state.keep_days} days"
-            return Action(kind="skip", checkpoint=name, tier=state.name, reason=reason)
+            return Action(kind="skip", name=name, tier=state.name, reason=reason)
         reason = "not here yet" if copy is None else f"an upload broke off ({copy.detail or 'no manifest'})"
     elif replace:
         reason = f"saved again since: epoch {best_copy.epoch}, here epoch {copy.epoch}"
     else:
         reason = f"damaged here ({copy.detail or 'does not verify'})"
-    return Action(
-        kind="copy", checkpoint=name, tier=state.name, source=source.name, reason=reason, replace=replace
-    )
+    return Action(kind="copy", name=name, tier=state.name, source=source.name, reason=reason, replace=replace)
+
+
+def _succeeds(state: TierState, other: TierCopy, copy: TierCopy) -> bool:
+    """Whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
+    return other.epoch > copy.epoch or (state.local and other.epoch == copy.epoch)
 
 
 def _removal(
@@ -200,7 +231,9 @@ def _removal(
     copy: TierCopy,
     best: str | None,
     newest_here: str | None,
-    staying: dict[str, set[str]],
+    staying: dict[str, dict[str, str]],
+    waiting: dict[str, str],
+    ranks: dict[str, _Rank],
     now: datetime,
 ) -> Action:
     """Whether what is here goes (rules 1 to 3, 6)."""
@@ -211,29 +244,42 @@ def _removal(
         return _keep(state, name, "the last good checkpoint")
     if name == newest_here:
         return _keep(state, name, "the newest verified one of this tier")
+    if copy.litter:
+        newer = [n for n in staying[state.name] if _order(n) > _order(name)]
+        if not newer:
+            return _keep(state, name, f"{copy.detail}; nothing newer is verified here yet")
+        return Action(
+            kind="drop",
+            name=name,
+            tier=state.name,
+            reason=f"{copy.detail}: an upload that nobody can complete any more",
+            witnesses=((state.name, max(newer, key=_order)),),
+        )
     if state.keep_days is None:
         return _keep(state, name, "for ever")
-    if copy.saved is None and copy.committed:
-        return _keep(state, name, "its manifest does not say when it was saved")
-    if copy.saved is not None and _age(copy, now) <= _limit(state):
-        return _keep(state, name, f"{_days(copy, now)} old, kept {state.keep_days} days")
-    age = "no commit record" if copy.saved is None else f"{_days(copy, now)} old, kept {state.keep_days} days"
-    later = [s for s in states[index + 1 :] if s.reachable and name in staying[s.name]]
+    if copy.saved is None:
+        return _keep(state, name, copy.detail or "its manifest does not say when it was saved")
+    age = f"{_days(copy, now)} old, kept {state.keep_days} days"
+    if _age(copy, now) <= _limit(state):
+        return _keep(state, name, age)
+    for other, why in waiting.items():
+        return _keep(state, name, f"{age}, but needed for {other}, {why}")
+    later = [s for s in states[index + 1 :] if staying[s.name].get(name) == copy.digest]
     if later:
         return Action(
-            kind="remove",
-            checkpoint=name,
+            kind="drop",
+            name=name,
             tier=state.name,
             reason=f"{age}; verified in {later[0].name}",
             witnesses=((later[0].name, name),),
         )
     beyond = states[index + 1] if index + 1 < len(states) else state
-    newer = [n for n in staying[beyond.name] if _order(n) > _order(name)]
+    newer = [n for n in staying[beyond.name] if ranks[n] > ranks[name]]
     if newer:
-        witness = max(newer, key=_order)
+        witness = max(newer, key=lambda n: ranks[n])
         return Action(
-            kind="remove",
-            checkpoint=name,
+            kind="drop",
+            name=name,
             tier=state.name,
             reason=f"{age}; {beyond.name} has {witness}, newer and verified",
             witnesses=((beyond.name, witness),),
@@ -242,7 +288,15 @@ def _removal(
 
 
 def _keep(state: TierState, name: str, reason: str) -> Action:
-    return Action(kind="keep", checkpoint=name, tier=state.name, reason=reason)
+    return Action(kind="keep", name=name, tier=state.name, reason=reason)
+
+
+def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
+    """How new each checkpoint is: the incarnation that saved it last, then its step and safe point."""
+    epochs: dict[str, int] = {}
+    for copy in (copy for state in states for copy in state.copies):
+        epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)
+    return {name: (epoch, *_order(name)) for name, epoch in epochs.items()}
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -16,13 +16,15 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
+from verl_slurm.checkpoint.chunks import Reading, read_checked
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
 from verl_slurm.config.schema import TierConfig
 from verl_slurm.errors import TierError
 from verl_slurm.files import fsync_path, private_dir
 from verl_slurm.tiers.backend import ObjectInfo, Source
-from verl_slurm.tiers.digest import check_fd
 
 __all__ = ["PosixBackend"]
 
@@ -35,7 +37,7 @@ class PosixBackend:
 
     def __init__(self, tier: TierConfig) -> None:
         assert tier.path is not None, "config.tier_checks"
-        self._tier, self._root = tier.name, Path(tier.path)
+        self._tier, self._root = tier.name, Path(tier.path).resolve()  # below it no link is followed
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         base = self._root / prefix.rstrip("/")
@@ -122,12 +124,24 @@ class PosixBackend:
         return True
 
     def holds(self, key: str, entry: FileEntry) -> str:
+        *folders, name = key.split("/")
+        problems: dict[str, str | OSError] = {}
         with self._errors(key):
+            self._require_root()
             try:
-                with self._open(key) as fd:
-                    return check_fd(fd, entry)
+                with open_directory(self._root.joinpath(*folders)) as folder:
+                    # One thread: the training needs the others. Its path is that of the object here, not in the run.
+                    here = Reading(msgspec.structs.replace(entry, path=name))
+                    read_checked(folder, [here], threads=1, on_problem=problems.__setitem__)
             except FileNotFoundError:
                 return "missing"
+            for problem in problems.values():
+                if isinstance(problem, FileNotFoundError):
+                    return "missing"
+                if isinstance(problem, OSError):
+                    raise problem
+                return problem
+        return ""
 
     def delete(self, key: str) -> None:
         path = self._root / key
@@ -175,11 +189,20 @@ class PosixBackend:
         folder = self._root
         for name in key.split("/")[:-1]:
             folder = folder / name
-            if not folder.is_dir():
+            try:
+                info = os.lstat(folder)
+            except FileNotFoundError:
                 private_dir(folder)
                 fsync_path(folder.parent)
-            elif folder.stat().st_uid != os.geteuid():
-                private_dir(folder)  # says whose it is
+                continue
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                raise TierError(
+                    "a place in the tier is another user's, or no directory",
+                    where=f"tier {self._tier}: {folder}",
+                    found=f"mode {info.st_mode:o}, uid {info.st_uid}",
+                    expected=f"a directory of uid {os.geteuid()}",
+                    remedy="give the tier a prefix of your own (tiers[].prefix)",
+                )
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ config, argument, error or log of ours: errors carry the server's code and the H
 import base64
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import boto3
@@ -25,17 +25,19 @@ from verl_slurm.config.tier_checks import endpoint_problem
 from verl_slurm.errors import TierError
 from verl_slurm.tiers.backend import ObjectInfo, Source
 from verl_slurm.tiers.digest import check_blocks
-from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size
+from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size, require_content
 
 __all__ = ["S3Backend"]
 
 _BLOCK = 4 << 20
+_PROGRESS = 16 << 10
 _CONNECT_S, _READ_S = 10, 60
 _ATTEMPTS = 5
 """Of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut connections."""
 _IN_FLIGHT = 4
 """Parts sent at once; each is held in memory."""
 _MISSING = {"404", "NoSuchKey", "NotFound"}
+_BEYOND = {"InvalidRange", "416"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 _BROKEN = (
     botocore.exceptions.BotoCoreError,
@@ -107,23 +109,34 @@ class S3Backend:
         return head
 
     def read(self, key: str, offset: int, size: int) -> bytes:
+        if not size:
+            return b""
         span = f"bytes={offset}-{offset + size - 1}"
         with self._errors(key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=span)
-            data: bytes = answer["Body"].read(size)
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=span)
+            except botocore.exceptions.ClientError as error:
+                if _code(error) in _BEYOND:
+                    return b""
+                raise
+            self._require_range(key, answer, offset)
+            with closing(answer["Body"]) as body:
+                data: bytes = body.read(size)
             return data
 
     def blocks(self, key: str) -> Iterator[bytes]:
         """A stream that breaks off is taken up again behind the last byte, a bounded number of times."""
         offset, broken = 0, 0
         while True:
+            began = offset
             try:
                 for block in self._stream(key, offset):
                     offset += len(block)
                     yield block
                 return
             except _BROKEN as error:
-                broken += 1
+                # Cut every few KiB it still arrives; one that gives a byte each time is no server.
+                broken = 0 if offset - began >= _PROGRESS else broken + 1
                 if broken >= _ATTEMPTS:
                     raise self._failure(key, type(error).__name__) from None
 
@@ -133,8 +146,14 @@ class S3Backend:
             answer = self._client.get_object(Bucket=self._bucket, Key=key, **span)
         except botocore.exceptions.ClientError as error:
             raise self._failure(key, _code(error), error) from None
-        with answer["Body"] as body:
+        self._require_range(key, answer, offset)
+        with closing(answer["Body"]) as body:
             yield from body.iter_chunks(_BLOCK)
+
+    def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
+        """A server that ignores the range would give the bytes of another place."""
+        if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
+            raise self._failure(key, "another range than was asked for")
 
     def put(self, key: str, source: Source, entry: FileEntry) -> int:
         extra: dict[str, Any] = {"Metadata": {"sha256": entry.sha256}}
@@ -145,10 +164,11 @@ class S3Backend:
             if source.size > size:
                 compare = self._tier.verify == "checksum"
                 upload = MultipartUpload(
-                    self._client, self._bucket, key, source, size, extra, compare=compare
+                    self._client, self._bucket, key, source, entry, size, extra, compare=compare
                 )
                 return upload.run(in_flight=_IN_FLIGHT)
             data = source.read(0, source.size)
+            require_content(key, check_blocks([data], entry))
             answer = self._client.put_object(
                 Bucket=self._bucket, Key=key, Body=data, ContentMD5=_md5_64(data), **extra
             )

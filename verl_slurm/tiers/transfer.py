@@ -198,7 +198,8 @@ def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> 
 def _check_source(source: Source, entry: FileEntry) -> str:
     check = ContentCheck(entry)
     for offset in range(0, source.size, _BLOCK):
-        check.update(source.read(offset, min(_BLOCK, source.size - offset)))
+        if problem := check.update(source.read(offset, min(_BLOCK, source.size - offset))):
+            return problem
     return check.problem()
 
 
