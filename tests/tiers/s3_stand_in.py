@@ -91,6 +91,7 @@ class _Refused(Exception):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for an acknowledgement
     server: StandIn
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
