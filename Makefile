@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 
-.PHONY: help setup slurm demo test check campaign fuzz clean
+.PHONY: help setup slurm demo test check campaign fuzz s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -58,6 +58,12 @@ campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 t
 
 fuzz: $(BIN)/.ready ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
+
+s3: $(BIN)/.ready ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; }
+	VERL_SLURM_S3=1 $(BIN)/python -m pytest -q -m s3 tests/tiers
 
 clean: ## the virtual environment and caches, nothing of a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

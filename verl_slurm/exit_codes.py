@@ -41,3 +41,4 @@ class ExitCode(IntEnum):
     REQUEUED = 25, "the job was requeued and will resume by itself"
     WIRE = 26, "the control channel was refused or broke"
     NO_ROOM = 27, "the file system has no room for a checkpoint"
+    TIER = 29, "a storage tier did not answer, refused, or gave back other bytes"

@@ -39,6 +39,7 @@ from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, wri
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.scrubbing import scrub_forever
 from verl_slurm_daemon.second_copy import bring_home_argv, collect
+from verl_slurm_daemon.tier_child import TierMover
 
 __all__ = ["Effects"]
 
@@ -78,10 +79,12 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
+        self._mover = TierMover(paths, config, journal)
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
-        """Listen for agents and publish where."""
+        """Listen for agents and publish where; have checkpoints moved to their tiers."""
+        self._spawn(self._mover.run())
         token = secrets.token_bytes(32)
         # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
         links = 2 * self._config.distributed.nodes + 4
@@ -151,15 +154,7 @@ class Effects:
         self._generation, self._leaving = generation, asyncio.Event()
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
-        resume_from = self._config.checkpoint.resume_from
-        point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch)
-        for line in point.reasons:
-            self._journal.event("resume", reason=line)
-        named = self._paths.resume_once.exists()
-        if self._config.checkpoint.local_dir and not named and await self._bring_home(point.name):
-            point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch)
-            for line in point.reasons:
-                self._journal.event("resume", reason=line)
+        point = await self._resume_point()
         self._journal.event(
             "generation", number=generation, resume=point.name or None, progress=point.progress
         )
@@ -178,6 +173,20 @@ class Effects:
         for link in self._links.values():
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
+
+    async def _resume_point(self) -> ResumePoint:
+        find, checkpoint = find_resume_point, self._config.checkpoint
+        told: list[str] = []
+        if checkpoint.local_dir and not self._paths.resume_once.exists():
+            # What the nodes hold is newer than what lies in a tier: it comes home first.
+            point = await asyncio.to_thread(find, self._paths, checkpoint.resume_from, self._epoch)
+            told += point.reasons
+            await self._bring_home(point.name)
+        has_tiers = bool(self._config.tiers)
+        point = await asyncio.to_thread(find, self._paths, checkpoint.resume_from, self._epoch, has_tiers)
+        for line in dict.fromkeys([*told, *point.reasons]):
+            self._journal.event("resume", reason=line)
+        return point
 
     async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
         try:
@@ -266,6 +275,7 @@ class Effects:
             "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
         )
         if left is not None:
+            self._mover.interrupt()
             self._arm(left)
 
     def _arm(self, seconds_left: float) -> None:
@@ -282,6 +292,8 @@ class Effects:
             if await self._bring_home(""):
                 good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch)
         self._post(ev.Verified(name, good, detail))
+        if good:
+            self._mover.wake()
 
     async def _bring_home(self, after: str) -> bool:
         """Have every node send what shared storage lacks; whether anything came of it."""

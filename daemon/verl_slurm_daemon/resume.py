@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from verl_slurm.fence import require_epoch
 from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm_daemon.tier_child import restore_newest
 
 __all__ = ["ResumePoint", "find_resume_point", "read_back"]
 
@@ -31,13 +33,21 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """What a start has to show: two starts with the same one brought nothing new in between."""
 
 
-def find_resume_point(paths: RunPaths, resume_from: str | None, epoch: int) -> ResumePoint:
+def find_resume_point(
+    paths: RunPaths, resume_from: str | None, epoch: int, has_tiers: bool = False
+) -> ResumePoint:
     """Verify from the newest back and take the first that is good; sets corrupt ones aside.
 
     What the user named counts for the first start after his submission (`RUN/control/resume_once`), then `auto`.
 
     Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
     is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
+
+    Where nothing of the run itself verifies and it has tiers, the newest they have is brought back, unless the run
+    was told to begin from nothing and has saved nothing since.
+
+    Raises:
+        TierError: a tier that has one does not answer.
     """
     require_epoch(paths, epoch)  # a former life that still breathes must not tidy up under the present one
     if not paths.resume_once.exists():
@@ -45,6 +55,14 @@ def find_resume_point(paths: RunPaths, resume_from: str | None, epoch: int) -> R
     sweep(paths)
     sweep(paths.partial)
     choice = choose_resume(paths, resume_from)
+    if choice.name is not None:
+        paths.from_nothing.unlink(missing_ok=True)
+    elif resume_from is None:
+        write_file(private_dir(paths.control) / paths.from_nothing.name, b"")
+    elif has_tiers and not paths.from_nothing.exists():
+        restore_newest(paths)
+        found = choose_resume(paths, "auto")
+        choice = replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
     if choice.path is not None and choice.path.parent != paths.checkpoints:
         choice = choose_resume(paths, _adopt(paths, choice.path))
     reasons = list(choice.reasons)

@@ -9,11 +9,14 @@ from verl_slurm_daemon.resume import find_resume_point, read_back
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from verl_slurm.checkpoint.commit import commit
-from verl_slurm.errors import Fenced
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import DataConfig, RunConfig, TierConfig
+from verl_slurm.errors import Fenced, TierError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm.tiers.mover import sync
 
 
 def save(paths: RunPaths, step: int, safe_point: int = 0, **changes: object) -> Path:
@@ -117,3 +120,38 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
     assert not good
     assert "Input/output error" in detail
     assert checkpoint.exists()
+
+
+@pytest.fixture
+def archived(run: RunPaths, tmp_path: Path) -> RunPaths:
+    """step_000004 in an archive and nowhere else."""
+    private_dir(tmp_path / "cold")
+    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
+    config = RunConfig(name="run", data=DataConfig(root=str(tmp_path)), tiers=(cold,))
+    run.run_yaml.write_bytes(dump(config))
+    path = save(run, 4)
+    assert sync(run, config).ok
+    path.rename(tmp_path / "lost")
+    return run
+
+
+def test_what_only_a_tier_has_is_brought_back(archived: RunPaths) -> None:
+    point = find_resume_point(archived, "auto", 1, has_tiers=True)
+    assert point.name == "step_000004"
+    assert "asked the run's tiers" in point.reasons
+    assert read_back(archived, point.name, 1)[0]
+
+
+def test_a_run_that_was_told_to_begin_from_nothing_is_not_brought_back(archived: RunPaths) -> None:
+    ask_once(archived)
+    assert find_resume_point(archived, None, 1, has_tiers=True).name == ""
+    archived.resume_once.unlink()
+    assert find_resume_point(archived, None, 1, has_tiers=True).name == ""
+    save(archived, 1)
+    assert find_resume_point(archived, None, 1, has_tiers=True).name == "step_000001"
+
+
+def test_a_run_is_not_begun_afresh_while_its_tier_is_away(archived: RunPaths, tmp_path: Path) -> None:
+    (tmp_path / "cold").rename(tmp_path / "unmounted")
+    with pytest.raises(TierError, match="does not answer"):
+        find_resume_point(archived, "auto", 1, has_tiers=True)

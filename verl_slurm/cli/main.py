@@ -43,6 +43,13 @@ COMMANDS: dict[str, Entry] = {
     "scrub": Entry(
         "scrub", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
     ),
+    "tiers": Entry(
+        "tiers", "tiers", "What of a run lies in which storage tier, and whether it was read back."
+    ),
+    "offload": Entry(
+        "tiers", "offload", "Copy verified checkpoints on to the run's tiers, drop what is too old."
+    ),
+    "fetch-back": Entry("tiers", "fetch_back", "Bring a checkpoint back from a tier, verified."),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),
