@@ -10,8 +10,11 @@ BIN := $(VENV)/bin
 FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 N ?= 100
+# The peers of the benchmark, in an environment of their own that sees ours.
+PEERS := .venv-bench
+BENCH ?=
 
-.PHONY: help setup slurm demo test check campaign clean
+.PHONY: help setup slurm demo test check campaign bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -57,5 +60,17 @@ check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests 
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
 	VERL_SLURM_CAMPAIGN=$(N) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
+# A peer that cannot be installed here is left out, and the benchmark says so.
+$(PEERS)/.ready: constraints/bench.txt $(BIN)/.ready
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	grep -v '^#' constraints/bench.txt | xargs -n 1 sh -c \
+	  '$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps "$$0" || echo "not installable here: $$0"'
+	touch $@
+
+bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
+	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
+
 clean: ## the virtual environment and caches, nothing of a run
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,6 +1,7 @@
 """Saving and loading measured, this project beside its peers, interleaved in one run.
 
     python -m benchmarks.save                                     everything, 1 GiB, 5 repetitions (make bench)
+    python -m benchmarks.save --quick                             1/8 GiB, 2 repetitions: no figures to quote
     python -m benchmarks.save --what stall --peers ours,dcp,nvrx_fork --json RUN.json
     python -m benchmarks.save --show RUN.json                     the tables of a run again
     python -m benchmarks.save --page RUN.json > docs/benchmarks.md
@@ -30,10 +31,18 @@ from benchmarks.save.report import text
 
 __all__ = ["main"]
 
+_QUICK = {"gib": 0.125, "reps": 2, "generation_s": 0.3, "busy_s": 0.8, "quiet_s": 0.0}
+# Saves go to one medium so far.
+_EVERYTHING = tuple(name for name in MODES if name != "dual")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: measured (whether targets were met or not); 1: a group of processes failed; 2: usage."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.quick:
+        parser.set_defaults(**_QUICK)
+        options = parser.parse_args(argv)
     for path, render in ((options.show, text), (options.page, page)):
         if path is not None:
             print(render(msgspec.json.decode(path.read_bytes(), type=Run)), end="")
@@ -58,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             scratch=Path(scratch),
             generation_s=options.generation_s,
             busy_s=options.busy_s,
+            quiet_s=options.quiet_s,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
         try:
@@ -100,13 +110,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--gib", type=float, default=1.0, help="size of model and optimizer state over all ranks (default 1)")
     add("--reps", type=int, default=5, help="timed repetitions, a cold one before them (default 5)")
     add("--ranks", type=int, default=2, help="processes the model is sharded over (default 2)")
-    add("--what", type=_among(tuple(MODES)), default=tuple(MODES), help=f"some of {','.join(MODES)}")
+    add("--what", type=_among(tuple(MODES)), default=_EVERYTHING, help=f"some of {','.join(MODES)}")
     add("--peers", type=_among(tuple(PEERS)), default=DEFAULT, help="some of those below (default: all)")
     add("--plugin", action="append", default=[], metavar="NAME=MODULE:CLASS", help="one more, a Peer")
     add("--dir", type=Path, default=Path.cwd(), help="medium to write to (default: here)")
     add("--second-dir", type=Path, default=None, help="second medium of the dual write (default: the same)")
     add("--generation-s", type=float, default=1.0, help="length of the phase that only reads (default 1 s)")
-    add("--busy-s", type=float, default=4.0, help="how long training goes on during a busy save (default 4 s)")
+    add(
+        "--busy-s", type=float, default=3.0, help="how long training goes on during a busy save (default 3 s)"
+    )
+    add("--quiet-s", type=float, default=3.0, help="wait so long for an idle machine, at most (default 3 s)")
+    add(
+        "--quick",
+        action="store_true",
+        help="other defaults: " + ", ".join(f"{k} {v}" for k, v in _QUICK.items()),
+    )
     add("--json", type=Path, metavar="OUT", help="write the whole run there")
     add("--show", type=Path, metavar="RUN", help="print the tables of a run, measure nothing")
     add("--page", type=Path, metavar="RUN", help="print docs/benchmarks.md for a run, measure nothing")

@@ -54,6 +54,7 @@ class Launcher:
     scratch: Path
     generation_s: float
     busy_s: float
+    quiet_s: float
     say: Callable[[str], None]
     samples: list[Sample] = field(default_factory=list)
     state_bytes: int = 0
@@ -108,19 +109,25 @@ class Launcher:
             files, threads = files_of(directory), os.cpu_count() or 1
             for rep in range(self.reps + 1):
                 drop_caches()
-                idle = wait_until_idle()
+                idle = wait_until_idle(at_most_s=self.quiet_s)
                 began = time.perf_counter()
                 verdict = verify(directory)
                 took = time.perf_counter() - began
                 drop_caches()
-                wait_until_idle()
+                wait_until_idle(at_most_s=self.quiet_s)
                 began = time.perf_counter()
                 read_all(files, threads)
                 values = {"verify": took, "plain_read": time.perf_counter() - began}
                 error = "" if verdict.ok else f"{verdict.problems[0].path}: {verdict.problems[0].what}"
                 self.samples.append(
                     Sample(
-                        peer="ours", mode="verify", group="verify", rep=rep, values=values, error=error, idle=idle
+                        peer="ours",
+                        mode="verify",
+                        group="verify",
+                        rep=rep,
+                        values=values,
+                        error=error,
+                        idle=idle,
                     )
                 )
         self._clear()
@@ -166,6 +173,7 @@ class Launcher:
             directories=tuple(map(str, self.directories)),
             generation_s=self.generation_s,
             busy_s=self.busy_s,
+            quiet_s=self.quiet_s,
             rep=rep,
             answer=str(answer),
         )
@@ -191,7 +199,9 @@ class Launcher:
                 _end(processes)
         if not answer.exists():
             self.failed = True
-            self.say(f"{group} gave no answer; the end of its log:\n{log.read_text(errors='replace')[-_SHOWN_LOG:]}")
+            self.say(
+                f"{group} gave no answer; the end of its log:\n{log.read_text(errors='replace')[-_SHOWN_LOG:]}"
+            )
             lost = [
                 Sample(peer=name, mode=modes[0], group=group, rep=rep, error="its processes gave no answer")
                 for name in names

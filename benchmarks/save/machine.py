@@ -31,12 +31,19 @@ __all__ = [
 
 _DROP = Path("/proc/sys/vm/drop_caches")
 _PACKAGES = (
-    *("torch", "transformers", "safetensors", "nvidia-resiliency-ext", "bytecheckpoint"),
+    *(
+        "torch",
+        "transformers",
+        "safetensors",
+        "nvidia-resiliency-ext",
+        "bytecheckpoint",
+        "torchsnapshot-nightly",
+    ),
     *("numpy", "msgspec", "psutil"),
 )
 
 
-def wait_until_idle(*, at_most_s: float = 6.0, share: float = 0.85) -> float:
+def wait_until_idle(*, at_most_s: float, share: float = 0.85) -> float:
     """Wait until the cores are mostly idle, so that nobody else's work is measured.
 
     Returns:
@@ -44,7 +51,7 @@ def wait_until_idle(*, at_most_s: float = 6.0, share: float = 0.85) -> float:
     """
     deadline = time.monotonic() + at_most_s
     while True:
-        idle = 1.0 - psutil.cpu_percent(interval=0.25) / 100.0
+        idle = 1.0 - psutil.cpu_percent(interval=min(0.25, max(at_most_s, 0.01))) / 100.0
         if idle >= share or time.monotonic() >= deadline:
             return idle
 
@@ -150,7 +157,11 @@ def _versions() -> dict[str, str]:
 
 def _file_system(directory: Path) -> str:
     best = max(
-        (part for part in psutil.disk_partitions(all=True) if directory.resolve().is_relative_to(part.mountpoint)),
+        (
+            part
+            for part in psutil.disk_partitions(all=True)
+            if directory.resolve().is_relative_to(part.mountpoint)
+        ),
         key=lambda part: len(part.mountpoint),
         default=None,
     )

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.save.committed import commit_one
 from benchmarks.save.machine import drop_caches, fsync_tree
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.ranks import attempt, fresh, quiet, slowest, timed
 from benchmarks.save.reading import files_of, read_share
 from benchmarks.save.records import Job, Sample
 from benchmarks.save.registry import load_class
+from benchmarks.save.run_directory import contents, make_saver
 from benchmarks.save.workload import Workload
 from verl_slurm.dcp.collective import Collective
 
@@ -32,9 +32,11 @@ def memory(job: Job, ranks: Collective, work: Workload, marks: dict[str, float])
     marks["saving"] = time.monotonic()
 
     def saves() -> None:
-        peer.open((Path(job.directories[0]),))
-        for _ in range(2):
-            peer.save(fresh(ranks, job, name, media=1))
+        for turn in range(2):
+            directories = fresh(ranks, job, name, media=1)
+            if not turn:
+                peer.open(directories)
+            peer.save(directories)
             peer.fence()
             work.update()
             peer.wait()
@@ -54,7 +56,7 @@ def keep(job: Job, ranks: Collective, work: Workload) -> list[Sample]:
         directories = fresh(ranks, job, f"kept_{name}", media=1)
 
         def save(peer: Peer = peer, directories: tuple[Path, ...] = directories) -> None:
-            peer.open((Path(job.directories[0]),))
+            peer.open(directories)
             peer.save(directories)
             peer.fence()
             peer.wait()
@@ -79,7 +81,7 @@ def load(job: Job, ranks: Collective) -> list[Sample]:
     def cold() -> float:
         if ranks.rank == 0:
             drop_caches()
-        return quiet(ranks)
+        return quiet(ranks, job)
 
     idle = cold()
     error = attempt(
@@ -109,7 +111,9 @@ def load(job: Job, ranks: Collective) -> list[Sample]:
 
 def commit(job: Job, ranks: Collective, work: Workload) -> list[Sample]:
     """One whole committed checkpoint under `committed/`, for the launcher to verify."""
-    error = attempt(ranks, "commit", lambda: commit_one(Path(job.directories[0]) / "committed", work))
+    saver = make_saver(Path(job.directories[0]) / "committed", work)
+    error = attempt(ranks, "commit", lambda: saver.begin(contents(work)).result())
+    saver.close()
     return [Sample(peer="ours", mode="commit", group=job.group, rep=0, error=error)]
 
 

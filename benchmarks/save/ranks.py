@@ -43,14 +43,14 @@ def fresh(ranks: Collective, job: Job, name: str, *, media: int) -> tuple[Path, 
     return paths
 
 
-def quiet(ranks: Collective) -> float:
+def quiet(ranks: Collective, job: Job) -> float:
     """Wait for a quiet machine; returns the idle share on rank 0, and all ranks at the same moment."""
-    idle = wait_until_idle() if ranks.rank == 0 else 1.0
+    idle = wait_until_idle(at_most_s=job.quiet_s) if ranks.rank == 0 else 1.0
     dist.barrier()
     return idle
 
 
-def attempt(ranks: Collective, what: str, work: Callable[[], None]) -> str:
+def attempt(ranks: Collective, what: str, work: Callable[[], object]) -> str:
     """Do it on all ranks; what went wrong on any of them, in words, on all; empty if nothing did."""
 
     def loud() -> None:

@@ -72,6 +72,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Length of the phase that only reads."""
     busy_s: float
     """How long training goes on in `busy`."""
+    quiet_s: float
+    """How long to wait for a quiet machine before each measurement, at most."""
     rep: int = 0
     """`load`: which repetition this fresh process is."""
     answer: str

@@ -21,10 +21,10 @@ class Entry:
         label: as tables show it.
         target: `module:Class`, a `peers.base.Peer`.
         kind: `reference` is no checkpoint, but what the machine itself takes for the same bytes.
-        alone: it changes the process for the others (its class says how), so it gets processes of its own, with
-            `COMPANIONS` beside it for the comparison.
+        apart: name of a group. It changes the process for the others (its class says how), so it gets processes
+            of its own, with those of the same group and `COMPANIONS` beside it for the comparison.
         needs: module that must be there.
-        loads: can a fresh process load what it wrote?
+        loads: is loading in a fresh process measured? Not where the files are another peer's, too.
         hashes: are digests computed and kept? The rest pays nothing for that.
         modes: of those in which peers take turns, the ones it is measured in.
         only: figures that say something of it; empty: all.
@@ -34,7 +34,7 @@ class Entry:
     label: str
     target: str
     kind: Literal["peer", "ours", "reference"] = "peer"
-    alone: bool = False
+    apart: str = ""
     needs: str = "torch"
     loads: bool = True
     hashes: bool = False
@@ -52,31 +52,54 @@ PEERS: dict[str, Entry] = {
         label="safetensors, a file per rank", target=f"{_HERE}.files:Safetensors", needs="safetensors"
     ),
     "dcp": Entry(label="DCP save", target=f"{_HERE}.dcp:Dcp"),
-    "dcp_async": Entry(label="DCP async, thread, cached staging", target=f"{_HERE}.dcp:DcpThread"),
-    "dcp_process": Entry(label="DCP async, process, shared staging", target=f"{_HERE}.dcp:DcpProcess"),
+    "dcp_async": Entry(
+        label="DCP async, thread, cached staging",
+        target=f"{_HERE}.dcp:DcpThread",
+        apart="dcp_threads",
+        loads=False,
+    ),
+    "dcp_default": Entry(
+        label="DCP async, thread, default staging",
+        target=f"{_HERE}.dcp:DcpDefault",
+        apart="dcp_threads",
+        loads=False,
+    ),
+    "dcp_process": Entry(
+        label="DCP async, process, shared staging", target=f"{_HERE}.dcp:DcpProcess", loads=False
+    ),
     "nvrx_fork": Entry(
         label="NVIDIA Resiliency Extension, fork",
         target=f"{_HERE}.nvrx:NvrxFork",
         needs="nvidia_resiliency_ext",
+        loads=False,
     ),
     "nvrx_worker": Entry(
         label="NVIDIA Resiliency Extension, worker",
         target=f"{_HERE}.nvrx:NvrxWorker",
         needs="nvidia_resiliency_ext",
-        alone=True,
+        apart="nvrx_worker",
+        loads=False,
+        modes=("loop", "direct"),
     ),
     "bytecheckpoint": Entry(
         label="ByteCheckpoint, fast_saving",
         target=f"{_HERE}.bytecheckpoint:ByteCheckpoint",
         needs="bytecheckpoint",
-        alone=True,
+        apart="bytecheckpoint",
+        modes=("loop", "direct"),
+    ),
+    "torchsnapshot": Entry(
+        label="torchsnapshot, async_take",
+        target=f"{_HERE}.snapshot:TorchSnapshot",
+        needs="torchsnapshot",
+        apart="torchsnapshot",
+        modes=("loop", "direct"),
     ),
     "ours": Entry(
         label="verl-slurm, lazy staging",
         target=f"{_HERE}.ours:Ours",
         kind="ours",
         needs="verl_slurm.dcp.staging",
-        modes=("loop", "direct", "busy", "dual"),
         hashes=True,
     ),
     "ours_eager": Entry(
@@ -109,8 +132,8 @@ PEERS: dict[str, Entry] = {
 
 DEFAULT = tuple(PEERS)
 
-COMPANIONS = ("safetensors", "ours", "ours_eager")
-"""Measured again in the processes of every `alone` peer: ratios are within the same processes."""
+COMPANIONS = ("ours",)
+"""Measured again in the processes of every peer that is `apart`: ratios are within the same processes."""
 
 
 def entry(name: str, plugins: dict[str, str]) -> Entry:
@@ -121,7 +144,6 @@ def entry(name: str, plugins: dict[str, str]) -> Entry:
             target=plugins[name],
             kind="ours",
             hashes=True,
-            modes=("loop", "direct", "busy", "dual"),
         )
     return PEERS[name]
 
@@ -142,16 +164,23 @@ def absent(name: str, plugins: dict[str, str]) -> str:
         found = None
     if found is not None:
         return ""
-    return "not there yet" if needs.startswith("verl_slurm") else f"{needs} is not installed (make bench does it)"
+    return (
+        "not there yet"
+        if needs.startswith("verl_slurm")
+        else f"{needs} is not installed (make bench does it)"
+    )
 
 
 def groups(names: tuple[str, ...], plugins: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """Which peers share processes: all in `main`, but for those that must be alone.
+    """Which peers share processes: all in `main`, but for those that are apart.
 
     Returns:
-        Group → peers. The first of a group named after a peer is that peer; the others are its company.
+        Group → peers, its own first, then those that only keep them company.
     """
-    main = tuple(name for name in names if not entry(name, plugins).alone)
+    main = tuple(name for name in names if not entry(name, plugins).apart)
     company = tuple(name for name in main if name in COMPANIONS or name in plugins)
     found = {"main": main} if main else {}
-    return found | {name: (name, *company) for name in names if entry(name, plugins).alone}
+    for name in names:
+        if group := entry(name, plugins).apart:
+            found[group] = (*found.get(group, ()), name)
+    return {group: peers if group == "main" else (*peers, *company) for group, peers in found.items()}

@@ -137,7 +137,9 @@ def _verify(figures: Figures) -> Table:
     took, plain = (figures.of("verify", _OURS, "verify", name) for name in ("verify", "plain_read"))
     rows = []
     if took is not None and plain is not None:
-        rows = [("committed checkpoint", _seconds(took), _seconds(plain), f"{took.median / plain.median:.2f}")]
+        rows = [
+            ("committed checkpoint", _seconds(took), _seconds(plain), f"{took.median / plain.median:.2f}")
+        ]
     return Table(
         title="Verify, cold",
         note="Every byte read again and hashed by one process, a thread a core; the plain read has as many.",

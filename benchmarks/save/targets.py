@@ -43,8 +43,12 @@ def verdicts(run: Run) -> list[Verdict]:
         stall = "stall of the training thread, fence included"
         found += [
             _against(figures, f"{stall}, lazy staging", _LAZY, peers, "loop", "stall", 0.2, "the best peer"),
-            _against(figures, f"{stall}, eager staging", _EAGER, peers, "loop", "stall", 0.8, "the best peer"),
-            _against(figures, f"{stall}, eager staging", _EAGER, [_COPY], "loop", "stall", 1.4, "a plain copy"),
+            _against(
+                figures, f"{stall}, eager staging", _EAGER, peers, "loop", "stall", 0.8, "the best peer"
+            ),
+            _against(
+                figures, f"{stall}, eager staging", _EAGER, [_COPY], "loop", "stall", 1.4, "a plain copy"
+            ),
         ]
     if "busy" in run.what:
         found.append(_lost(figures, plain))
@@ -53,16 +57,19 @@ def verdicts(run: Run) -> list[Verdict]:
         asynchronous = [name for name in _DCP_ASYNC if name in peers]
         found += [
             _against(figures, durable, _LAZY, asynchronous, "direct", "durable", 0.4, "the faster DCP async"),
-            _against(figures, durable, _LAZY, plain, "direct", "durable", 0.9, "the fastest peer, none hashes"),
+            _against(
+                figures, durable, _LAZY, plain, "direct", "durable", 0.9, "the fastest peer, none hashes"
+            ),
         ]
-    if "dual" in run.what:
-        found.append(_dual(figures))
+    found.append(_dual(figures))
     if "verify" in run.what:
         found.append(
             _within(figures, "verify, full re-read, cold", "verify", "verify", "verify", "plain_read", 1.25)
         )
     if "load" in run.what:
-        found.append(_within(figures, "load, cold, fresh process", "load", "load", "load", "plain_read", 1.25))
+        found.append(
+            _within(figures, "load, cold, fresh process", "load", "load", "load", "plain_read", 1.25)
+        )
         dcp = ["dcp"] if "dcp" in peers else []
         found.append(_against(figures, "load, cold, fresh process", _LAZY, dcp, "load", "load", 1.0, "DCP"))
     if "memory" in run.what:
@@ -123,7 +130,10 @@ def _lost(figures: Figures, plain: list[str]) -> Verdict:
 
 
 def _dual(figures: Figures) -> Verdict:
-    what, target = "dual write, both durable and hashed", "at most 1.3 × the slower medium's raw write + fsync"
+    what, target = (
+        "dual write, both durable and hashed",
+        "at most 1.3 × the slower medium's raw write + fsync",
+    )
     raw = [found for name in ("first", "second") if (found := figures.of("dual", "raw", "dual", name))]
     ours = figures.of("dual", _LAZY, "dual", "durable")
     if len(raw) < 2 or ours is None:

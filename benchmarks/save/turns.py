@@ -1,8 +1,9 @@
 """The modes in which all peers of a group take turns in the same processes: loop, direct, busy, dual.
 
 In each repetition every mode, in each mode every peer in an order drawn anew, so that none always follows the
-same other. Before each turn rank 0 waits for a quiet machine; after each the checkpoint is loaded and compared,
-outside of every figure: the live state was overwritten meanwhile, so a snapshot that is none is found.
+same other. Before each turn rank 0 waits for a quiet machine; in the first and the last repetition the checkpoint
+is loaded and compared, outside of every figure: the live state was overwritten meanwhile, so a snapshot that is
+none is found.
 """
 
 import hashlib
@@ -79,30 +80,35 @@ class Turns:
     def _turn(self, name: str, mode: Mode, rep: int) -> None:
         values: dict[str, float] = {}
         idle, exact = 1.0, None
+        checks = rep in (0, self.job.reps) and entry(name, self.job.plugins).checked
         directories = fresh(self.ranks, self.job, name, media=self._media)
 
         def measure() -> None:
             nonlocal idle
             if name not in self._peers:
                 self._peers[name] = load_class(name, self.job.plugins)(self.work)
-                roots = tuple(Path(root) for root in self.job.directories[: self._media])
-                values["open"] = timed(lambda: self._peers[name].open(roots))
-            idle = quiet(self.ranks)
+                values["open"] = timed(lambda: self._peers[name].open(directories))
+            idle = quiet(self.ranks, self.job)
             modes = {"loop": self._loop, "direct": self._direct, "busy": self._busy, "dual": self._dual}
             found = modes[mode](self._peers[name], directories)
             only = entry(name, self.job.plugins).only
             values.update({key: value for key, value in found.items() if not only or key in only})
 
         error = attempt(self.ranks, f"{name}, {mode}", measure)
-        if not error and entry(name, self.job.plugins).checked:
+        if not error and checks:
             for directory in directories:
                 if self.work.matches():
                     self.work.update()  # what is there already shall not pass for what was loaded
                 error = error or attempt(
-                    self.ranks, f"{name}, loading", lambda d=directory: self._peers[name].load(d)  # type: ignore[misc]
+                    self.ranks,
+                    f"{name}, loading",
+                    lambda d=directory: self._peers[name].load(d),  # type: ignore[misc]
                 )
                 exact = exact is not False and not error and self.work.matches()
-        self.work.restore()
+        if error or checks:
+            self.work.restore()
+        else:
+            self.work.undo()
         if error:
             self._dead.add(name)
         self._add(name, mode, rep, values, bit_exact=exact, error=error, idle=round(idle, 3))
@@ -159,17 +165,21 @@ class Turns:
                 peer.fence()
             self.work.update()
 
+        def steps_in_turn(count: int, fence: bool) -> None:
+            for _ in range(count):
+                step(fence)
+
         def undisturbed() -> float:
             dist.barrier()
-            return slowest(self.ranks, s=timed(lambda: [step(False) for _ in range(_COMPARED_STEPS)][0]))["s"] / _COMPARED_STEPS
+            took = slowest(self.ranks, s=timed(lambda: steps_in_turn(_COMPARED_STEPS, False)))
+            return took["s"] / _COMPARED_STEPS
 
         before = undisturbed()
         steps = max(4, round(self.job.busy_s / before))
         dist.barrier()
         began = time.perf_counter()
         peer.save(directories)
-        for _ in range(steps):
-            step(True)
+        steps_in_turn(steps, True)
         peer.wait()
         wall = time.perf_counter() - began
         after = undisturbed()
@@ -200,9 +210,9 @@ class Turns:
             if self.ranks.rank == 0:
                 for part in parts:
                     part.mkdir()
-            quiet(self.ranks)
+            quiet(self.ranks, self.job)
             figures[name] = self._dual(self._peers["raw"], parts)["durable"]
-        self.work.restore()
+        self.work.undo()
         if self.ranks.rank == 0:
             shutil.rmtree(first)
             shutil.rmtree(second)
@@ -211,8 +221,8 @@ class Turns:
     def _hash(self) -> dict[str, float]:
         """SHA-256 of all bytes on one core: the ranks' own times, added up."""
         parts = [tensor.reshape(-1).numpy() for tensor in self.work.locals().values()]
-        quiet(self.ranks)
-        mine = timed(lambda: [hashlib.sha256(part) for part in parts])
+        quiet(self.ranks, self.job)
+        mine = timed(lambda: [hashlib.sha256(part.data) for part in parts])
         return {"one_core": self.ranks.sum([mine])[0]}
 
     def _make_durable(self, directories: tuple[Path, ...]) -> None:

@@ -27,7 +27,11 @@ __all__ = ["Workload", "local", "start_ranks"]
 
 # (hidden size, vocabulary, parameters of the embedding, parameters of one layer): the largest whose embedding
 # leaves most of the wanted size to the layers.
-_SHAPES = ((768, 16384, 12_600_000, 6_300_000), (384, 8192, 3_150_000, 1_720_000), (128, 2048, 262_000, 230_000))
+_SHAPES = (
+    (768, 16384, 12_600_000, 6_300_000),
+    (384, 8192, 3_150_000, 1_720_000),
+    (128, 2048, 262_000, 230_000),
+)
 _BYTES_PER_PARAMETER = 12
 """float32: the weight and AdamW's two moments."""
 
@@ -70,6 +74,7 @@ class Workload:
             self.home = _Home({p: dict(self.optimizer.state[p]) for p in self.model.parameters()})
             self.fill()
             self._expected = self.digests()
+        self._odd = False
 
     def empty_state(self) -> None:
         """Give AdamW its state tensors without touching their memory: a load fills them."""
@@ -111,12 +116,20 @@ class Workload:
         return sum(tensor.nbytes for tensor in self.locals().values())
 
     def digests(self) -> dict[str, str]:
-        return {name: hashlib.sha256(t.reshape(-1).numpy()).hexdigest() for name, t in self.locals().items()}
+        return {
+            name: hashlib.sha256(t.reshape(-1).numpy().data).hexdigest() for name, t in self.locals().items()
+        }
 
     def update(self) -> None:
         """Read and write every byte of the state in place, as an optimizer does; twice is not at all."""
+        self._odd = not self._odd
         with torch.no_grad():
             torch._foreach_neg_(list(self.locals().values()))
+
+    def undo(self) -> None:
+        """Take the updates back, where nothing but updates happened."""
+        if self._odd:
+            self.update()
 
     def matches(self) -> bool:
         """Is the state, byte for byte, the one that was saved (on all ranks)?"""
@@ -136,6 +149,7 @@ class Workload:
             self.update()  # an odd number of them, and no load
         if self.digests() != self._expected:
             self.fill()  # a peer lost something: the others shall not suffer
+        self._odd = False
 
 
 def _model(gib: float, ranks: int) -> nn.Module:
@@ -151,11 +165,9 @@ def _model(gib: float, ranks: int) -> nn.Module:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model: nn.Module = Qwen2ForCausalLM(config).float()
+    model: nn.Module = Qwen2ForCausalLM(config).float()  # type: ignore[no-untyped-call]
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     for block in model.model.layers:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
-
-

@@ -20,8 +20,8 @@ class Peer:
     def __init__(self, work: Workload) -> None:
         self.work = work
 
-    def open(self, roots: tuple[Path, ...]) -> None:
-        """Once before the first save; `roots` are the directories below which it will write."""
+    def open(self, directories: tuple[Path, ...]) -> None:
+        """Once, before the first save: into these, or others of the same name, it will save."""
 
     def save(self, directories: tuple[Path, ...]) -> None:
         """Save into fresh empty directories (one, but in `dual` two); return when training may go on reading."""

@@ -7,15 +7,16 @@ weights are written twice (`lm_head`). It fsyncs its files, not their directory.
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.workload import Workload
 
-__all__ = ["Dcp", "DcpProcess", "DcpThread"]
+__all__ = ["Dcp", "DcpDefault", "DcpProcess", "DcpThread"]
 
 
 class Dcp(Peer):
@@ -26,11 +27,11 @@ class Dcp(Peer):
         return {"model": model, "optimizer": optimizer}
 
     def save(self, directories: tuple[Path, ...]) -> None:
-        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(directories[0]))
+        save(self._state(), storage_writer=FileSystemWriter(directories[0]))
 
     def load(self, directory: Path) -> None:
         state = self._state()  # makes the optimizer's state by an empty update where there is none
-        dcp.load(state, checkpoint_id=directory)
+        load(state, checkpoint_id=directory)
         set_state_dict(
             self.work.model,
             self.work.optimizer,
@@ -40,9 +41,9 @@ class Dcp(Peer):
 
 
 class _Async(Dcp):
-    """`dcp.async_save` with a stager that keeps its buffers: without that, each save faults them in anew."""
+    """`dcp.async_save`, with a stager that keeps its buffers where `shared` is not None."""
 
-    shared: ClassVar[bool]
+    shared: ClassVar[bool | None]
     kind: ClassVar[AsyncCheckpointerType]
 
     def __init__(self, work: Workload) -> None:
@@ -51,7 +52,7 @@ class _Async(Dcp):
         self._future: Any = None
 
     def save(self, directories: tuple[Path, ...]) -> None:
-        if self._stager is None:
+        if self._stager is None and self.shared is not None:
             options = StagingOptions(
                 use_pinned_memory=False,
                 use_shared_memory=self.shared,
@@ -59,7 +60,7 @@ class _Async(Dcp):
                 use_non_blocking_copy=False,
             )
             self._stager = DefaultStager(options)
-        self._future = dcp.async_save(
+        self._future = async_save(
             self._state(),
             checkpoint_id=directories[0],
             async_stager=self._stager,
@@ -76,9 +77,20 @@ class _Async(Dcp):
 
 
 class DcpThread(_Async):
-    """The writing thread fights the training thread for the interpreter's lock."""
+    """The writing thread fights the training thread for the interpreter's lock.
+
+    Its staging buffers are private memory that stays: a fork would have to copy their page tables. So threads
+    are kept apart from the peer that forks.
+    """
 
     shared = False
+    kind = AsyncCheckpointerType.THREAD
+
+
+class DcpDefault(_Async):
+    """With nothing said about staging, as most call it: each save faults its buffers in anew."""
+
+    shared = None
     kind = AsyncCheckpointerType.THREAD
 
 

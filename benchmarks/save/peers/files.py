@@ -46,7 +46,9 @@ class TorchPerRank(Peer):
         # Written by this very run a moment ago; verl does the same with files it finds.
         rank = dist.get_rank()
         self.work.model.load_state_dict(torch.load(directory / f"model_{rank}.pt", weights_only=False))
-        self.work.optimizer.load_state_dict(torch.load(directory / f"optimizer_{rank}.pt", weights_only=False))
+        self.work.optimizer.load_state_dict(
+            torch.load(directory / f"optimizer_{rank}.pt", weights_only=False)
+        )
 
 
 class Safetensors(Peer):

@@ -23,7 +23,7 @@ import torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt import state_dict_saver
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from benchmarks.save.peers.dcp import Dcp
 from benchmarks.save.workload import Workload

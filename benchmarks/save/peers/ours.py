@@ -1,12 +1,16 @@
-"""This project's save path, without the trainer around it: staging, saver process, digests, dual write."""
+"""This project, as its trainer calls it: staging, saver process, digests, manifest, commit."""
 
-import importlib
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar
+
+import torch
 
 from benchmarks.save.peers.base import Peer
+from benchmarks.save.run_directory import all_domains, contents, make_saver, only_checkpoint
 from benchmarks.save.workload import Workload
 from verl_slurm.dcp.loader import load_tensors
+from verl_slurm.dcp.saver import CheckpointSaver, SavedCheckpoint
+from verl_slurm.dcp.tensors import initialise_adamw
 
 __all__ = ["Ours", "OursEager"]
 
@@ -14,32 +18,31 @@ __all__ = ["Ours", "OursEager"]
 class Ours(Peer):
     """Lazy staging: `save` returns at once, the copy runs on, and `fence` waits for the rest of it."""
 
-    lazy: ClassVar[bool] = True
-
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
-        self._saver: Any = None
-        self._pending: Any = None
+        self._saver: CheckpointSaver | None = None
+        self._pending: Future[SavedCheckpoint] | None = None
 
-    def open(self, roots: tuple[Path, ...]) -> None:
-        staging = importlib.import_module("verl_slurm.dcp.staging")
-        self._saver = staging.StagedSaver(
-            self.work.domains(), self.work.ranks, directories=roots, lazy=self.lazy
-        )
+    def open(self, directories: tuple[Path, ...]) -> None:
+        self._saver = make_saver(directories[0], self.work)
 
     def save(self, directories: tuple[Path, ...]) -> None:
-        self._pending = self._saver.begin(directories)
+        assert self._saver is not None
+        self._pending = self._saver.begin(contents(self.work))
 
     def fence(self) -> None:
+        assert self._saver is not None
         self._saver.fence()
 
     def wait(self) -> None:
+        assert self._pending is not None
         self._pending.result()
 
     def load(self, directory: Path) -> None:
+        """As a resume does it: every byte is checked on the way, and the optimizer's state made before."""
         if not self.work.optimizer.state:
-            self.work.empty_state()
-        load_tensors(directory, self.work.domains(), self.work.ranks)
+            initialise_adamw(self.work.optimizer)
+        load_tensors(only_checkpoint(directory), all_domains(self.work, torch.empty(2)), self.work.ranks)
 
     def close(self) -> None:
         if self._saver is not None:
@@ -49,4 +52,6 @@ class Ours(Peer):
 class OursEager(Ours):
     """Eager staging: `save` returns after the copy."""
 
-    lazy = False
+    def save(self, directories: tuple[Path, ...]) -> None:
+        super().save(directories)
+        super().fence()

@@ -25,7 +25,7 @@ class Copy(Peer):
         super().__init__(work)
         self._memory: mmap.mmap | None = None
 
-    def open(self, roots: tuple[Path, ...]) -> None:
+    def open(self, directories: tuple[Path, ...]) -> None:
         tensors = self.work.locals().values()
         size = -(-sum(tensor.nbytes + 64 for tensor in tensors) // _PAGE) * _PAGE
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
