@@ -4,7 +4,7 @@
     python -m benchmarks.save --quick                             1/8 GiB, 2 repetitions: no figures to quote
     python -m benchmarks.save --what stall --peers ours,dcp,nvrx_fork --json RUN.json
     python -m benchmarks.save --show RUN.json                     the tables of a run again
-    python -m benchmarks.save --page RUN.json > docs/benchmarks.md
+    python -m benchmarks.save --page RUN.json > RUN.md
 
 Peers that are not installed are left out, and said. As root the page cache is dropped before every cold read;
 else reads are warm, and that is said. Compare within one run only: page cache, balloon and neighbours of a
@@ -93,9 +93,13 @@ def main(argv: list[str] | None = None) -> int:
         same_medium=same,
         samples=launcher.samples,
     )
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
-    print(text(run), end="")
+    data = msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n"
+    if options.json == Path("-"):
+        print(data.decode(), end="")
+    else:
+        if options.json:
+            options.json.write_bytes(data)
+        print(text(run), end="")
     return int(launcher.failed)
 
 
@@ -125,9 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="other defaults: " + ", ".join(f"{k} {v}" for k, v in _QUICK.items()),
     )
-    add("--json", type=Path, metavar="OUT", help="write the whole run there")
+    add("--json", type=Path, metavar="OUT", help="write the whole run there; -: instead of the tables")
     add("--show", type=Path, metavar="RUN", help="print the tables of a run, measure nothing")
-    add("--page", type=Path, metavar="RUN", help="print docs/benchmarks.md for a run, measure nothing")
+    add("--page", type=Path, metavar="RUN", help="print a run as Markdown, measure nothing")
     return parser
 
 

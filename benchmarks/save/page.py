@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, whole, from a run. Nothing on that page is written by hand: `--page RUN.json`."""
+"""A run as a page of Markdown. Nothing on it is written by hand: `--page RUN.json`."""
 
 from benchmarks.save.records import Run
 from benchmarks.save.report import conditions
@@ -8,7 +8,7 @@ __all__ = ["page"]
 
 _HEAD = """# What a save costs, measured
 
-Made by `python -m benchmarks.save --page RUN.json > docs/benchmarks.md` from one run of `make bench`; do not edit.
+Made by `python -m benchmarks.save --page RUN.json` from the run in the JSON file beside it; do not edit.
 
 Compare within this page only: the page cache, the balloon and the neighbours of a virtual machine move all
 figures together, from run to run, by a factor of three and more. Peers take turns in the same processes, in an

@@ -1,7 +1,7 @@
 """What the benchmark's processes tell one another, and what a run leaves behind: one JSON document.
 
 The launcher hands a `Job` to the ranks of one process group; rank 0 answers with a `Answer`; the launcher
-gathers all samples in a `Run`. Everything shown later (terminal, docs/benchmarks.md) is computed from the
+gathers all samples in a `Run`. Everything shown later (terminal, page) is computed from the
 `Run`; nothing is written by hand.
 """
 

@@ -116,7 +116,7 @@ PEERS: dict[str, Entry] = {
         kind="reference",
         loads=False,
         modes=("loop", "direct"),
-        only=("stall",),
+        only=("stall", "generation"),
         checked=False,
     ),
     "raw": Entry(

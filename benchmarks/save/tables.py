@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.save.figures import Figures, Spread
 from benchmarks.save.records import Mode, Run
+from benchmarks.save.registry import PEERS
 from benchmarks.save.targets import verdicts
 
 __all__ = ["Table", "tables"]
@@ -34,11 +35,11 @@ def tables(run: Run) -> list[Table]:
 
 
 def _targets(run: Run) -> Table:
-    words = {True: "yes", False: "NO", None: _NOTHING}
+    words = {True: "met", False: "NOT met", None: "not measured"}
     return Table(
         title="Targets",
         note="Against what was measured in the same processes; where there are several peers, the one closest counts.",
-        columns=("figure", "target", "found", "met"),
+        columns=("figure", "target", "found", ""),
         rows=tuple((v.figure, v.target, v.found, words[v.met]) for v in verdicts(run)),
     )
 
@@ -59,6 +60,7 @@ def _save(run: Run, figures: Figures) -> Table:
                 _label(run, group, name),
                 _seconds(loop),
                 _ours_over(figures, group, name, "loop", "stall"),
+                _seconds(figures.of(group, name, "loop", "generation")),
                 _seconds(direct),
                 _NOTHING if cold is None else f"{cold:.3f}",
                 _seconds(durable),
@@ -71,11 +73,21 @@ def _save(run: Run, figures: Figures) -> Table:
     return Table(
         title="Save",
         note="Seconds: median (least..greatest). Stall: the training thread is blocked, the fence before the update "
-        "included; in a trainer's loop, and with the update right after the save. First: the first save of all. "
+        "included; in a trainer's loop, and with the update right after the save. Generation: what the phase between "
+        "save and fence took, with all that goes on beside it. First: the first save of all. "
         "Durable: everything written and fsynced. CPU: all processes of all ranks. Exact: checkpoints loaded and "
         "compared after the live state had been overwritten.",
         columns=(
-            *("", "stall, loop", "ours ÷ it", "stall, update at once", "first", "durable", "ours ÷ it"),
+            *(
+                "",
+                "stall, loop",
+                "ours ÷ it",
+                "generation",
+                "stall, update at once",
+                "first",
+                "durable",
+                "ours ÷ it",
+            ),
             *("CPU s", "MiB", "exact"),
         ),
         rows=tuple(rows),
@@ -183,7 +195,8 @@ def _turns(figures: Figures) -> list[tuple[str, str]]:
 
 def _label(run: Run, group: str, name: str) -> str:
     label = run.labels.get(name, "SHA-256 of the bytes, one core" if name == "sha256" else name)
-    return label if group in ("main", name) else f"{label} (beside {group})"
+    home = PEERS[name].apart if name in PEERS else "main"
+    return label if group in ("main", home) else f"{label} (beside {group})"
 
 
 def _ours_over(figures: Figures, group: str, name: str, mode: Mode, figure: str) -> str:

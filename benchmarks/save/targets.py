@@ -161,5 +161,4 @@ def _exact(figures: Figures, peers: Iterable[str]) -> Verdict:
 
 
 def _unknown(figures: Figures, what: str, target: str, ours: str) -> Verdict:
-    why = figures.errors.get(ours, "not measured in this run")
-    return Verdict(figure=what, target=target, found=why, met=None)
+    return Verdict(figure=what, target=target, found=figures.errors.get(ours, "–"), met=None)
