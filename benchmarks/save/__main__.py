@@ -17,6 +17,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             generation_s=options.generation_s,
             busy_s=options.busy_s,
             quiet_s=options.quiet_s,
+            until=time.monotonic() + 60 * options.minutes,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
         try:
@@ -129,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="other defaults: " + ", ".join(f"{k} {v}" for k, v in _QUICK.items()),
     )
+    add("--minutes", type=float, default=90.0, help="begin nothing further after that (default 90)")
     add("--json", type=Path, metavar="OUT", help="write the whole run there; -: instead of the tables")
     add("--show", type=Path, metavar="RUN", help="print the tables of a run, measure nothing")
     add("--page", type=Path, metavar="RUN", help="print a run as Markdown, measure nothing")

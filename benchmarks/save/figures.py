@@ -69,6 +69,15 @@ class Figures:
         """Over the timed repetitions."""
         return spread(self._warm.get((group, peer, mode, figure), ()))
 
+    def fewest(self) -> tuple[str, int] | None:
+        """The peer and mode of the fewest timed repetitions, memory (which has one) apart."""
+        counts = {
+            f"{peer}, {mode}": len(values)
+            for (_, peer, mode, _), values in self._warm.items()
+            if mode != "memory"
+        }
+        return min(counts.items(), key=lambda item: item[1], default=None)
+
     def cold(self, group: str, peer: str, mode: Mode, figure: str) -> float | None:
         """The first time: worker processes start, memory is faulted in."""
         return self._cold.get((group, peer, mode, figure))

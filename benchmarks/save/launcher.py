@@ -30,6 +30,7 @@ __all__ = ["Launcher"]
 _ROOT = Path(__file__).parent.parent.parent
 _SAMPLING_MS = 30
 _SHOWN_LOG = 3000
+_FIRST = ("main", "dcp_threads")  # without them most targets cannot be judged
 
 
 @dataclass(kw_only=True)
@@ -39,6 +40,7 @@ class Launcher:
     Attributes:
         directories: where to write, the second for the dual write.
         scratch: for jobs, logs and the ranks' rendezvous; not on the medium that is measured.
+        until: CLOCK_MONOTONIC seconds from which on nothing further is begun, but for one repetition of the first.
         say: told what is going on, a line at a time.
         failed: a process group ended without an answer; its log has been said.
 
@@ -55,6 +57,7 @@ class Launcher:
     generation_s: float
     busy_s: float
     quiet_s: float
+    until: float
     say: Callable[[str], None]
     samples: list[Sample] = field(default_factory=list)
     state_bytes: int = 0
@@ -65,9 +68,10 @@ class Launcher:
         """Measure all of it and fill `samples`, `state_bytes` and `num_tensors`."""
         modes = {mode for name in what for mode in MODES[name]}
         together = tuple(mode for mode in ("loop", "direct", "busy") if mode in modes)
-        if together:
-            for group, names in groups(self.peers, self.plugins).items():
-                self._group(group, together, names)
+        turns = groups(self.peers, self.plugins) if together else {}
+        early = {group: names for group, names in turns.items() if group in _FIRST}
+        for group, names in early.items():
+            self._group(group, together, names)
         if "dual" in modes:
             names = tuple(n for n in self.peers if "dual" in entry(n, self.plugins).modes)
             self._group("dual", ("dual",), names)
@@ -75,10 +79,19 @@ class Launcher:
             self._loads()
         if "commit" in modes:
             self._verify()
-        if "memory" in modes:
-            for name in self.peers:
-                if entry(name, self.plugins).kind != "reference":
-                    self._memory(name)
+        saving = [n for n in self.peers if entry(n, self.plugins).kind != "reference"]
+        for name in sorted(saving, key=lambda n: entry(n, self.plugins).kind != "ours"):
+            if "memory" in modes and self._in_time(f"memory: {name}"):
+                self._memory(name)
+        for group, names in turns.items():
+            if group not in early and self._in_time(group):
+                self._group(group, together, names)
+
+    def _in_time(self, what: str) -> bool:
+        in_time = time.monotonic() < self.until
+        if not in_time:
+            self.say(f"no time left for {what}")
+        return in_time
 
     def _group(self, group: str, modes: tuple[Mode, ...], names: tuple[str, ...], *, rep: int = 0) -> Answer:
         self.say(f"{', '.join(modes)}: {', '.join(names) or '-'}")
@@ -96,6 +109,8 @@ class Launcher:
             if any(sample.error for sample in self._group(f"keep {name}", ("keep",), (name,)).samples):
                 names.remove(name)
         for rep in range(1, self.reps + 1):
+            if rep > 1 and not self._in_time(f"the {rep}th load"):
+                break
             turn = rep % len(names) if names else 0
             for name in names[turn:] + names[:turn]:
                 self._group(f"load {name}", ("load",), (name,), rep=rep)
@@ -174,6 +189,7 @@ class Launcher:
             generation_s=self.generation_s,
             busy_s=self.busy_s,
             quiet_s=self.quiet_s,
+            until=self.until,
             rep=rep,
             answer=str(answer),
         )

@@ -74,6 +74,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """How long training goes on in `busy`."""
     quiet_s: float
     """How long to wait for a quiet machine before each measurement, at most."""
+    until: float = float("inf")
+    """CLOCK_MONOTONIC seconds from which on no further repetition is begun."""
     rep: int = 0
     """`load`: which repetition this fresh process is."""
     answer: str

@@ -10,7 +10,7 @@ from benchmarks.save.records import Mode
 if TYPE_CHECKING:
     from benchmarks.save.peers.base import Peer
 
-__all__ = ["DEFAULT", "PEERS", "Entry", "absent", "entry", "groups", "load_class"]
+__all__ = ["COMPANIONS", "DEFAULT", "PEERS", "Entry", "absent", "entry", "groups", "load_class"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class Entry:
         apart: name of a group. It changes the process for the others (its class says how), so it gets processes
             of its own, with those of the same group and `COMPANIONS` beside it for the comparison.
         needs: module that must be there.
-        loads: is loading in a fresh process measured? Not where the files are another peer's, too.
+        loads: is loading in a fresh process measured? Not where the files are another peer's, too, and not where it
+            is far behind (a fresh process a load costs a minute a peer).
         hashes: are digests computed and kept? The rest pays nothing for that.
         modes: of those in which peers take turns, the ones it is measured in.
         only: figures that say something of it; empty: all.
@@ -46,7 +47,12 @@ class Entry:
 _HERE = "benchmarks.save.peers"
 
 PEERS: dict[str, Entry] = {
-    "torch_full": Entry(label="torch.save, gathered on rank 0", target=f"{_HERE}.files:TorchFull"),
+    "torch_full": Entry(
+        label="torch.save, gathered on rank 0",
+        target=f"{_HERE}.files:TorchFull",
+        loads=False,
+        modes=("loop", "direct"),
+    ),
     "torch_rank": Entry(label="torch.save, a file per rank (verl)", target=f"{_HERE}.files:TorchPerRank"),
     "safetensors": Entry(
         label="safetensors, a file per rank", target=f"{_HERE}.files:Safetensors", needs="safetensors"
@@ -86,6 +92,7 @@ PEERS: dict[str, Entry] = {
         target=f"{_HERE}.bytecheckpoint:ByteCheckpoint",
         needs="bytecheckpoint",
         apart="bytecheckpoint",
+        loads=False,
         modes=("loop", "direct"),
     ),
     "torchsnapshot": Entry(
@@ -93,6 +100,7 @@ PEERS: dict[str, Entry] = {
         target=f"{_HERE}.snapshot:TorchSnapshot",
         needs="torchsnapshot",
         apart="torchsnapshot",
+        loads=False,
         modes=("loop", "direct"),
     ),
     "ours": Entry(

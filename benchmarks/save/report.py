@@ -1,5 +1,6 @@
 """A run on a terminal."""
 
+from benchmarks.save.figures import Figures
 from benchmarks.save.records import Run
 from benchmarks.save.tables import Table, tables
 
@@ -36,6 +37,9 @@ def conditions(run: Run) -> list[str]:
             f"{len(noisy)} of {len(run.samples)} samples began on a machine that was less than 85 % idle"
         ),
     ]
+    fewest = Figures(run.samples).fewest()
+    if fewest and fewest[1] < run.reps:
+        lines.append(f"cut short: {fewest[0]} has {fewest[1]} repetitions of {run.reps}")
     if not machine.caches_dropped:
         lines.append("NOT ROOT: the page cache was not dropped, so reads called cold were warm")
     if run.same_medium and "dual" in run.what:

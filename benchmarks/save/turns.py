@@ -22,7 +22,7 @@ from benchmarks.save.peers.base import Peer
 from benchmarks.save.peers.reference import Raw
 from benchmarks.save.ranks import attempt, fresh, quiet, slowest, timed
 from benchmarks.save.records import Job, Mode, Sample
-from benchmarks.save.registry import entry, load_class
+from benchmarks.save.registry import COMPANIONS, entry, load_class
 from benchmarks.save.workload import Workload
 from verl_slurm.dcp.collective import Collective
 
@@ -58,13 +58,17 @@ class Turns:
 
     def run(self) -> list[Sample]:
         for rep in range(self.job.reps + 1):
+            if rep > 1 and self.ranks.max([int(time.monotonic() >= self.job.until)])[0]:
+                break  # whole repetitions only: every peer has had its turn in each
             for mode in self.job.modes:
                 order = [name for name in self.job.peers if mode in entry(name, self.job.plugins).modes]
+                if self.job.group not in ("main", "dual") and not {*order} - {*COMPANIONS}:
+                    continue  # company for nobody
                 random.Random(f"{rep} {mode}").shuffle(order)
                 for name in order:
                     if name not in self._dead:
                         self._turn(name, mode, rep)
-                if mode == "busy":
+                if mode == "busy" and order:
                     self._add("sha256", mode, rep, self._hash())
                 if mode == "dual":
                     self._add("raw", mode, rep, self._raw())
