@@ -69,14 +69,13 @@ class Figures:
         """Over the timed repetitions."""
         return spread(self._warm.get((group, peer, mode, figure), ()))
 
-    def fewest(self) -> tuple[str, int] | None:
-        """The peer and mode of the fewest timed repetitions, memory (which has one) apart."""
-        counts = {
-            f"{peer}, {mode}": len(values)
-            for (_, peer, mode, _), values in self._warm.items()
-            if mode != "memory"
-        }
-        return min(counts.items(), key=lambda item: item[1], default=None)
+    def repetitions(self) -> dict[str, int]:
+        """Timed repetitions of each group, of the peer and mode that has fewest; memory, which has one, apart."""
+        found: dict[str, int] = {}
+        for (group, _, mode, _), values in self._warm.items():
+            if mode != "memory":
+                found[group] = min(found.get(group, len(values)), len(values))
+        return found
 
     def cold(self, group: str, peer: str, mode: Mode, figure: str) -> float | None:
         """The first time: worker processes start, memory is faulted in."""

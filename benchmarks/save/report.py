@@ -37,9 +37,11 @@ def conditions(run: Run) -> list[str]:
             f"{len(noisy)} of {len(run.samples)} samples began on a machine that was less than 85 % idle"
         ),
     ]
-    fewest = Figures(run.samples).fewest()
-    if fewest and fewest[1] < run.reps:
-        lines.append(f"cut short: {fewest[0]} has {fewest[1]} repetitions of {run.reps}")
+    short = {group: n for group, n in Figures(run.samples).repetitions().items() if n < run.reps}
+    if short:
+        lines.append(
+            "CUT SHORT, fewer repetitions: " + ", ".join(f"{group} {n}" for group, n in short.items())
+        )
     if not machine.caches_dropped:
         lines.append("NOT ROOT: the page cache was not dropped, so reads called cold were warm")
     if run.same_medium and "dual" in run.what:
