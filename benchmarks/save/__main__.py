@@ -33,8 +33,7 @@ from benchmarks.save.report import text
 __all__ = ["main"]
 
 _QUICK = {"gib": 0.125, "reps": 2, "generation_s": 0.3, "busy_s": 0.8, "quiet_s": 0.0}
-# Saves go to one medium so far.
-_EVERYTHING = tuple(name for name in MODES if name != "dual")
+_EVERYTHING = tuple(MODES)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -109,6 +109,7 @@ PEERS: dict[str, Entry] = {
         kind="ours",
         needs="verl_slurm.dcp.staging",
         hashes=True,
+        modes=("loop", "direct", "busy", "dual"),
     ),
     "ours_eager": Entry(
         label="verl-slurm, eager staging",

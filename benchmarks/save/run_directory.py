@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.save.workload import Workload
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.schema import current_schema, render_schema
-from verl_slurm.dcp.saver import CheckpointSaver, Contents, Provenance
+from verl_slurm.dcp.saver import CheckpointSaver, Contents, LocalPlace, Provenance
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import RuntimeState
 
@@ -27,8 +27,8 @@ def all_domains(work: Workload, critic: Tensor) -> dict[str, dict[str, Tensor]]:
     return {**work.domains(), "critic": {"weight": critic}}
 
 
-def make_saver(root: Path, work: Workload) -> CheckpointSaver:
-    """A saver that writes into the run directory `root`. Collective."""
+def make_saver(root: Path, work: Workload, second: Path | None = None) -> CheckpointSaver:
+    """A saver that writes into the run directory `root`, and to `second` as to a node's own disk. Collective."""
     schema = current_schema()
     provenance = Provenance(
         epoch=1,
@@ -39,8 +39,14 @@ def make_saver(root: Path, work: Workload) -> CheckpointSaver:
         topology=Topology(dp=work.ranks.world_size),
     )
     critic = torch.ones(2)
+    local = None if second is None else LocalPlace(directory=second, is_first=work.ranks.rank == 0, keep=1)
     return CheckpointSaver(
-        RunPaths(root), all_domains(work, critic), provenance, work.ranks, epoch_check=lambda: None
+        RunPaths(root),
+        all_domains(work, critic),
+        provenance,
+        work.ranks,
+        epoch_check=lambda: None,
+        local=local,
     )
 
 
@@ -65,6 +71,6 @@ def contents(work: Workload) -> Contents:
 
 
 def only_checkpoint(root: Path) -> Path:
-    """The one checkpoint in a run directory."""
-    (found,) = RunPaths(root).checkpoints.glob("step_*")
+    """The one checkpoint in a run directory, or among second copies: of a single node, a part is the whole."""
+    (found,) = [*RunPaths(root).checkpoints.glob("step_*"), *root.glob("step_*")]
     return found

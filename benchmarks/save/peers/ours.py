@@ -24,7 +24,7 @@ class Ours(Peer):
         self._pending: Future[SavedCheckpoint] | None = None
 
     def open(self, directories: tuple[Path, ...]) -> None:
-        self._saver = make_saver(directories[0], self.work)
+        self._saver = make_saver(directories[0], self.work, *directories[1:])
 
     def save(self, directories: tuple[Path, ...]) -> None:
         assert self._saver is not None
