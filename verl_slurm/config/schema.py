@@ -165,6 +165,8 @@ class CheckpointConfig(_Section, frozen=True):
     """A partial save holds the optimizer state too, that of all that trains. It makes it no more resumable."""
     partial_every_steps: NonNegative = 0
     """How often a partial save is made, in steps; where a full save is due as well, that one serves. 0: never."""
+    store_frozen: bool = True
+    """Keep a copy of the reference and the reward model in RUN/frozen, once, by content."""
     scrub_every_h: NonNegativeFloat = 24.0
     """The daemon reads each checkpoint back this often, one after the other. 0: never."""
     scrub_mb_per_s: PositiveFloat = 50.0

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl_slurm.checkpoint.fingerprint import check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
@@ -208,10 +209,15 @@ def _first_look(
     # A daemon has held the data set against its fingerprint just now, and may have accepted a change.
     recorded = None if isinstance(line, NoDaemon) else read_fingerprint(paths)
     data = recorded or check_dataset(paths, data_root)
-    frozen = {"reference": fingerprint(model_path).digest}
+    models = {"reference": model_path}
     kind, _, name = config.model.reward.partition(":")
     if kind == "classifier":
-        frozen["reward"] = fingerprint(Path(name)).digest
+        models["reward"] = Path(name)
+    seen = {role: fingerprint(path) for role, path in models.items()}
+    if config.checkpoint.store_frozen:
+        for role, path in models.items():
+            store_frozen(paths, path, seen[role])
+    frozen = {role: found.digest for role, found in seen.items()}
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
