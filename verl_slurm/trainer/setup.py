@@ -147,8 +147,9 @@ def build_loop(
         local=_local_place(config, paths, local_rank),
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
+    # The tensors that a save copies must not change before it has.
     for optimizer in (optimizers.actor, optimizers.critic):
-        optimizer.register_step_pre_hook(lambda *_: _wait_for_copy(saver))
+        optimizer.register_step_pre_hook(lambda *_: reporter.stalled(saver.fence()))
     return Loop(
         config=config,
         shape=shape,
@@ -228,11 +229,6 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
     if directory is None:
         return None
     return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
-
-
-def _wait_for_copy(saver: CheckpointSaver) -> None:
-    """The tensors that a save copies must not change before it has."""
-    saver.fence()
 
 
 def _state_bytes(models: Models) -> int:
