@@ -354,7 +354,7 @@ class _Saves:
     def __init__(self, *results: str) -> None:
         self._results = list(results)
 
-    def begin(self, state: TrainState, *, tidy: bool) -> Future[SavedCheckpoint]:
+    def begin(self, state: TrainState, *, tidy: bool, seconds_left: float | None) -> Future[SavedCheckpoint]:
         name, done = self._results.pop(0), Future[SavedCheckpoint]()
         if name:
             done.set_result(SavedCheckpoint(name=name, seconds=0.1, num_bytes=1))
@@ -500,3 +500,21 @@ def test_everything_a_run_writes_is_private(undisturbed: RunPaths) -> None:
         path for path in undisturbed.root.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o077
     ]
     assert open_to_others == []
+
+
+def test_an_end_that_only_the_nodes_disks_have_is_no_end(tmp_path: Path) -> None:
+    class OnNodes(_Saves):
+        def begin(self, *_: object, **__: object) -> Future[SavedCheckpoint]:
+            done: Future[SavedCheckpoint] = Future()
+            problem = "not on shared storage: full"
+            done.set_result(
+                SavedCheckpoint(
+                    name="step_000002", seconds=0.1, num_bytes=1, on_shared=False, problem=problem
+                )
+            )
+            return done
+
+    loop, line = _at_the_end(tmp_path, OnNodes())
+    with pytest.raises(FinalSaveFailed, match="not on shared storage: full"):
+        loop.run()
+    assert [m.on_shared for m in line.messages if isinstance(m, Saved)] == [False]

@@ -1,0 +1,98 @@
+"""What lies on the nodes' own disks comes home, and what the user has left behind does not."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from verl_slurm_daemon import second_copy
+from verl_slurm_daemon.resume import find_resume_point
+from verl_slurm_daemon.second_copy import bring_home_argv, collect, run_bring_home
+
+from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.checkpoint.local_copy import local_directory
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.config.schema import CheckpointConfig
+from verl_slurm.errors import Fenced
+from verl_slurm.fence import take_epoch
+from verl_slurm.paths import RunPaths
+
+
+class Node:
+    """A run whose node n1 holds a second copy of steps 10 and 20; shared storage has step 10 alone."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = make_run(root / "run")
+        config = load_resolved(self.paths.run_yaml)
+        checkpoint = CheckpointConfig(local_dir=str(root / "nvme"))
+        self.paths.run_yaml.write_bytes(dump(msgspec.structs.replace(config, checkpoint=checkpoint)))
+        self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        directory = local_directory(str(root / "nvme"), self.paths, "n1")
+        assert directory is not None
+        self.directory = directory
+        for step in (10, 20):
+            shutil.copytree(save(self.paths, step), directory / f"step_{step:06d}")
+        shutil.rmtree(self.paths.checkpoint(20))
+
+    def bring_home(self, after: str = "") -> list[str]:
+        run_bring_home(self.paths.root, self.epoch, after)
+        return list(collect(self.paths, self.epoch))
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    return Node(tmp_path)
+
+
+def test_what_shared_storage_lacks_comes_home_and_is_resumed_from(node: Node) -> None:
+    (line,) = node.bring_home("step_000010")
+    assert line.startswith("step_000020: brought home")
+    assert verify(node.paths.checkpoint(20)).ok
+    assert find_resume_point(node.paths, "auto", node.epoch).name == "step_000020"
+    assert node.bring_home("step_000010") == []
+
+
+def test_another_node_has_nothing_to_send(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert node.bring_home() == []
+
+
+def test_what_is_older_than_the_checkpoint_to_resume_from_stays_where_it_is(node: Node) -> None:
+    shutil.rmtree(node.paths.checkpoint(10))
+    assert len(node.bring_home("step_000010")) == 1
+    assert not node.paths.checkpoint(10).exists()
+
+
+def test_parts_from_before_the_user_went_back_do_not_return(node: Node) -> None:
+    """He named step 10: step 20 lies on the nodes' disks still, and is not what the run goes on from."""
+    node.paths.resume_once.write_bytes(b"")
+    epoch = take_epoch(node.paths, job_id="2", restart=0).epoch
+    find_resume_point(node.paths, "step_000010", epoch)
+    node.epoch = epoch
+    assert node.bring_home("step_000010") == []
+
+
+def test_a_part_without_the_others_is_named_and_makes_nothing(node: Node) -> None:
+    shutil.rmtree(node.directory / "step_000020" / "critic")
+    (line,) = node.bring_home()
+    assert "do not hold it whole" in line
+    assert "critic" in line
+    assert not node.paths.checkpoint(20).exists()
+
+
+def test_a_fenced_incarnation_sends_nothing(node: Node) -> None:
+    take_epoch(node.paths, job_id="2", restart=0)
+    with pytest.raises(Fenced):
+        node.bring_home()
+    assert not [path for path in node.paths.checkpoints.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
+    from verl_slurm_daemon.__main__ import _parser
+
+    argv = bring_home_argv("python", RunPaths("/run"), 7, "step_000010")
+    parsed = _parser().parse_args(argv[4:])
+    assert (parsed.command, parsed.epoch, parsed.after) == ("bring-home", 7, "step_000010")
+    assert second_copy.__doc__
