@@ -13,7 +13,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 PEERS := .venv-bench
 BENCH ?=
 
-.PHONY: help setup slurm demo test check campaign fuzz bench s3 clean
+.PHONY: help setup slurm demo test test-slurm test-rest check campaign fuzz bench s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -50,7 +50,14 @@ test: setup ## all tests, the real-Slurm ones included
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@# The Slurm tests wait much of their time; the others run meanwhile.
+	@$(MAKE) --no-print-directory -j2 -Oline test-slurm test-rest
+
+test-slurm: setup
+	$(BIN)/python -m pytest -p no:cacheprovider -m slurm
+
+test-rest: setup
+	$(BIN)/python -m pytest -p no:cacheprovider -m 'not slurm'
 
 check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests without torch and Slurm
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

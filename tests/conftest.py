@@ -13,15 +13,6 @@ from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.errors import SlurmMissing
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, one has Slurm's tests, first as they take longest; each other file stays together."""
-    slurm = {item for item in items if item.get_closest_marker("slurm")}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("slurm" if item in slurm else item.nodeid.split("::")[0]))
-    items.sort(key=lambda item: item not in slurm)
-
-
 def _start(directory: Path, options: ClusterOptions) -> DevCluster:
     cluster = DevCluster(directory)
     try:
