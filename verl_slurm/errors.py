@@ -12,6 +12,7 @@ __all__ = [
     "DataError",
     "DatasetDrift",
     "Fenced",
+    "KeyRefused",
     "NotFound",
     "PermissionRefused",
     "SchemaMismatch",
@@ -132,6 +133,12 @@ class Fenced(VerlSlurmError):
     """A newer incarnation owns the run; this one must not write."""
 
     exit_code = ExitCode.FENCED
+
+
+class KeyRefused(VerlSlurmError):
+    """An encryption key is missing, no key, or not the one; or what a key should vouch for is unsigned."""
+
+    exit_code = ExitCode.KEY
 
 
 class WireError(VerlSlurmError):

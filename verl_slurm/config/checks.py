@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from verl_slurm.config.schema import RunConfig
@@ -11,6 +12,7 @@ __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
 # sbatch options that submit sets itself; a second value would contradict the daemon.
 OWN_OPTIONS = {
@@ -68,7 +70,14 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    return [*_names(config), *_shape(config), *_batches(config), *_times(config), *_slurm(config)]
+    return [
+        *_names(config),
+        *_shape(config),
+        *_batches(config),
+        *_times(config),
+        *_keys(config),
+        *_slurm(config),
+    ]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
@@ -163,6 +172,34 @@ def _times(config: RunConfig) -> Iterator[Complaint]:
             f"{config.daemon.save_margin_s} s",
             f"less than slurm.signal_lead_s={lead_s} s",
             "lower daemon.save_margin_s",
+        )
+
+
+def _keys(config: RunConfig) -> Iterator[Complaint]:
+    keys = config.checkpoint.encryption
+    if keys is None:
+        return
+    # What is found is not shown: somebody may have put the key itself there.
+    if (keys.key_file is None) == (keys.key_env is None):
+        yield Complaint(
+            "checkpoint.encryption",
+            "neither" if keys.key_file is None else "both",
+            "key_file or key_env",
+            "e.g. encryption: {key_file: /home/me/run.key}; `verl-slurm key new FILE` makes one",
+        )
+    if any(not Path(p).is_absolute() for p in [keys.key_file, *keys.old_key_files] if p is not None):
+        yield Complaint(
+            "checkpoint.encryption.key_file",
+            "something else",
+            "an absolute path",
+            "write it out: every node has to find it",
+        )
+    if keys.key_env is not None and not _VARIABLE.fullmatch(keys.key_env):
+        yield Complaint(
+            "checkpoint.encryption.key_env",
+            "something else",
+            "the name of a variable, A-Z, 0-9 and _",
+            "e.g. key_env: VERL_SLURM_KEY",
         )
 
 
