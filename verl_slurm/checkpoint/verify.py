@@ -18,8 +18,10 @@ from verl_slurm.checkpoint.digest import hash_fd, num_threads
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, missing_parts
 from verl_slurm.checkpoint.info import Problem, Verdict
 from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.signature import authenticate
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
-from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, SchemaMismatch
+from verl_slurm.keys import Keyring
 
 __all__ = ["read_manifest", "verify"]
 
@@ -31,6 +33,7 @@ def verify(
     directory: Path,
     *,
     require_owner: bool = True,
+    keys: Keyring | None = None,
     threads: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Verdict:
@@ -40,6 +43,7 @@ def verify(
         directory: `.../step_000012`; its last name must not be a link.
         require_owner: everything must belong to us and be writable by nobody else. Loading needs that (DCP's
             `.metadata` is a pickle); a mere look at somebody's checkpoint does not.
+        keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
         threads: that hash; default: one a core.
 
     Returns:
@@ -53,7 +57,7 @@ def verify(
     num_bytes = 0
     try:
         with open_directory(directory) as root:
-            manifest = _manifest(root, problems)
+            manifest = _authentic(_manifest(root, problems), keys, problems)
             entries = list_tree(root)
             if require_owner:
                 here = Entry(path=".", info=os.fstat(root))
@@ -114,6 +118,19 @@ def _manifest(root: int, problems: list[Problem]) -> Manifest | None:
     except OSError as error:
         problems.append(_os_problem(MANIFEST, error))
     return None
+
+
+def _authentic(manifest: Manifest | None, keys: Keyring | None, problems: list[Problem]) -> Manifest | None:
+    """`manifest`, unless keys are set and it is not signed with one of them: then it vouches for nothing."""
+    if manifest is None or keys is None:
+        return manifest
+    try:
+        authenticate(manifest, keys, where=MANIFEST)
+    except (KeyRefused, CheckpointCorrupt) as error:
+        # Not "damaged": it may be a good checkpoint of another key, and is not to be moved away.
+        problems.append(Problem(path=MANIFEST, what=error.one_line(), kind="untrusted"))
+        return None
+    return manifest
 
 
 def _untrusted(entries: list[Entry]) -> list[Problem]:

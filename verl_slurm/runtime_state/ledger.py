@@ -24,9 +24,11 @@ import numpy as np
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.container import pack, specify, unpack
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
+from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head, open_segment, scan
 
 __all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
@@ -59,9 +61,9 @@ class Ledger:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, paths: RunPaths, epoch: int, rank: int) -> None:
+    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
         self.path = paths.ledger_segment(epoch, rank)
-        self._epoch, self._rank = epoch, rank
+        self._epoch, self._rank, self._keys = epoch, rank, keys
         self._broken = False
         private_dir(self.path.parent)
         self._fd = self._open()
@@ -88,8 +90,11 @@ class Ledger:
         if self._broken:
             raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
         header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays))
-        payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES)
-        record = memoryview(frame(step, micro_batch, payload))
+        payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
+        if self._keys is not None:
+            place = (self._epoch, self._rank, step, micro_batch)
+            payload = seal_record(self._keys.current, place, payload)
+        record = memoryview(frame(step, micro_batch, payload, sealed=self._keys is not None))
         written = 0
         try:
             while written < len(record):
@@ -220,6 +225,7 @@ def load(
     from_step: int,
     wanted: Callable[[int, int], bool] = lambda step, micro_batch: True,
     report: Callable[[str], None] | None = None,
+    keys: Keyring | None = None,
 ) -> dict[Key, Arrays]:
     """The journaled rollouts of the steps from `from_step` on, over every epoch and rank.
 
@@ -229,12 +235,15 @@ def load(
             holds its own rollouts in memory, not everybody's.
         report: told of each damaged region, one line each; loading then goes on without what was in it.
             None: damage raises.
+        keys: where given, records have to be sealed with one of them; any other counts as damage.
 
     Returns:
         (step, global micro-batch) → arrays. Where several epochs hold one, the newest epoch's.
 
     Raises:
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
+        KeyRefused: a record is sealed, and there is no key or another one. Raised with a `report`, too: that
+            is no damage, and generating everything again is not what the user wants.
 
     Called by: trainer, on every rank at the start.
     """
@@ -243,13 +252,13 @@ def load(
         if isinstance(item, Gap):
             _complain(path, item, report)
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
-            arrays = _arrays(path, fd, item, report)
+            arrays = _arrays(path, fd, item, report, keys)
             if arrays is not None:
                 rollouts[item.step, item.micro_batch] = arrays
     return rollouts
 
 
-def stats(paths: RunPaths) -> LedgerStats:
+def stats(paths: RunPaths, *, keys: Keyring | None = None) -> LedgerStats:
     """Count what the journal holds; reads all of it.
 
     Called by: tests, cli.
@@ -261,7 +270,7 @@ def stats(paths: RunPaths) -> LedgerStats:
         if isinstance(item, Gap):
             _complain(path, item, problems.append)
             continue
-        arrays = _arrays(path, fd, item, problems.append)
+        arrays = _arrays(path, fd, item, problems.append, keys)
         if arrays is None:
             continue
         records += 1
@@ -330,6 +339,13 @@ def _segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
+def _owner(path: Path) -> tuple[int, int]:
+    """Epoch and rank of a segment."""
+    match = _SEGMENT.fullmatch(path.name)
+    assert match is not None, path  # it was found by that name
+    return int(match[1]), int(match[2])
+
+
 def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
     for epoch, rank, path in _segments(paths):
         fd = open_segment(path)
@@ -355,12 +371,16 @@ def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> Non
     report(error.one_line())
 
 
-def _arrays(path: Path, fd: int, item: Frame, report: Callable[[str], None] | None) -> Arrays | None:
+def _arrays(
+    path: Path, fd: int, item: Frame, report: Callable[[str], None] | None, keys: Keyring | None
+) -> Arrays | None:
     """The arrays of a record that the scan found whole."""
     payload = item.payload(fd)
     try:
         if payload is None:
             raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
+        place = (*_owner(path), item.step, item.micro_batch)
+        payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")
         header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
         if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:
             raise CheckpointCorrupt("a ledger record and its frame disagree", where=f"{path}@{item.offset}")

@@ -18,6 +18,8 @@ _HEAD = struct.Struct("<8sII")
 _HEAD_MAGIC = b"VSLEDGR1"
 _FRAME = struct.Struct("<4sIQII")
 _FRAME_MAGIC = b"VSLR"
+_SEALED_MAGIC = b"VSLE"
+_ANY_MAGIC = b"VSL"
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size
 FRAME_BYTES = _FRAME.size + _CRC.size
@@ -32,6 +34,7 @@ class Frame:
         offset: of its first byte in the segment.
         length: bytes of its payload.
         payload_crc: what the payload's CRC-32 should be.
+        sealed: the payload is encrypted (`sealing.py`).
     """
 
     offset: int
@@ -39,6 +42,7 @@ class Frame:
     step: int
     micro_batch: int
     payload_crc: int
+    sealed: bool = False
 
     @property
     def end(self) -> int:
@@ -64,9 +68,10 @@ def head(epoch: int, rank: int) -> bytes:
     return _HEAD.pack(_HEAD_MAGIC, epoch, rank)
 
 
-def frame(step: int, micro_batch: int, payload: bytes) -> bytes:
+def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) -> bytes:
     """One record, ready to append."""
-    fields = _FRAME.pack(_FRAME_MAGIC, len(payload), step, micro_batch, zlib.crc32(payload))
+    magic = _SEALED_MAGIC if sealed else _FRAME_MAGIC
+    fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload))
     return fields + _CRC.pack(zlib.crc32(fields)) + payload
 
 
@@ -110,11 +115,18 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
         return None
     magic, length, step, micro_batch, payload_crc = _FRAME.unpack_from(raw)
     (header_crc,) = _CRC.unpack_from(raw, _FRAME.size)
-    if magic != _FRAME_MAGIC or header_crc != zlib.crc32(raw[: _FRAME.size]):
+    if magic not in (_FRAME_MAGIC, _SEALED_MAGIC) or header_crc != zlib.crc32(raw[: _FRAME.size]):
         return None
     if length > MAX_RECORD_BYTES or offset + FRAME_BYTES + length > size:
         return None
-    return Frame(offset=offset, length=length, step=step, micro_batch=micro_batch, payload_crc=payload_crc)
+    return Frame(
+        offset=offset,
+        length=length,
+        step=step,
+        micro_batch=micro_batch,
+        payload_crc=payload_crc,
+        sealed=magic == _SEALED_MAGIC,
+    )
 
 
 def _next_good(fd: int, offset: int, size: int) -> int:
@@ -123,12 +135,12 @@ def _next_good(fd: int, offset: int, size: int) -> int:
         block = os.pread(fd, _BLOCK, offset)
         if not block:
             return size
-        at = block.find(_FRAME_MAGIC)
+        at = block.find(_ANY_MAGIC)
         while at >= 0:
             found = _frame_at(fd, offset + at, size)
             if found is not None and found.payload(fd) is not None:
                 return found.offset
-            at = block.find(_FRAME_MAGIC, at + 1)
+            at = block.find(_ANY_MAGIC, at + 1)
         # A magic may straddle two blocks.
         offset += max(len(block) - len(_FRAME_MAGIC) + 1, 1)
     return size
