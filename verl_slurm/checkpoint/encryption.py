@@ -190,7 +190,7 @@ class SealedReader:
         fd: stays the caller's; read by position only, so threads may share it.
 
     Raises:
-        CheckpointCorrupt: the file has not the size that its plain size asks for.
+        CheckpointCorrupt: the file has not the size that its plain size asks for, or is empty by forgery.
 
     Called by: loader, export, inspect.
     """
@@ -202,6 +202,10 @@ class SealedReader:
         if (found := os.fstat(fd).st_size) != wanted:
             raise _wrong_size(found, wanted)
         self._tags = self._read(self.size, wanted - self.size)
+        if self.size == 0:
+            self._open(
+                0, memoryview(bytearray())
+            )  # nobody will read it, but that it is empty was sealed, too
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on; whole chunks are decrypted straight into it."""
@@ -223,8 +227,6 @@ class SealedReader:
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
         """Bytes from `offset` on; default: to the end."""
         out = bytearray(self.size - offset if length is None else length)
-        if self.size == 0:
-            self._open(0, memoryview(bytearray()))  # that it is empty was sealed, too
         self.read_into(offset, memoryview(out))
         return bytes(out)
 

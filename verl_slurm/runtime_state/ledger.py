@@ -242,8 +242,7 @@ def load(
 
     Raises:
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
-        KeyRefused: a record is sealed, and there is no key or another one. Raised with a `report`, too: that
-            is no damage, and generating everything again is not what the user wants.
+        KeyRefused: a record is sealed, and there is no key or another one; with a `report`, too.
 
     Called by: trainer, on every rank at the start.
     """
@@ -339,13 +338,6 @@ def _segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
-def _owner(path: Path) -> tuple[int, int]:
-    """Epoch and rank of a segment."""
-    match = _SEGMENT.fullmatch(path.name)
-    assert match is not None, path  # it was found by that name
-    return int(match[1]), int(match[2])
-
-
 def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
     for epoch, rank, path in _segments(paths):
         fd = open_segment(path)
@@ -379,7 +371,9 @@ def _arrays(
     try:
         if payload is None:
             raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
-        place = (*_owner(path), item.step, item.micro_batch)
+        named = _SEGMENT.fullmatch(path.name)
+        assert named is not None  # it was found by that name
+        place = (int(named[1]), int(named[2]), item.step, item.micro_batch)
         payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")
         header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
         if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:

@@ -1,0 +1,87 @@
+"""How fast chunks are sealed and opened on one core, next to SHA-256 and a copy of the same bytes.
+
+python benchmarks/encryption.py [--mib 256] [--rounds 5]
+
+The rounds are interleaved. The buffers are larger than the caches, and CPU seconds are counted, so that a
+busy machine does not decide. `pause` is the longest time for which a second thread did not run while one call
+worked on all of the bytes: far below the time of the call when the interpreter lock is given back.
+"""
+
+import argparse
+import hashlib
+import statistics
+import threading
+import time
+from collections.abc import Callable
+
+from verl_slurm.checkpoint.encryption import CHUNK_BYTES, ChunkOpener, ChunkSealer
+from verl_slurm.keys import MasterKey, Secret
+
+
+def _seal(key: Secret, plain: memoryview, out: memoryview, chunk: int) -> list[bytes]:
+    sealer = ChunkSealer(key, "file", len(plain), chunk_bytes=chunk)
+    return [
+        sealer.seal_into(i, plain[i * chunk : (i + 1) * chunk], out[i * chunk : (i + 1) * chunk])
+        for i in range(sealer.num_chunks)
+    ]
+
+
+def _open(key: Secret, sealed: memoryview, tags: list[bytes], out: memoryview, chunk: int) -> None:
+    opener = ChunkOpener(key, "file", len(sealed), chunk_bytes=chunk)
+    for i, tag in enumerate(tags):
+        part = slice(i * chunk, (i + 1) * chunk)
+        opener.open_into(i, sealed[part], tag, out[part])
+
+
+def _pause(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the call, and the longest gap in a second thread meanwhile."""
+    thread = threading.Thread(target=work)
+    began = last = time.perf_counter()
+    longest = 0.0
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return time.perf_counter() - began, longest
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    size = options.mib << 20
+    plain, out, back = (memoryview(bytearray(size)) for _ in range(3))
+    key = MasterKey(bytes(range(32))).derive(b"benchmark")
+    tags = _seal(key, plain, out, CHUNK_BYTES)
+    _open(key, out, tags, back, CHUNK_BYTES)
+
+    def copy() -> None:
+        back[:] = plain
+
+    works: dict[str, Callable[[], object]] = {
+        "seal": lambda: _seal(key, plain, out, CHUNK_BYTES),
+        "open": lambda: _open(key, out, tags, back, CHUNK_BYTES),
+        "sha256": lambda: hashlib.sha256(plain).digest(),
+        "copy": copy,
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(options.rounds):
+        for name, work in works.items():
+            began = time.thread_time()
+            work()
+            speeds[name].append(size / (time.thread_time() - began) / 1e9)
+    for name, measured in speeds.items():
+        low, middle, high = min(measured), statistics.median(measured), max(measured)
+        print(f"{name:<7} {middle:6.2f} GB/s of one core   ({low:.2f} to {high:.2f})")
+    for name, work in (
+        ("seal", lambda: _seal(key, plain, out, size)),
+        ("open", lambda: _open(key, out, _seal(key, plain, out, size), back, size)),
+    ):
+        took, longest = min((_pause(work) for _ in range(options.rounds)), key=lambda pair: pair[1])
+        print(f"{name:<7} one call of {took * 1e3:.1f} ms, pause of another thread {longest * 1e3:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
