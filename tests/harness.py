@@ -196,8 +196,21 @@ class LiveRun:
             events = [str(event) for event in read_events(self.paths)]
         except VerlSlurmError as error:
             events = [str(error)]
-        logs = sorted(self.paths.logs.glob("*.log"), key=lambda path: path.stat().st_mtime)[-2:]
-        return "\n".join([*events, *(f"--- {log}\n{log.read_text()[-2000:]}" for log in logs)])
+        logs = sorted(self.paths.logs.glob("*.[lo]*"), key=lambda path: path.stat().st_mtime)[-3:]
+        said = [f"--- {log}\n{log.read_text()[-2000:]}" for log in logs]
+        return "\n".join([*events, *said, *self.slurm_story()])
+
+    def slurm_story(self) -> list[str]:
+        """What Slurm itself has to say: a job that never starts tells of it nowhere else."""
+        asked = (
+            ["scontrol", "show", "job", self.job_id],
+            ["sinfo", "-N", "-o", "%N %T %E"],
+            ["squeue", "-o", "%i %T %r %N"],
+        )
+        said = [f"--- {' '.join(argv)}\n{self.slurm(*argv, check=False)}" for argv in asked]
+        log = self.cluster.directory / "log" / "slurmctld.log"
+        tail = log.read_text()[-4000:] if log.exists() else "(no such file)"
+        return [*said, f"--- {log}\n{tail}"]
 
     def cancel(self) -> None:
         if self.job_id:

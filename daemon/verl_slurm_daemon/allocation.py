@@ -38,6 +38,8 @@ __all__ = [
 
 
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
+# A job that is COMPLETING is gone after KillWait (30 s by default), and a little.
+_LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
 _TRIGGERS: dict[str, Trigger] = {
     "SIGUSR1": "warning",
     "SIGUSR2": "warning",
@@ -161,17 +163,24 @@ class SlurmAllocation:
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster or owner.job_id == self.job_id:
             return ""  # our own former life; what may still run of it is fenced out by the epoch
-        for pause in (*_ASK_AGAIN_S, None):
+        silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
+        while True:
             try:
                 facts = await self._client.job(int(owner.job_id))
             except NotFound:
                 return ""  # Slurm has forgotten the job: it ended long ago
             except VerlSlurmError:
-                if pause is not None:
-                    await asyncio.sleep(pause)
-                continue
-            return "" if facts.is_over else f"job {owner.job_id} is {facts.state}"
-        return ""  # nobody can say; the epoch keeps the two apart
+                pause = next(silent, None)
+                if pause is None:
+                    return ""  # nobody can say; the epoch keeps the two apart
+            else:
+                if facts.is_over:
+                    return ""
+                # A job that was cancelled a moment ago: on the nodes that it has left, we started already.
+                pause = next(leaving, None) if facts.state == "COMPLETING" else None
+                if pause is None:
+                    return f"job {owner.job_id} is {facts.state}"
+            await asyncio.sleep(pause)
 
     async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
         argv = step_argv("srun", self._config, agent_argv(sys.executable, self._paths, epoch))

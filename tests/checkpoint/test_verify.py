@@ -129,7 +129,9 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang_it(save: Save) -> None:
 )
 def test_a_manifest_with_a_path_that_is_not_plain_is_refused(save: Save, path: str) -> None:
     final = save(1)
-    rewrite(final, lambda raw: raw["files"].append({"path": path, "size": 0, "sha256": "0" * 64}))
+    rewrite(
+        final, lambda raw: raw["files"].append({"path": path, "size": 0, "sha256": "0" * 64, "leaves": []})
+    )
     verdict = verify(final)
     assert "manifest.json" in problems(verdict)
     assert verdict.num_bytes == 0
@@ -139,7 +141,9 @@ def test_a_manifest_with_a_path_that_is_not_plain_is_refused(save: Save, path: s
 @pytest.mark.parametrize("path", [VICTIM, VICTIM.upper().replace("ACTOR", "actor")])
 def test_a_manifest_that_names_a_file_twice_or_in_two_cases_is_refused(save: Save, path: str) -> None:
     final = save(1)
-    rewrite(final, lambda raw: raw["files"].append({"path": path, "size": 0, "sha256": "0" * 64}))
+    rewrite(
+        final, lambda raw: raw["files"].append({"path": path, "size": 0, "sha256": "0" * 64, "leaves": []})
+    )
     assert "two files of one name" in problems(verify(final))["manifest.json"]
 
 
@@ -208,7 +212,7 @@ def test_a_checkpoint_under_another_name_is_refused(save: Save, tmp_path: Path) 
 
 def test_another_format_version_is_told_apart_from_damage(save: Save) -> None:
     final = save(1)
-    rewrite(final, lambda raw: raw.update(format_version=2, unheard_of=True))
+    rewrite(final, lambda raw: raw.update(format_version=3, unheard_of=True))
     verdict = verify(final)
     assert [p.kind for p in verdict.problems] == ["version"]
     assert not verdict.damaged

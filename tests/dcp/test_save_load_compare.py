@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from verl_slurm.checkpoint import commit
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.checkpoint.verify import verify
@@ -20,7 +21,7 @@ from verl_slurm.dcp import saver
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
-from verl_slurm.dcp.saver import Contents, Provenance, SavedCheckpoint, save
+from verl_slurm.dcp.saver import CheckpointSaver, Contents, Provenance, SavedCheckpoint
 from verl_slurm.dcp.tensors import initialise_adamw, model_tensors, optimizer_tensors
 from verl_slurm.errors import CheckpointCorrupt, Fenced
 from verl_slurm.exit_codes import ExitCode
@@ -101,11 +102,14 @@ def _save(
     )
     texts = dict.fromkeys(("scheduler.json", "metadata.json", "config.yaml", "orchestration.json"), b"{}\n")
     contents = Contents(
-        domains=parts.tensors(),
         runtime=runtime or _runtime(),
         texts=texts | {SCHEMA_VERSION: render_schema(schema)},
     )
-    return save(RunPaths(root), contents, provenance, ALONE, epoch_check=fence)
+    checkpoints = CheckpointSaver(RunPaths(root), parts.tensors(), provenance, ALONE, epoch_check=fence)
+    try:
+        return checkpoints.begin(contents).result()
+    finally:
+        checkpoints.close()
 
 
 def _directory(root: Path) -> Path:
@@ -188,42 +192,60 @@ def test_the_command_says_it_with_its_exit_code(tmp_path: Path, capfdbinary: Any
     assert compare_module.main([a, b]) == ExitCode.CORRUPT
 
 
-def test_a_damaged_checkpoint_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
     _save(tmp_path, Parts())
-    metadata = _directory(tmp_path) / "actor" / ".metadata"
-    metadata.write_bytes(metadata.read_bytes()[:-1] + b"!")
-    monkeypatch.setattr(compare_module, "FileSystemReader", lambda *_: pytest.fail("it was read"))
+    index = _directory(tmp_path) / "actor" / "index.json"
+    index.write_bytes(index.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointCorrupt):
         compare(_directory(tmp_path), _directory(tmp_path))
 
 
-def test_a_shard_that_cannot_be_written_fails_the_save_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+def test_a_shard_that_cannot_be_written_fails_the_save_with_its_reason(tmp_path: Path) -> None:
+    def occupy(*args: Any, **more: Any) -> Any:
+        staging = begin(*args, **more)
+        (staging.directory / "actor").mkdir()
+        (staging.directory / "actor" / "rank_0000.bin").write_text("in the way")
+        return staging
 
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", fail)
-    with pytest.raises(RanksFailed, match=r"writing actor failed.*rank 0: OSError: .*No space left"):
-        _save(tmp_path, Parts())
+    begin = commit.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "begin", occupy)
+        with pytest.raises(
+            RanksFailed, match=r"writing the checkpoint failed.*rank 0: .*File exists: .*rank_0000"
+        ):
+            _save(tmp_path, Parts())
     assert list(RunPaths(tmp_path).checkpoints.iterdir()) == []
 
 
 def test_a_shard_that_cannot_be_read_fails_the_load_with_its_reason(tmp_path: Path) -> None:
     _save(tmp_path, Parts())
-    (_directory(tmp_path) / "actor" / "__0_0.distcp").unlink()
+    (_directory(tmp_path) / "actor" / "rank_0000.bin").unlink()
     with pytest.raises(RanksFailed, match=r"reading actor failed.*rank 0: FileNotFoundError"):
         load_tensors(_directory(tmp_path), Parts().tensors(), ALONE)
 
 
-@pytest.mark.parametrize("stage", ["begin", "encode", "seal", "commit"])
+def test_a_shard_that_changed_since_it_was_verified_is_not_loaded(tmp_path: Path) -> None:
+    _save(tmp_path, Parts())
+    shard = _directory(tmp_path) / "actor" / "rank_0000.bin"
+    data = bytearray(shard.read_bytes())
+    data[3] ^= 1
+    shard.write_bytes(data)
+    parts = Parts(seed=9)
+    before = parts.model.inner.weight.detach().clone()
+    with pytest.raises(RanksFailed, match=r"rank 0: CheckpointCorrupt: .*actor/rank_0000.bin.*sha256"):
+        load_tensors(_directory(tmp_path), parts.tensors(), ALONE)
+    assert torch.equal(parts.model.inner.weight, before)
+
+
+@pytest.mark.parametrize("stage", ["commit.begin", "saver.encode", "commit.seal", "commit.commit"])
 def test_a_save_that_fails_leaves_nothing_behind(
     stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver, stage, fail)
+    module, _, name = stage.partition(".")
+    monkeypatch.setattr({"commit": commit, "saver": saver}[module], name, fail)
     with pytest.raises(RanksFailed, match="No space left"):
         _save(tmp_path, Parts())
     assert not RunPaths(tmp_path).checkpoints.exists() or list(RunPaths(tmp_path).checkpoints.iterdir()) == []

@@ -13,8 +13,8 @@ import json
 import os
 import signal
 
+from verl_slurm.checkpoint import commit
 from verl_slurm.checkpoint.format import FileEntry
-from verl_slurm.dcp import saver
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.control_page import Request
@@ -44,13 +44,13 @@ class ScriptedLine(NoDaemon):
         return None
 
     def _break_save(self) -> None:
-        seal = saver.seal
+        seal = commit.seal
 
         def fail_once(*_: object) -> list[FileEntry]:
-            saver.seal = seal
+            commit.seal = seal
             raise OSError(28, "No space left on device")
 
-        saver.seal = fail_once
+        commit.seal = fail_once
 
 
 if __name__ == "__main__":

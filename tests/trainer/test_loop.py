@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,8 +290,8 @@ def test_by_hand_a_foreign_checkpoint_is_verified_before_it_is_opened(
     assert f"resumed step_000002 from {foreign}: " in ended.out
     assert verify(_final(paths)).ok
 
-    # Not a pickle any more: had it been opened, the error would be of unpickling.
-    (foreign / "actor" / ".metadata").write_bytes(b"?" * (foreign / "actor" / ".metadata").stat().st_size)
+    index = foreign / "actor" / "index.json"
+    index.write_bytes(b"?" * index.stat().st_size)
     ended = runs.start(runs.make("foreign_damaged"), resume=str(foreign))
     assert ended.code != 0
     assert "the checkpoint does not verify" in ended.err
@@ -311,13 +312,17 @@ class _Saves:
     def __init__(self, *results: str) -> None:
         self._results = list(results)
 
-    def save(self, state: TrainState) -> SavedCheckpoint:
-        name = self._results.pop(0)
-        if not name:
-            raise RanksFailed("writing the checkpoint failed", found="rank 1: OSError: disk full")
-        return SavedCheckpoint(name=name, seconds=0.1, num_bytes=1)
+    def begin(self, state: TrainState, *, tidy: bool) -> Future[SavedCheckpoint]:
+        name, done = self._results.pop(0), Future[SavedCheckpoint]()
+        if name:
+            done.set_result(SavedCheckpoint(name=name, seconds=0.1, num_bytes=1))
+        else:
+            done.set_exception(
+                RanksFailed("writing the checkpoint failed", found="rank 1: OSError: disk full")
+            )
+        return done
 
-    def clean_up(self) -> None:
+    def close(self) -> None:
         """Nothing to do."""
 
 

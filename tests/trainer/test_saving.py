@@ -1,5 +1,7 @@
 """What goes after a save. The checkpoints here are manifests without files: whoever reads one finds it broken."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import Provenance, SavedCheckpoint
+from verl_slurm.dcp.saver import Contents, SavedCheckpoint
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer import saving
@@ -51,33 +53,37 @@ class Incarnation:
             config=RunConfig(checkpoint=CheckpointConfig(keep_last=keep_last)),
             paths=paths,
             shape=_any(),
-            models=_any(),
-            optimizers=_any(),
-            ranks=Collective(None),
+            rank=0,
+            saver=_Commits(paths),  # type: ignore[arg-type]
             ledger=_NoLedger(),  # type: ignore[arg-type]
-            provenance=Provenance(
-                epoch=2,
-                parent=None,
-                schema_id="s",
-                dataset_fingerprint="f",
-                frozen={},
-                topology=Topology(dp=1),
-            ),
             schema=_any(),
-            epoch_check=_any(),
+            epoch=2,
             resumed_from=resumed,
         )
 
     def save(self, step: int) -> list[int]:
         """Commit and clean up; the steps of what is left."""
         with self._patch.context() as patch:
-            patch.setattr(saving, "capture_state", lambda *_, **__: None)
-            patch.setattr(saving, "live_tensors", lambda *_: {})
+            patch.setattr(saving, "capture_state", lambda *_, **__: step)
             patch.setattr(Checkpointer, "_texts", lambda *_: {})
-            patch.setattr(saving, "save", lambda *_, **__: _commit(self._paths, step))
-            self._checkpointer.save(_any())
-        self._checkpointer.clean_up()
+            self._checkpointer.begin(_any(), tidy=True).result()
         return sorted(int(path.name[5:]) for path in self._paths.checkpoints.glob("step_*"))
+
+
+class _Commits:
+    """A saver whose saves are done when they are begun."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+
+    def begin(
+        self, contents: Contents, then: Callable[[Collective, SavedCheckpoint], None]
+    ) -> Future[SavedCheckpoint]:
+        step: Any = contents.runtime
+        done: Future[SavedCheckpoint] = Future()
+        done.set_result(_commit(self._paths, step))
+        then(Collective(None), done.result())
+        return done
 
 
 class _NoLedger:
@@ -92,7 +98,7 @@ def _any() -> Any:
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run in which no file of a checkpoint can be read."""
-    monkeypatch.setattr(verify, "hash_fd", lambda *_, **__: pytest.fail("a checkpoint was read"))
+    monkeypatch.setattr(verify, "read_checked", lambda *_, **__: pytest.fail("a checkpoint was read"))
     monkeypatch.setattr(apply, "verify", lambda *_: pytest.fail("a checkpoint was verified"))
     return RunPaths(private_dir(tmp_path / "run"))
 

@@ -40,28 +40,30 @@ class Together:
 
     def agree(self) -> list[Order | None]:
         readings = [page.asked for page in self.pages]
-        mine = [(0, 0) if r is None else (r.request_id, r.request_id if r.stop else 0) for r in readings]
+        mine = [
+            (0, 0, 0) if r is None else (r.request_id, r.request_id if r.stop else 0, 0) for r in readings
+        ]
         self._result = [max(column) for column in zip(*mine, strict=True)]
         self._offers.clear()
-        orders = [stopper.agree() for stopper in self._stoppers]
+        orders = [stopper.agree().order for stopper in self._stoppers]
         assert self._offers == mine
         return orders
 
 
 def test_nothing_asked_means_train_on() -> None:
     stopper = Stopper(FakePage(), _alone)
-    assert stopper.agree() is None
-    assert stopper.agree() is None
+    assert stopper.agree().order is None
+    assert stopper.agree().order is None
 
 
 def test_a_request_is_obeyed_once() -> None:
     page = FakePage()
     stopper = Stopper(page, _alone)
     page.asked = FakeRequest(1, stop=False)
-    assert stopper.agree() == Order(1, stop=False)
-    assert stopper.agree() is None
+    assert stopper.agree().order == Order(1, stop=False)
+    assert stopper.agree().order is None
     page.asked = FakeRequest(2, stop=True)
-    assert stopper.agree() == Order(2, stop=True)
+    assert stopper.agree().order == Order(2, stop=True)
 
 
 def test_a_rank_that_has_not_seen_the_request_obeys_with_the_others() -> None:

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_slurm.checkpoint.digest import hash_fd, num_threads
+from verl_slurm.checkpoint.chunks import hash_file
+from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import (
     MANIFEST,
     STAGING_NAME,
@@ -193,8 +194,7 @@ def _seal_file(root: int, name: str) -> FileEntry:
             raise OSError(f"{name} is not a regular file")
         os.fchmod(fd, 0o600)
         os.fsync(fd)
-        size, digest = hash_fd(fd)
-    return FileEntry(path=name, size=size, sha256=digest)
+        return hash_file(fd, name)
 
 
 def _check_sealed(staging: Staging, manifest: Manifest) -> None:

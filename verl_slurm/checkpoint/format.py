@@ -11,7 +11,7 @@ RUN/checkpoints/                      0700
     metadata.json                     step, learning rates, metric history, time: for people
     config.yaml                       the resolved configuration
     orchestration.json                data files, device groups, topology: as at the first start
-    actor/ critic/ optimizer/         torch.distributed.checkpoint: `.metadata` and `*.distcp`
+    actor/ critic/ optimizer/         tensors: `index.json` and one `rank_NNNN.bin` a rank (tensor_index.py)
     scheduler.json                    learning-rate schedulers
     runtime_state.rank_0000.msgpack.zst   one a rank: `runtime_state/format.py`
   .step_000012.<nonce>.tmp/           being written, or being removed; never read
@@ -24,7 +24,8 @@ Directories are 0700, files 0600, all of the user who runs the job. Order: (step
 ## 2. manifest.json
 
 JSON, UTF-8, at most MAX_MANIFEST_BYTES, the `Manifest` struct: no key twice or unknown, no NaN or Infinity.
-`files` names every regular file of the tree except manifest.json, sorted by path, with size and SHA-256.
+`files` names every regular file of the tree except manifest.json, sorted by path, with size and SHA-256; for a
+file of more than one chunk that is the digest of its chunks' digests, which follow it (`chunks.py`).
 `digest` is the SHA-256 (hex) of the canonical JSON of the other fields: keys sorted, separators `,` and `:`,
 ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
 
@@ -62,6 +63,7 @@ from typing import Annotated, Literal
 import msgspec
 
 __all__ = [
+    "CHUNK_BYTES",
     "FORMAT_VERSION",
     "MANIFEST",
     "MAX_DEPTH",
@@ -84,7 +86,8 @@ __all__ = [
     "sealed_size",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = "schema_version.json"
 
@@ -94,15 +97,15 @@ REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
 # A staging directory, as RunPaths.staging names it.
 STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp")
 
-# 100 000 files of 200 bytes of JSON each are 20 MB.
+# 100 000 files of 200 bytes of JSON each are 20 MB; the leaves of 1 TB of tensors are 17 MB.
 MAX_FILES = 100_000
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_PATH_CHARS = 1024
 MAX_DEPTH = 8
 
-# 4 MiB: the sizes that files are encrypted and hashed in; a tag is that of AES-GCM.
 PLAIN_FILES = frozenset({SCHEMA_VERSION})
 """Never encrypted: read before anything else, and holds names of fields only."""
+# As CHUNK_BYTES, so that a chunk is sealed, hashed, written and read in one; a tag is that of AES-GCM.
 SEALED_CHUNK_BYTES: Literal[4194304] = 4194304
 TAG_BYTES = 16
 
@@ -121,6 +124,9 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: _Count
     """Bytes on disk."""
     sha256: _Sha256
+    """Of the content, or of the leaves where there are any."""
+    leaves: tuple[_Sha256, ...] = ()
+    """Of each chunk of CHUNK_BYTES, the last one shorter, of a file of more than one."""
     plain_size: _Count | msgspec.UnsetType = msgspec.UNSET
     """Bytes before encryption, of an encrypted file."""
 

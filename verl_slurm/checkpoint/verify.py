@@ -11,11 +11,11 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from verl_slurm.checkpoint.digest import hash_fd, num_threads
-from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest, missing_parts
+from verl_slurm.checkpoint.chunks import Reading, read_checked
+from verl_slurm.checkpoint.digest import num_threads
+from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, missing_parts
 from verl_slurm.checkpoint.info import Problem, Verdict
 from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.signature import authenticate
@@ -41,8 +41,8 @@ def verify(
 
     Args:
         directory: `.../step_000012`; its last name must not be a link.
-        require_owner: everything must belong to us and be writable by nobody else. Loading needs that (DCP's
-            `.metadata` is a pickle); a mere look at somebody's checkpoint does not.
+        require_owner: everything must belong to us and be writable by nobody else. Loading needs that
+            (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
         keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
         threads: that hash; default: one a core.
 
@@ -168,32 +168,14 @@ def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
 
 
 def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads: int) -> int:
-    """Hash every file the manifest names; returns the bytes read."""
-    # The largest first: the last thread to end decides how long it takes.
-    entries = sorted(manifest.files, key=lambda entry: -entry.size)
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="verify") as pool:
-        results = list(pool.map(lambda entry: _check_file(root, entry), entries))
-    problems.extend(problem for _, problem in results if problem is not None)
-    return sum(size for size, _ in results)
+    """Read and check every file the manifest names; returns the bytes read."""
 
+    def found(path: str, what: str | OSError) -> None:
+        problems.append(
+            _os_problem(path, what) if isinstance(what, OSError) else Problem(path=path, what=what)
+        )
 
-def _check_file(root: int, entry: FileEntry) -> tuple[int, Problem | None]:
-    try:
-        with open_below(root, entry.path) as fd:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode):
-                return 0, Problem(path=entry.path, what="is not a regular file")
-            if info.st_size != entry.size:
-                what = f"size {info.st_size}, expected {entry.size}"
-                return 0, Problem(path=entry.path, what=what)
-            size, digest = hash_fd(fd, from_medium=True)
-    except OSError as error:
-        return 0, _os_problem(entry.path, error)
-    if size != entry.size:
-        return size, Problem(path=entry.path, what=f"size {size}, expected {entry.size}")
-    if digest != entry.sha256:
-        return size, Problem(path=entry.path, what=f"sha256 {digest}, expected {entry.sha256}")
-    return size, None
+    return read_checked(root, [Reading(entry) for entry in manifest.files], threads=threads, on_problem=found)
 
 
 def _shown(problem: Problem) -> Problem:

@@ -6,9 +6,7 @@ fail on one rank alone (a full disk on one node) goes through `together`, so tha
 the same place and none waits for ever in the next collective.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 
-__all__ = ["Collective", "RanksFailed", "alone_on_purpose", "ranks_failed"]
+__all__ = ["Collective", "RanksFailed"]
 
 T = TypeVar("T")
 
@@ -51,6 +49,10 @@ class Collective:
     @property
     def group(self) -> "dist.ProcessGroup | None":
         return self._group
+
+    def another(self) -> "Collective":
+        """The same ranks over a group of their own, for another thread. Collective."""
+        return Collective(None if self._group is None else dist.new_group(backend="gloo"))
 
     def max(self, values: Sequence[int]) -> list[int]:
         """The greatest of each value over all ranks."""
@@ -117,23 +119,3 @@ class Collective:
             RanksFailed: on all ranks, if it raised.
         """
         return self.gather(self.together(what, work if self.rank == 0 else bytes))[0]
-
-
-def ranks_failed(what: str, failures: Mapping[int, tuple[BaseException, object]]) -> RanksFailed:
-    """The same for a piece of work that torch.distributed.checkpoint did together.
-
-    Args:
-        failures: of its `CheckpointException`, which it raises on every rank.
-    """
-    texts = (f"rank {rank}: {type(e).__name__}: {e}"[:_MAX_REASON] for rank, (e, _) in failures.items())
-    failed = RanksFailed(f"{what} failed", found="; ".join(texts))
-    failed.kinds = frozenset(type(e).__name__ for e, _ in failures.values())
-    return failed
-
-
-@contextmanager
-def alone_on_purpose() -> Iterator[None]:
-    """Around a call of torch.distributed.checkpoint that may run without ranks: it would warn of that."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        yield

@@ -3,7 +3,7 @@
 Compared are all weights and all optimizer state, tensor by tensor and byte by byte (so NaN equals the same
 NaN, and 0.0 differs from -0.0), and with them the schedulers and each rank's runtime state: position,
 generators, KL window, rollouts, buffers, metric history. Not compared is what must differ: times, epochs,
-parents. Both directories are verified first; nothing in them is unpickled before that.
+parents. Both directories are verified first.
 """
 
 import argparse
@@ -15,12 +15,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp.collective import alone_on_purpose
+from verl_slurm.dcp.loader import read_index, read_whole
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.runtime_state.codec import decode
@@ -75,18 +73,22 @@ def compare(a: Path, b: Path) -> Comparison:
     differing: list[str] = []
     num_tensors = num_bytes = 0
     for domain in _DOMAINS:
-        names, other = _tensors(a / domain), _tensors(b / domain)
-        differing += [f"{domain}/{name} (only in one)" for name in sorted(names.keys() ^ other.keys())]
-        common = {name: names[name] for name in sorted(names.keys() & other.keys())}
-        for name in [name for name, kind in common.items() if kind != other[name]]:
-            differing.append(f"{domain}/{name} (shape or type)")
-            del common[name]
-        for group in _groups(common):
-            left, right = _read(a / domain, group), _read(b / domain, group)
+        left_index, right_index = read_index(a, domain), read_index(b, domain)
+        mine, other = left_index.tensors, right_index.tensors
+        differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]
+        common = sorted(mine.keys() & other.keys())
+        alike = [
+            name
+            for name in common
+            if (mine[name].dtype, mine[name].shape) == (other[name].dtype, other[name].shape)
+        ]
+        differing += [f"{domain}/{name} (shape or type)" for name in common if name not in set(alike)]
+        for group in _groups(left_index, alike):
+            left, right = _read(a, domain, group), _read(b, domain, group)
             for name in group:
                 num_tensors += 1
                 num_bytes += left[name].nbytes
-                if not _same_bytes(left[name].numpy(force=True), right[name].numpy(force=True)):
+                if not _same_bytes(left[name], right[name]):
                     differing.append(f"{domain}/{name}")
     differing += _compare_small(a, b)
     return Comparison(
@@ -94,38 +96,23 @@ def compare(a: Path, b: Path) -> Comparison:
     )
 
 
-_Kind = tuple[tuple[int, ...], torch.dtype]
-
-
-def _tensors(directory: Path) -> dict[str, _Kind]:
-    """Name → (shape, type) of every tensor in a DCP directory."""
-    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
-    return {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in saved.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _groups(kinds: dict[str, _Kind]) -> Iterator[dict[str, _Kind]]:
-    group: dict[str, _Kind] = {}
+def _groups(index: TensorIndex, names: list[str]) -> Iterator[list[str]]:
+    group: list[str] = []
     size = 0
-    for name, (shape, dtype) in kinds.items():
-        group[name] = (shape, dtype)
-        size += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    for name in names:
+        group.append(name)
+        size += index.tensors[name].num_bytes
         if size >= _GROUP_BYTES:
             yield group
-            group, size = {}, 0
+            group, size = [], 0
     if group:
         yield group
 
 
-def _read(directory: Path, kinds: dict[str, _Kind]) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
-    with alone_on_purpose():
-        dcp_load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
+def _read(directory: Path, domain: str, names: list[str]) -> dict[str, np.ndarray]:
     # As bytes: numpy has no bfloat16, and bytes are what is compared.
-    return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    tensors = read_whole(directory, domain, names)
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
 
 
 def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:

@@ -1,24 +1,33 @@
-"""A verified checkpoint directory into live tensors. The only way back in.
+"""A verified checkpoint directory into live tensors, however they are sharded. The only way back in.
 
-Loading unpickles DCP's `.metadata`, so it is done with a directory whose manifest has been verified, and
-with no other: a pickle is a program.
+Each rank reads the boxes that it holds, from whatever pieces they were saved in; every chunk that it reads is
+checked once more on the way (`checkpoint.chunks`). The ranks need no plan in common.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+import torch
+from torch import Tensor
 
-from verl_slurm.dcp.collective import Collective, alone_on_purpose, ranks_failed
+from verl_slurm.checkpoint.chunks import Reading, Wanted, entry_of, read_checked
+from verl_slurm.checkpoint.digest import num_threads
+from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex, parse_index
+from verl_slurm.checkpoint.tree import open_directory
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.dcp.boxes import Overlap, dtype_name, local_part, overlap
+from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
 
-__all__ = ["load_runtime_state", "load_tensors"]
+__all__ = ["load_runtime_state", "load_tensors", "read_index", "read_whole"]
+
+# Rows that do not lie in the file as they do in memory are read into buffers first, this much at a time.
+_BUFFER_BYTES = 512 << 20
 
 
 def load_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Collective) -> None:
@@ -34,17 +43,50 @@ def load_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Collect
     """
     for domain, tensors in domains.items():
         # Every rank checks for itself against the same file, so all refuse or none.
-        _check(directory / domain, tensors)
-        try:
-            with alone_on_purpose():
-                dcp_load(
-                    dict(tensors),
-                    storage_reader=FileSystemReader(directory / domain),
-                    process_group=ranks.group,
-                    no_dist=ranks.group is None,
-                )
-        except CheckpointException as error:
-            raise ranks_failed(f"reading {domain}", error.failures) from error
+        index = read_index(directory, domain)
+        _check(directory / domain, index, tensors)
+
+        def read(index: TensorIndex = index, domain: str = domain, tensors: Tensors = tensors) -> None:
+            _read(directory, domain, index, tensors)
+
+        ranks.together(f"reading {domain}", read)
+
+
+def read_index(directory: Path, domain: str) -> TensorIndex:
+    """Which tensors a domain holds and where, its bytes checked against the manifest.
+
+    Raises:
+        CheckpointCorrupt: they are not what the manifest says.
+    """
+    where = directory / domain / INDEX
+    data = where.read_bytes()
+    path = f"{domain}/{INDEX}"
+    if entry_of(path, data) not in read_manifest(directory).files:
+        raise CheckpointCorrupt(
+            "the index of a checkpoint's tensors is not the one that was committed",
+            where=where,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        )
+    return parse_index(data, where=where)
+
+
+def read_whole(directory: Path, domain: str, names: Collection[str] | None = None) -> Tensors:
+    """Tensors of a domain as they are unsharded, on the CPU; all, or those named.
+
+    Args:
+        directory: a checkpoint that `checkpoint.verify` found whole.
+
+    Raises:
+        CheckpointCorrupt: it changed since.
+        KeyError: it has no such tensor.
+    """
+    index = read_index(directory, domain)
+    tensors: Tensors = {}
+    for name in index.tensors if names is None else names:
+        entry = index.tensors[name]
+        tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    _read(directory, domain, index, tensors)
+    return tensors
 
 
 def load_runtime_state(directory: Path, ranks: Collective) -> RuntimeState:
@@ -64,21 +106,104 @@ def load_runtime_state(directory: Path, ranks: Collective) -> RuntimeState:
     return state
 
 
-def _check(directory: Path, tensors: Tensors) -> None:
-    """Hold names, shapes and types in `directory` to those of `tensors`; DCP would cast, or skip some."""
-    saved = FileSystemReader(directory).read_metadata().state_dict_metadata
+def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
+    """Hold names, shapes and types in `index` to those of `tensors`: nothing is cast, nothing is skipped."""
+    saved = index.tensors
     missing, left_over = tensors.keys() - saved.keys(), saved.keys() - tensors.keys()
     for what, names in (("missing", missing), ("left over", left_over)):
         if names:
             some = ", ".join(sorted(names)[:3])
-            raise _unfit(directory, f"{len(names)} {what}: {some}", "the tensors of this model")
+            raise _unfit(where, f"{len(names)} {what}: {some}", "the tensors of this model")
     for name, tensor in tensors.items():
-        entry = saved[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise _unfit(directory, f"{name} is no tensor", "tensors only")
-        found, expected = (entry.size, entry.properties.dtype), (tensor.shape, tensor.dtype)
+        found = (saved[name].dtype, saved[name].shape)
+        expected = (dtype_name(tensor.dtype), tuple(tensor.shape))
         if found != expected:
-            raise _unfit(directory, f"{name} {found}", expected)
+            raise _unfit(where, f"{name} {found}", expected)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of one saved piece goes into one live tensor."""
+
+    piece: Piece
+    overlap: Overlap
+    target: Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether its bytes lie in the file just as they do in the target's memory."""
+        return self.overlap.whole_rows and self.target.is_contiguous() and self.target.device.type == "cpu"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.element_size() * torch.Size(self.overlap.rows).numel()
+
+
+def _read(directory: Path, domain: str, index: TensorIndex, tensors: Tensors) -> None:
+    entries = {entry.path: entry for entry in read_manifest(directory).files}
+    with open_directory(directory) as root:
+        for batch in _batches(index, tensors):
+            _read_batch(root, directory, domain, entries, batch)
+
+
+def _batches(index: TensorIndex, tensors: Tensors) -> Iterator[list[_Part]]:
+    batch: list[_Part] = []
+    buffered = 0
+    for name, tensor in tensors.items():
+        for part in _parts(index.tensors[name], tensor):
+            batch.append(part)
+            buffered += 0 if part.is_direct else part.num_bytes
+        if buffered >= _BUFFER_BYTES:
+            yield batch
+            batch, buffered = [], 0
+    if batch:
+        yield batch
+
+
+def _parts(entry: TensorEntry, tensor: Tensor) -> Iterator[_Part]:
+    local, box = local_part(tensor)
+    for piece in entry.pieces:
+        common = overlap(piece, box, local.element_size())
+        if common is not None and piece.numel:
+            yield _Part(piece, common, local.detach()[common.target] if common.target else local.detach())
+
+
+def _read_batch(
+    root: int, directory: Path, domain: str, entries: Mapping[str, FileEntry], batch: list[_Part]
+) -> None:
+    wanted: dict[str, list[Wanted]] = {}
+    buffers: list[tuple[_Part, Tensor]] = []
+    for part in batch:
+        into = part.target
+        if not part.is_direct:
+            into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
+            buffers.append((part, into))
+        start = part.piece.at + part.overlap.skip
+        wanted.setdefault(f"{domain}/{part.piece.file}", []).append(
+            Wanted(start, part.num_bytes, into.data_ptr())
+        )
+    problems: list[tuple[str, str | OSError]] = []
+    readings = []
+    for path, ranges in wanted.items():
+        ranges.sort(key=lambda w: w.offset)
+        if path not in entries or ranges[-1].offset + ranges[-1].length > entries[path].size:
+            raise _unfit(directory / path, "no such bytes", "the file that the index names")
+        readings.append(Reading(entries[path], ranges))
+    read_checked(
+        root, readings, threads=num_threads(), on_problem=lambda path, what: problems.append((path, what))
+    )
+    for path, what in problems:
+        if isinstance(what, OSError):
+            raise what
+        raise CheckpointCorrupt(
+            "the checkpoint changed after it was verified",
+            where=directory / path,
+            found=what,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        )
+    with torch.no_grad():
+        for part, rows in buffers:
+            part.target.copy_(rows[part.overlap.source] if part.overlap.source else rows)
 
 
 def _unfit(where: object, found: object, expected: object) -> CheckpointCorrupt:

@@ -1,46 +1,46 @@
-"""Live tensors and runtime states of all ranks into one committed checkpoint. Collective.
+"""Live tensors and runtime states of all ranks into one committed checkpoint, while training goes on.
 
-Order: rank 0 begins → all write (torch.distributed.checkpoint, then the runtime state) → all seal their own
-files → rank 0 gathers the entries and commits. Each stage is entered only when every rank has done the one
-before; where one rank failed, all raise `RanksFailed` and the staging directory is removed.
-`checkpoint/format.py` specifies what lies there in the end.
+Collective, and in the background: each rank has a thread for it, and the threads talk over a process group of
+their own. Order: rank 0 begins and names the staging directory, while every rank copies its tensors → every
+rank's saver process writes and hashes the copy, and the thread seals the small files → rank 0 gathers the
+entries and commits. Each stage is entered only when every rank has done the one before; where one rank failed,
+all raise `RanksFailed` and the staging directory is removed. `checkpoint/format.py` specifies what lies there in
+the end.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from verl_slurm.checkpoint.commit import Staging, abort, begin, commit, seal
+from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
-from verl_slurm.dcp.collective import Collective, alone_on_purpose, ranks_failed
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
+from verl_slurm.save_path.protocol import Written
 
-__all__ = ["Contents", "Provenance", "SavedCheckpoint", "save"]
+__all__ = ["CheckpointSaver", "Contents", "Provenance", "SavedCheckpoint"]
 
 _Entries = list[FileEntry]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What one rank brings to a save.
+    """What one rank brings to a save, beside its tensors.
 
     Attributes:
-        domains: `actor`, `critic`, `optimizer` → tensors (`dcp.tensors`), the same names on every rank.
-        runtime: this rank's state.
+        runtime: this rank's state. Nobody may change its arrays any more.
         texts: further files by name; those of rank 0 are written, the other ranks' may be empty.
     """
 
-    domains: Mapping[str, Tensors]
     runtime: RuntimeState
     texts: Mapping[str, bytes]
 
@@ -57,109 +57,146 @@ class Provenance:
     topology: Topology
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedCheckpoint:
-    """A committed checkpoint; `num_bytes` over all ranks."""
+class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint; `num_bytes` over all ranks, `seconds` from `begin` to the rename."""
 
     name: str
     seconds: float
     num_bytes: int
 
 
-class _Committed(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others."""
-
-    name: str
-    seconds: float
-    num_bytes: int
-
-
-def save(
-    paths: RunPaths,
-    contents: Contents,
-    provenance: Provenance,
-    ranks: Collective,
-    *,
-    epoch_check: Callable[[], None],
-) -> SavedCheckpoint:
-    """Write and commit a checkpoint at the position that `contents.runtime` names.
+class CheckpointSaver:
+    """Saves the same tensors again and again. Collective; made on the main thread of every rank.
 
     Args:
+        domains: `actor`, `critic`, `optimizer` → the live tensors (`dcp.tensors`), the same names on every rank,
+            which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
 
-    Returns:
-        The same on every rank, once it is durable.
-
-    Raises:
-        RanksFailed: some rank failed, on every rank alike; nothing is left of the attempt. Where rank 0 was
-            fenced off, `Fenced` is among its `kinds`.
-
-    Called by: trainer.saving, on every rank at a safe point.
+    Called by: trainer.saving.
     """
-    started = time.monotonic()
-    staging: Staging | None = None
 
-    def first() -> bytes:
-        nonlocal staging
-        staging = begin(paths, contents.runtime.step, contents.runtime.safe_point)
-        return staging.directory.name.encode()
+    def __init__(
+        self,
+        paths: RunPaths,
+        domains: Mapping[str, Tensors],
+        provenance: Provenance,
+        ranks: Collective,
+        *,
+        epoch_check: Callable[[], None],
+    ) -> None:
+        self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
+        # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
+        self._ranks = ranks.another()
+        self._staging = Staging(domains, ranks)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
-    try:
-        name = ranks.on_first("starting the save", first).decode()
-        directory = paths.checkpoints / name
-        _write_tensors(directory, contents.domains, ranks)
-        mine = ranks.together("writing the checkpoint", lambda: _write_own(directory, contents, ranks.rank))
-        entries = [
-            entry
-            for part in ranks.gather(msgspec.msgpack.encode(mine))
-            for entry in msgspec.msgpack.decode(part, type=_Entries)
-        ]
+    @property
+    def arena_bytes(self) -> int:
+        """Memory of this rank that saving takes, beside the state itself."""
+        return self._staging.num_bytes
 
-        def last() -> bytes:
+    def begin(
+        self, contents: Contents, then: Callable[[Collective, "SavedCheckpoint"], None] | None = None
+    ) -> "Future[SavedCheckpoint]":
+        """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
+
+        Until `fence` was called, nobody may change the tensors. The save before must be done.
+
+        Args:
+            then: done on every rank after the commit, in the background; it may talk to the other ranks'. It
+                must not raise.
+
+        Returns:
+            The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
+            rank failed; nothing is left of the attempt then. Where rank 0 was fenced off, `Fenced` is among
+            its `kinds`.
+        """
+        started = time.monotonic()
+        name: Future[str] = Future()
+        written = self._staging.begin(lambda: [self._paths.checkpoints / name.result()])
+        return self._thread.submit(self._save, contents, started, name, written, then)
+
+    def fence(self) -> float:
+        """Wait until the tensors may be changed; the seconds it took."""
+        return self._staging.fence()
+
+    def close(self) -> None:
+        """Let a save that is under way come to its end, and give the memory back."""
+        self._thread.shutdown()
+        self._staging.close()
+
+    def _save(
+        self,
+        contents: Contents,
+        started: float,
+        name: "Future[str]",
+        written: "Future[Written]",
+        then: Callable[[Collective, "SavedCheckpoint"], None] | None,
+    ) -> "SavedCheckpoint":
+        staging: door.Staging | None = None
+
+        def first() -> bytes:
+            nonlocal staging
+            staging = door.begin(self._paths, contents.runtime.step, contents.runtime.safe_point)
+            return staging.directory.name.encode()
+
+        def write() -> _Entries:
+            try:
+                small = self._write_small(self._paths.checkpoints / name.result(), contents)
+            finally:
+                wait([written])  # whoever cleans up must not do so under a saver that writes
+            return [*small, *_require_durable(written.result())]
+
+        def last(entries: _Entries) -> bytes:
             assert staging is not None
             seconds = time.monotonic() - started
-            manifest = _manifest(staging.final.name, contents.runtime, provenance, entries, seconds)
-            final = commit(staging, manifest, epoch_check=epoch_check)
+            manifest = _manifest(staging.final.name, contents.runtime, self._provenance, entries, seconds)
+            final = door.commit(staging, manifest, epoch_check=self._epoch_check)
             seconds = time.monotonic() - started
-            return msgspec.msgpack.encode(_Committed(final.name, seconds, manifest.num_bytes))
+            return msgspec.msgpack.encode(
+                SavedCheckpoint(name=final.name, seconds=seconds, num_bytes=manifest.num_bytes)
+            )
 
-        done = msgspec.msgpack.decode(ranks.on_first("committing the checkpoint", last), type=_Committed)
-    except BaseException:
-        if staging is not None:
-            abort(staging)
-        raise
-    return SavedCheckpoint(name=done.name, seconds=done.seconds, num_bytes=done.num_bytes)
-
-
-def _write_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Collective) -> None:
-    for domain, tensors in domains.items():
         try:
-            with alone_on_purpose():
-                dcp_save(
-                    dict(tensors),
-                    # `seal` makes everything durable; DCP's own fsync would only do it twice.
-                    storage_writer=FileSystemWriter(directory / domain, sync_files=False, overwrite=False),
-                    process_group=ranks.group,
-                    no_dist=ranks.group is None,
-                )
-        except CheckpointException as error:
-            raise ranks_failed(f"writing {domain}", error.failures) from error
+            try:
+                name.set_result(self._ranks.on_first("starting the save", first).decode())
+            except BaseException as error:
+                name.set_exception(error)  # the staging thread waits for it
+                wait([written])
+                raise
+            mine = self._ranks.together("writing the checkpoint", write)
+            entries = [
+                entry
+                for part in self._ranks.gather(msgspec.msgpack.encode(mine))
+                for entry in msgspec.msgpack.decode(part, type=_Entries)
+            ]
+            done = msgspec.msgpack.decode(
+                self._ranks.on_first("committing the checkpoint", lambda: last(entries)), type=SavedCheckpoint
+            )
+        except BaseException:
+            if staging is not None:
+                door.abort(staging)
+            raise
+        if then is not None:
+            then(self._ranks, done)
+        return done
+
+    def _write_small(self, directory: Path, contents: Contents) -> _Entries:
+        """Write and seal what is not a tensor."""
+        files = dict(contents.texts) | self._staging.layout.indexes if self._ranks.rank == 0 else {}
+        files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
+        for path, data in files.items():
+            (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
+            (directory / path).write_bytes(data)
+        return door.seal(directory, sorted(files))
 
 
-def _write_own(directory: Path, contents: Contents, rank: int) -> _Entries:
-    """Write this rank's small files and seal all that it wrote."""
-    files = dict(contents.texts) if rank == 0 else {}
-    files[runtime_state_name(rank)] = encode(contents.runtime)
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
-    shards = [
-        path.relative_to(directory).as_posix()
-        for domain in contents.domains
-        for path in (directory / domain).glob(f"__{rank}_*.distcp")
-    ]
-    if rank == 0:
-        shards += [f"{domain}/.metadata" for domain in contents.domains]
-    return seal(directory, sorted([*files, *shards]))
+def _require_durable(written: Written) -> _Entries:
+    (outcome,) = written.outcomes
+    if outcome.error is not None:
+        raise OSError(outcome.errno or 0, outcome.error)
+    return list(written.files)
 
 
 def _manifest(

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class Ledger:
         self.path = paths.ledger_segment(epoch, rank)
         self._epoch, self._rank, self._keys = epoch, rank, keys
         self._broken = False
+        # Training appends while the save path compacts in the background.
+        self._writing = threading.Lock()
         private_dir(self.path.parent)
         self._fd = self._open()
         try:
@@ -87,6 +90,10 @@ class Ledger:
             OSError: the disk refused. A write that failed is taken back and may be tried again; after a
                 failed fsync the segment is closed for good, since the kernel may have dropped the pages.
         """
+        with self._writing:
+            return self._append(step, micro_batch, arrays)
+
+    def _append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
         if self._broken:
             raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
         header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays))
@@ -118,6 +125,10 @@ class Ledger:
 
         Replaces the file by rename, so a crash leaves the old segment or the new one.
         """
+        with self._writing:
+            return self._compact(before_step)
+
+    def _compact(self, before_step: int) -> int:
         keep = [head(self._epoch, self._rank)]
         keep.extend(
             os.pread(self._fd, item.end - item.offset, item.offset)

@@ -5,10 +5,13 @@ there together.
 """
 
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import StrEnum
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import RanksFailed
+from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.trainer.position import Position, StepShape, after, safe_point
@@ -58,6 +61,7 @@ class Loop:
         self._learner, self._checkpointer = learner, checkpointer
         self._stopper, self._reporter = stopper, reporter
         self._saved: tuple[Position, str, int] | None = (state.position, saved_as, 0) if saved_as else None
+        self._saving: _Saving | None = None
         self._save_problem: str | None = None
         self._clock = _PhaseClock()
 
@@ -76,15 +80,21 @@ class Loop:
     def _run(self) -> Ending:
         state, total = self._state, self._config.train.steps
         while True:
-            order = self._stopper.agree()
-            finished = state.position == Position(total)
+            agreed = self._stopper.agree(busy=self._saving is not None and not self._saving.outcome.done())
+            order, finished = agreed.order, state.position == Position(total)
+            if not agreed.busy:
+                self._settle()
             if order is not None or self._is_due(state.position):
                 self._save(order)
             if finished:
+                self._settle()
                 self._require_saved()
+                self._checkpointer.close()
                 self._reporter.finished(total)
                 return Ending.FINISHED
             if order is not None and order.stop:
+                self._settle()
+                self._checkpointer.close()
                 self._reporter.stopped(order.request_id)
                 return Ending.STOPPED
             self._advance()
@@ -122,29 +132,49 @@ class Loop:
         return not self._is_saved() and is_due(position, self._config.checkpoint, self._config.train.steps)
 
     def _save(self, order: Order | None) -> None:
-        """Save, say so, clean up. A save that fails is said too, and training goes on with what it has."""
+        """Begin a save of the present position, or answer with the one there is."""
         state, request_id = self._state, order.request_id if order else 0
         position = state.position
         self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
+        if self._saving is not None:
+            started = time.perf_counter()
+            self._settle()
+            waited = time.perf_counter() - started
+            self._reporter.say(f"training waited {waited:.2f} s: the save before was still being written")
         if self._saved is not None and self._is_saved():
             self._reporter.saved(request_id, self._saved[1], 0.0, self._saved[2])
             return
+        # The next incarnation cleans up where we are to stop; now every second counts.
+        outcome = self._checkpointer.begin(state, tidy=order is None or not order.stop)
+        self._saving = _Saving(position, request_id, outcome)
+
+    def _settle(self) -> None:
+        """Wait for the save that was begun, if any, and say what became of it. All ranks do so at one place.
+
+        A save that fails is said, and training goes on with what it has.
+        """
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
         try:
-            done = self._checkpointer.save(state)
+            done = saving.outcome.result()
         except RanksFailed as error:
             self._save_problem = error.one_line()
-            self._reporter.save_failed(request_id, self._save_problem)
+            self._reporter.save_failed(saving.request_id, self._save_problem)
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
             return
-        self._saved = (position, done.name, done.num_bytes)
-        self._reporter.saved(request_id, done.name, done.seconds, done.num_bytes)
-        if order is not None and order.stop:
-            return  # the next incarnation cleans up; now every second counts
-        try:
-            self._checkpointer.clean_up()
-        except RanksFailed as error:
-            self._reporter.complain(error.one_line())
+        self._saved = (saving.position, done.name, done.num_bytes)
+        self._reporter.saved(saving.request_id, done.name, done.seconds, done.num_bytes)
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A save under way, and who asked for it (0: the plan)."""
+
+    position: Position
+    request_id: int
+    outcome: "Future[SavedCheckpoint]"
 
 
 class _PhaseClock:

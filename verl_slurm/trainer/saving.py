@@ -1,6 +1,6 @@
 """What a checkpoint of this trainer consists of, when one is due, and what is cleaned up after it."""
 
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -12,12 +12,13 @@ from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import Contents, Provenance, SavedCheckpoint, save
+from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.dcp.saver import CheckpointSaver, Contents, SavedCheckpoint
 from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.trainer import console
 from verl_slurm.trainer.models import Models
 from verl_slurm.trainer.position import Position, StepShape, rollout_offset
 from verl_slurm.trainer.schedule import schedule_record
@@ -50,10 +51,10 @@ def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
 
 
 class Checkpointer:
-    """Saves this run's state and keeps the number of checkpoints in bounds.
+    """Saves this run's state in the background and keeps the number of checkpoints in bounds.
 
     Args:
-        epoch_check: raises `Fenced` when another incarnation owns the run.
+        epoch: the incarnation that this is.
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
 
     Called by: trainer.loop, on every rank.
@@ -65,47 +66,47 @@ class Checkpointer:
         config: RunConfig,
         paths: RunPaths,
         shape: StepShape,
-        models: Models,
-        optimizers: Optimizers,
-        ranks: Collective,
+        rank: int,
+        saver: CheckpointSaver,
         ledger: Ledger,
-        provenance: Provenance,
         schema: SchemaVersion,
-        epoch_check: Callable[[], None],
+        epoch: int,
         resumed_from: str,
     ) -> None:
-        self._config, self._paths, self._shape, self._ranks = config, paths, shape, ranks
-        self._models, self._optimizers, self._ledger = models, optimizers, ledger
-        self._provenance, self._schema, self._epoch_check = provenance, schema, epoch_check
+        self._config, self._paths, self._shape, self._rank = config, paths, shape, rank
+        self._saver, self._ledger, self._schema, self._epoch = saver, ledger, schema, epoch
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
-    def save(self, state: TrainState) -> SavedCheckpoint:
-        """Commit a checkpoint of `state`. Collective.
+    def begin(self, state: TrainState, *, tidy: bool) -> "Future[SavedCheckpoint]":
+        """Save `state` as it is now; returns at once (`CheckpointSaver.begin`). Collective.
 
-        Raises:
-            RanksFailed: nothing was saved, and nothing of what was saved before is harmed.
+        Args:
+            tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
         """
-        runtime = capture_state(state, self._shape, rank=self._ranks.rank)
         contents = Contents(
-            domains=live_tensors(self._models, self._optimizers),
-            runtime=runtime,
-            texts=self._texts(state) if self._ranks.rank == 0 else {},
+            runtime=capture_state(state, self._shape, rank=self._rank),
+            texts=self._texts(state) if self._rank == 0 else {},
         )
-        done = save(self._paths, contents, self._provenance, self._ranks, epoch_check=self._epoch_check)
+        return self._saver.begin(contents, self._tidy if tidy else self._remember)
+
+    def close(self) -> None:
+        """Once nothing is being saved any more: end the saver process."""
+        self._saver.close()
+
+    def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
         self._assured.add(done.name)
-        return done
 
-    def clean_up(self) -> None:
-        """Remove checkpoints beyond `keep_last`, and journal records that no kept one needs. Collective.
-
-        Training waits meanwhile, so no checkpoint is read for it: see `_prune`.
-
-        Raises:
-            RanksFailed: some of it could not be removed; nothing that is needed was.
-        """
-        oldest = msgspec.json.decode(self._ranks.on_first("pruning checkpoints", self._prune), type=int)
-        self._ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
+    def _tidy(self, ranks: Collective, done: SavedCheckpoint) -> None:
+        """In the background, behind the commit; no checkpoint is read for it: see `_prune`."""
+        self._remember(ranks, done)
+        try:
+            oldest = msgspec.json.decode(ranks.on_first("pruning checkpoints", self._prune), type=int)
+            ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
+        except RanksFailed as error:
+            # Too many checkpoints harm nobody, but for the room they take.
+            if self._rank == 0:
+                console.complain(error.one_line())
 
     def _prune(self) -> bytes:
         """Rank 0's part; returns the step from which on the ledger is still needed.
@@ -122,7 +123,7 @@ class Checkpointer:
         apply_prune(self._paths, plan)
         kept = [info for info in list_checkpoints(self._paths) if info.kind == "committed"]
         oldest = min((info.step for info in kept), default=0)
-        journal.prune(self._paths, oldest, current_epoch=self._provenance.epoch)
+        journal.prune(self._paths, oldest, current_epoch=self._epoch)
         return msgspec.json.encode(oldest)
 
     def _texts(self, state: TrainState) -> dict[str, bytes]:

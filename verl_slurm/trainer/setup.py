@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.format import Topology
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import Provenance
+from verl_slurm.dcp.saver import CheckpointSaver, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.fence import require_epoch
 from verl_slurm.paths import RunPaths
@@ -125,6 +125,24 @@ def build_loop(
     foreign = None if ours else directory
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
     schema = current_schema()
+    provenance = Provenance(
+        epoch=epoch,
+        parent=manifest.name if manifest else None,
+        schema_id=schema.schema_id,
+        dataset_fingerprint=digests.dataset,
+        frozen=digests.frozen,
+        topology=topology,
+    )
+    saver = CheckpointSaver(
+        paths,
+        live_tensors(models, optimizers),
+        provenance,
+        ranks,
+        epoch_check=lambda: require_epoch(paths, epoch),
+    )
+    reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
+    for optimizer in (optimizers.actor, optimizers.critic):
+        optimizer.register_step_pre_hook(lambda *_: _wait_for_copy(saver))
     return Loop(
         config=config,
         shape=shape,
@@ -146,20 +164,11 @@ def build_loop(
             config=config,
             paths=paths,
             shape=shape,
-            models=models,
-            optimizers=optimizers,
-            ranks=ranks,
+            rank=ranks.rank,
+            saver=saver,
             ledger=ledger,
-            provenance=Provenance(
-                epoch=epoch,
-                parent=manifest.name if manifest else None,
-                schema_id=schema.schema_id,
-                dataset_fingerprint=digests.dataset,
-                frozen=digests.frozen,
-                topology=topology,
-            ),
             schema=schema,
-            epoch_check=lambda: require_epoch(paths, epoch),
+            epoch=epoch,
             resumed_from=saved_as,
         ),
         stopper=Stopper(line, ranks.max),
@@ -193,6 +202,11 @@ def _first_look(
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
+
+
+def _wait_for_copy(saver: CheckpointSaver) -> None:
+    """The tensors that a save copies must not change before it has."""
+    saver.fence()
 
 
 def _optimizers(models: Models, config: RunConfig) -> Optimizers:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Asked", "Order", "Page", "Stopper"]
+__all__ = ["Agreement", "Asked", "Order", "Page", "Stopper"]
 
 
 class Asked(Protocol):
@@ -36,6 +36,19 @@ class Order:
     stop: bool
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks know of each other at a safe point; the same on every rank.
+
+    Attributes:
+        order: one that is new to this run; None: train on.
+        busy: some rank still writes the checkpoint that was begun last.
+    """
+
+    order: Order | None
+    busy: bool
+
+
 class Stopper:
     """Asks the page and the other ranks; remembers what was already obeyed.
 
@@ -50,17 +63,17 @@ class Stopper:
         self._page, self._greatest = page, greatest
         self._obeyed = 0
 
-    def agree(self) -> Order | None:
-        """The order that is new to this run, the same on every rank; None: train on. Collective.
+    def agree(self, *, busy: bool = False) -> Agreement:
+        """Exchange what each rank has read and whether it is `busy` saving. Collective.
 
         A request to stop is not lost when a newer one, to save only, is seen by some ranks first: the ids
         of the newest request and of the newest that says stop travel separately.
         """
         asked = self._page.request()
         mine = (0, 0) if asked is None else (asked.request_id, asked.request_id if asked.stop else 0)
-        newest, newest_stop = self._greatest(mine)
+        newest, newest_stop, any_busy = self._greatest((*mine, int(busy)))
         if newest <= self._obeyed:
-            return None
+            return Agreement(None, bool(any_busy))
         order = Order(request_id=newest, stop=newest_stop > self._obeyed)
         self._obeyed = newest
-        return order
+        return Agreement(order, bool(any_busy))

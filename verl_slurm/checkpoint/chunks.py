@@ -1,0 +1,324 @@
+"""Files in chunks of 4 MiB: their digests, and reading them fast and checked. The only reader of tensor data.
+
+A file's digest is the SHA-256 of its content where that is one chunk, and else the SHA-256 of its chunks'
+SHA-256 digests (32 bytes each) one behind the other. So all cores can hash one file, chunks are checked in
+any order, a part of a file is checked without the rest, and damage is named by its place. The manifest binds
+digest and size, and holds the leaves of files of several chunks.
+
+Reading goes past the page cache where the file system has O_DIRECT: what is checked is then what the medium
+holds, and the memory stays with the training. Elsewhere clean cached pages are dropped first.
+"""
+
+import bisect
+import ctypes
+import errno
+import fcntl
+import hashlib
+import itertools
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.tree import open_below
+
+__all__ = [
+    "Reading",
+    "Wanted",
+    "combine",
+    "entry_of",
+    "hash_file",
+    "leaf_count",
+    "leaf_problem",
+    "make_entry",
+    "read_checked",
+]
+
+_HUGE_PAGE = 2 << 20
+
+OnProblem = Callable[[str, "str | OSError"], None]
+
+
+def leaf_count(size: int) -> int:
+    """Chunks of a file of `size` bytes; an empty file has one, of no bytes."""
+    return max(1, -(-size // CHUNK_BYTES))
+
+
+def combine(leaves: Sequence[bytes]) -> str:
+    """A file's digest (hex) from the SHA-256 of each of its chunks, in order."""
+    return (leaves[0] if len(leaves) == 1 else hashlib.sha256(b"".join(leaves)).digest()).hex()
+
+
+def leaf_problem(entry: FileEntry) -> str | None:
+    """Why the leaves of `entry` contradict its size or digest, or None."""
+    count = leaf_count(entry.size)
+    if len(entry.leaves) != (count if count > 1 else 0):
+        return f"{len(entry.leaves)} chunk digests for {entry.size} bytes"
+    if entry.leaves and combine([bytes.fromhex(leaf) for leaf in entry.leaves]) != entry.sha256:
+        return "the chunk digests do not make the file's"
+    return None
+
+
+def hash_file(fd: int, path: str) -> FileEntry:
+    """The entry of a file as it reads now; one thread.
+
+    Called by: commit.seal, for the small files.
+    """
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, os.fstat(fd).st_size))))
+    leaves: list[bytes] = []
+    size = 0
+    while True:
+        filled = 0
+        while filled < len(buffer) and (count := os.preadv(fd, [buffer[filled:]], size + filled)):
+            filled += count
+        if filled or not leaves:
+            leaves.append(hashlib.sha256(buffer[:filled]).digest())
+        size += filled
+        if filled < CHUNK_BYTES:
+            break
+    return make_entry(path, size, leaves)
+
+
+def entry_of(path: str, data: bytes) -> FileEntry:
+    """The entry of a file with the content `data`."""
+    view = memoryview(data)
+    starts = range(0, max(1, len(data)), CHUNK_BYTES)
+    leaves = [hashlib.sha256(view[start : start + CHUNK_BYTES]).digest() for start in starts]
+    return make_entry(path, len(data), leaves)
+
+
+def make_entry(path: str, size: int, leaves: Sequence[bytes]) -> FileEntry:
+    """The manifest's entry of a file from its chunks' digests."""
+    several = tuple(leaf.hex() for leaf in leaves) if len(leaves) > 1 else ()
+    return FileEntry(path=path, size=size, sha256=combine(leaves), leaves=several)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A range of a file, in bytes, and the address of the memory it goes to."""
+
+    offset: int
+    length: int
+    address: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One file to read.
+
+    Attributes:
+        wanted: ranges, sorted by offset, that do not overlap. Only the chunks that they touch are read then;
+            None: all chunks, only to check them.
+    """
+
+    entry: FileEntry
+    wanted: Sequence[Wanted] | None = None
+
+
+@dataclass
+class _Open:
+    """A file that is being read by several threads."""
+
+    reading: Reading
+    fd: int
+    chunks: Sequence[int]
+    direct: bool
+    left: int
+    closing: ExitStack
+    failed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def read_checked(
+    root: int, readings: Sequence[Reading], *, threads: int, on_problem: OnProblem, from_medium: bool = True
+) -> int:
+    """Read chunks of files below `root`, check each, and copy what is wanted of it to where it goes.
+
+    A chunk is copied only after its digest was found right. At the first fault of a file the rest of that
+    file is left; the other files are still read.
+
+    Args:
+        root: descriptor of the checkpoint's directory.
+        threads: that read and hash; each has a buffer of 4 MiB.
+        on_problem: told the path and what is wrong with it, or the error; from any thread, one at a time.
+        from_medium: go past the page cache where that can be done.
+
+    Returns:
+        Bytes read.
+    """
+    work = _Work(root, readings, on_problem, from_medium)
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="read") as pool:
+        done = [pool.submit(work.run) for _ in range(threads)]
+        return sum(future.result() for future in done)
+
+
+class _Work:
+    """The queue that the threads share: chunks of one file after the other."""
+
+    def __init__(
+        self, root: int, readings: Sequence[Reading], on_problem: OnProblem, from_medium: bool
+    ) -> None:
+        self._root, self._on_problem, self._from_medium = root, on_problem, from_medium
+        self._lock, self._said = threading.Lock(), threading.Lock()
+        # The largest first: the last thread to end decides how long it takes.
+        self._queue = self._jobs(sorted(readings, key=lambda reading: -reading.entry.size))
+
+    def run(self) -> int:
+        buffer = _Buffer()
+        num_bytes = 0
+        while True:
+            with self._lock:
+                job = next(self._queue, None)
+            if job is None:
+                return num_bytes
+            file, chunk = job
+            try:
+                if not file.failed:
+                    num_bytes += self._chunk(file, chunk, buffer)
+            finally:
+                with file.lock:
+                    file.left -= 1
+                    last = not file.left
+                if last:
+                    file.closing.close()
+
+    def _jobs(self, readings: Sequence[Reading]) -> Iterator[tuple[_Open, int]]:
+        for reading in readings:
+            try:
+                file = self._open(reading)
+            except OSError as error:
+                self._say(reading.entry.path, error)
+                continue
+            if file is not None:
+                for chunk in file.chunks:
+                    yield file, chunk
+
+    def _open(self, reading: Reading) -> _Open | None:
+        entry = reading.entry
+        chunks = _touched(reading)
+        if not chunks:
+            return None
+        closing = ExitStack()
+        try:
+            fd = closing.enter_context(open_below(self._root, entry.path))
+            problem = _unlike(os.fstat(fd), entry)
+            if problem is None:
+                # Small files are not worth it: each direct read is a whole round to the medium.
+                direct = self._from_medium and entry.size >= _HUGE_PAGE and _go_direct(fd)
+                if self._from_medium and not direct:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                return _Open(reading, fd, chunks, direct, len(chunks), closing)
+        except BaseException:
+            closing.close()
+            raise
+        closing.close()
+        self._say(entry.path, problem)
+        return None
+
+    def _chunk(self, file: _Open, chunk: int, buffer: "_Buffer") -> int:
+        entry, start = file.reading.entry, chunk * CHUNK_BYTES
+        length = min(CHUNK_BYTES, entry.size - start)
+        try:
+            count = _read(file, start, length, buffer.view)
+        except OSError as error:
+            self._fail(file, error)
+            return 0
+        if count != length:
+            self._fail(file, f"size {start + count}, expected {entry.size}")
+            return count
+        digest = hashlib.sha256(buffer.view[:length]).hexdigest()
+        expected = entry.leaves[chunk] if entry.leaves else entry.sha256
+        if digest != expected:
+            place = f" in bytes {start} to {start + length}" if entry.leaves else ""
+            self._fail(file, f"sha256 {digest}, expected {expected}{place}")
+            return count
+        self._hand_out(file.reading.wanted or (), start, length, buffer.address)
+        return count
+
+    def _hand_out(self, wanted: Sequence[Wanted], start: int, length: int, address: int) -> None:
+        """Copy what is wanted of the chunk at `start`, which is at `address`. ctypes lets go of the lock."""
+        first = bisect.bisect_right(wanted, start, key=lambda w: w.offset + w.length)
+        for w in itertools.islice(wanted, first, None):
+            if w.offset >= start + length:
+                return
+            low, high = max(start, w.offset), min(start + length, w.offset + w.length)
+            ctypes.memmove(w.address + low - w.offset, address + low - start, high - low)
+
+    def _fail(self, file: _Open, what: "str | OSError") -> None:
+        with file.lock:
+            first, file.failed = not file.failed, True
+        if first:
+            self._say(file.reading.entry.path, what)
+
+    def _say(self, path: str, what: "str | OSError") -> None:
+        with self._said:
+            self._on_problem(path, what)
+
+
+def _unlike(info: os.stat_result, entry: FileEntry) -> str | None:
+    """Why the file that was opened cannot be the one of `entry`."""
+    if not stat.S_ISREG(info.st_mode):
+        return "is not a regular file"
+    if info.st_size != entry.size:
+        return f"size {info.st_size}, expected {entry.size}"
+    return leaf_problem(entry)
+
+
+class _Buffer:
+    """4 MiB, aligned, in huge pages where there are some: the kernel then needs few segments for a read."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, CHUNK_BYTES + _HUGE_PAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        at = -base % _HUGE_PAGE
+        with suppress(OSError, AttributeError):  # a kernel without them: small pages do
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._map)[at : at + CHUNK_BYTES]
+        self.address = base + at
+
+
+def _touched(reading: Reading) -> Sequence[int]:
+    if reading.wanted is None:
+        return range(leaf_count(reading.entry.size))
+    chunks: set[int] = set()
+    for wanted in reading.wanted:
+        if wanted.length:
+            last = (wanted.offset + wanted.length - 1) // CHUNK_BYTES
+            chunks.update(range(wanted.offset // CHUNK_BYTES, last + 1))
+    return sorted(chunks)
+
+
+def _go_direct(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def _read(file: _Open, start: int, length: int, buffer: memoryview) -> int:
+    """Up to a whole chunk at `start`; less only at the file's end."""
+    count = 0
+    while count < length:
+        # Asked for up to the alignment: a direct read of an odd length is refused.
+        piece = buffer[count : count + (length - count + 4095) // 4096 * 4096]
+        try:
+            got = os.preadv(file.fd, [piece], start + count)
+        except OSError as error:
+            # Some file systems take the flag and refuse the read, or an alignment of ours.
+            if error.errno != errno.EINVAL or not file.direct:
+                raise
+            fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            file.direct = False
+            continue
+        if not got:
+            break
+        count += got
+        if file.direct and count < length and count % 4096:
+            break  # only the end of the file cuts a direct read short
+    return min(count, length)

@@ -1,0 +1,155 @@
+"""From live tensors to durable files with one copy in between, and training held up for that copy at most.
+
+`begin` returns at once. A thread copies the tensors into the staging arena; until it is through, nobody may
+change them in place: `fence` waits for that, and stands before every optimizer update. An RL step spends most
+of its time generating, with the weights as they are, so the fence hardly ever has to wait. Then the saver
+process hashes and writes the arena (`save_path.protocol`), and the thread waits for it.
+
+The arena holds one state. A save that comes while the one before is being written waits for it, and whoever
+begins it is told how long (`Pending.waited`).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.dcp.layout import Layout, plan_layout
+from verl_slurm.dcp.tensors import Tensors
+from verl_slurm.errors import ConfigError
+from verl_slurm.save_path.arena import Arena, available_memory
+from verl_slurm.save_path.handle import SaverProcess
+from verl_slurm.save_path.protocol import Written
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """One rank's arena and saver. Make it on the main thread: the saver dies with the thread that started it.
+
+    Args:
+        domains: domain → tensors that stay where they are for as long as this lives.
+        ranks: to agree on the layout, once. Collective.
+        hashers: threads that hash.
+
+    Raises:
+        ConfigError: there is no memory for another copy of this rank's state.
+
+    Called by: dcp.saver, once a rank.
+    """
+
+    def __init__(self, domains: Mapping[str, Tensors], ranks: Collective, *, hashers: int = 1) -> None:
+        self.layout: Layout = plan_layout(domains, ranks)
+        ranks.together("making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes))
+        self._arena = Arena(self.layout.arena_bytes)
+        whole = torch.frombuffer(self._arena.view, dtype=torch.uint8)
+        self._live = [slot.tensor for slot in self.layout.slots]
+        self._copies = [_view(whole, slot.at, slot.tensor) for slot in self.layout.slots]
+        self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
+        self._saver = SaverProcess(self._arena, hashers=hashers)
+        # One thread, so that the arena is warm before its first use and one save follows the other.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._warm = self._thread.submit(self._warm_up)
+        self._copied = threading.Event()
+        self._copied.set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, beside the state itself."""
+        return self._arena.size
+
+    def begin(self, directories: Callable[[], Sequence[Path]]) -> "Future[Written]":
+        """Save the tensors as they are now. The one before must be done.
+
+        Args:
+            directories: says, when the copy is made, where the files go; called from another thread.
+
+        Returns:
+            What became of each directory. It raises what `directories` raises, and SaverDied.
+        """
+        self._copied = copied = threading.Event()
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
+
+        def work() -> Written:
+            try:
+                self._copy(ready)
+            finally:
+                copied.set()
+            where = [str(directory) for directory in directories()]
+            return self._saver.write(self.layout.files, where)
+
+        return self._thread.submit(work)
+
+    def fence(self) -> float:
+        """Wait until the tensors may be changed in place; the seconds it took."""
+        if self._copied.is_set():
+            return 0.0
+        started = time.perf_counter()
+        self._copied.wait()
+        return time.perf_counter() - started
+
+    def wait_warm(self) -> None:
+        """Until the arena is faulted in and the saver serves. The first save waits for it otherwise."""
+        self._warm.result()
+
+    def close(self) -> None:
+        """End the saver; what is being written is finished first."""
+        self._thread.shutdown()
+        self._saver.close()
+        self._copies.clear()
+        self._arena.close()
+
+    def _warm_up(self) -> None:
+        self._saver.wait_ready()
+        self._arena.fault_in()  # the pages are there; this maps them into this process, too
+        if self._device is not None:
+            _pin(self._arena, self._device)
+
+    def _copy(self, ready: "torch.cuda.Event | None") -> None:
+        self._warm.result()
+        with torch.no_grad():
+            if ready is None:
+                torch._foreach_copy_(self._copies, self._live)
+                return
+            # Beside training, on a stream of its own, after all that was queued when the save began.
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                torch._foreach_copy_(self._copies, self._live, non_blocking=True)
+            stream.synchronize()
+
+
+def _view(whole: Tensor, at: int, like: Tensor) -> Tensor:
+    flat = whole[at : at + like.numel() * like.element_size()]
+    return flat.view(like.dtype).view(like.shape)
+
+
+def _require_memory(num_bytes: int) -> None:
+    free = available_memory()
+    if num_bytes > free:
+        raise ConfigError(
+            "no memory for a second copy of this rank's state, which saving needs",
+            where="checkpoint",
+            found=f"{free} bytes free",
+            expected=f"{num_bytes} bytes for each rank",
+            remedy="ask for more memory (slurm.mem_mb_per_node), or for more ranks",
+        )
+
+
+def _pin(arena: Arena, device: torch.device) -> None:
+    """Let the GPU copy into the arena without a detour through a buffer of the driver's."""
+    address = torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(address, arena.size, 0))
+    if code:
+        raise ConfigError(
+            "the staging arena cannot be pinned",
+            found=f"CUDA error {code}",
+            remedy="raise the limit of locked memory (ulimit -l)",
+        )

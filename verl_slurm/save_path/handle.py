@@ -1,0 +1,95 @@
+"""The rank's end of its saver process. Blocking calls, made from a thread that has nothing else to do."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from verl_slurm.save_path.arena import Arena
+from verl_slurm.save_path.protocol import ArenaFile, FromSaver, Ready, Write, Written
+
+__all__ = ["SaverDied", "SaverProcess"]
+
+
+class SaverDied(OSError):
+    """The saver process is gone or talks nonsense; a save that was under way is lost."""
+
+
+class SaverProcess:
+    """A saver for `arena`, started at once; `wait_ready` waits until it can serve.
+
+    Args:
+        hashers: threads it hashes with.
+
+    Called by: dcp.staging, once a rank.
+    """
+
+    def __init__(self, arena: Arena, *, hashers: int = 1) -> None:
+        argv = [sys.executable, "-P", "-m", "verl_slurm.save_path.saver"]
+        argv += ["--arena", str(arena.fd), "--size", str(arena.size), "--hashers", str(hashers)]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(arena.fd,), bufsize=0
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._decoder = msgspec.json.Decoder(FromSaver)
+        self._pending = b""
+        self._count = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Until the arena is faulted in.
+
+        Raises:
+            SaverDied: it did not start.
+        """
+        if not isinstance(self._receive(), Ready):
+            raise self._died("an answer before its first word")
+
+    def write(self, files: Sequence[ArenaFile], directories: Sequence[str]) -> Written:
+        """Have `files` written below every one of `directories`; returns when each is durable or given up.
+
+        Raises:
+            SaverDied: it ended, or answered another question.
+        """
+        self._count += 1
+        request = Write(save=self._count, files=tuple(files), directories=tuple(directories))
+        data = memoryview(msgspec.json.encode(request) + b"\n")
+        try:
+            while data:
+                data = data[self._in.write(data) :]
+        except OSError as error:
+            raise self._died(str(error)) from error
+        answer = self._receive()
+        if not isinstance(answer, Written) or answer.save != self._count:
+            raise self._died(f"{answer!r:.200}")
+        return answer
+
+    def close(self) -> None:
+        """End it; what it writes just now is finished first."""
+        self._in.close()
+        self._process.wait()
+        self._out.close()
+
+    def _receive(self) -> FromSaver:
+        while b"\n" not in self._pending:
+            more = self._out.read(1 << 20)
+            if not more:
+                raise self._died("the end of its output")
+            self._pending += more
+        line, _, self._pending = self._pending.partition(b"\n")
+        try:
+            message: FromSaver = self._decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise self._died(f"{line[:200]!r}") from error
+        return message
+
+    def _died(self, found: str) -> SaverDied:
+        code = self._process.poll()
+        state = "is still there" if code is None else f"ended with {code}"
+        return SaverDied(f"the saver process {state}: {found}")

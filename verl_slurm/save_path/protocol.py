@@ -1,0 +1,74 @@
+"""What a rank and its saver process say to each other: the specification.
+
+The saver is a child of the rank, without torch. It inherits one descriptor, the rank's staging arena (shared
+memory), and talks over its standard input and output, one JSON object a line:
+
+```
+saver → rank   Ready()                                   once: the arena is mapped and faulted in
+rank  → saver  Write(save, files, directories)           the bytes in the arena do not change until the answer
+saver → rank   Written(save, files, outcomes)            each file on each directory: durable, or why not
+rank           closes the pipe; the saver ends
+```
+
+One `Write` at a time. `directories` are staging directories on one or several media (shared storage, a node's
+own disk); each gets every file. A directory whose storage fails is given up with its reason, and the others are
+still written: `outcomes` are in the order of `directories`. The digests are of the bytes in the arena, so they
+are the same for all. Nobody has read back what was written: that is the verifier's work.
+
+The pipe comes from our own parent or child, and still nothing in it is believed beyond its type: unknown kinds
+and fields end the process.
+"""
+
+import msgspec
+
+from verl_slurm.checkpoint.format import FileEntry
+
+__all__ = ["ArenaFile", "FromSaver", "Outcome", "Ready", "Write", "Written"]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """A closed, typed map; the class name is its `type`."""
+
+
+class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file to be: `size` bytes of the arena from `at`, both multiples of 4096."""
+
+    path: str
+    """Below each directory, e.g. `actor/rank_0000.bin`."""
+    at: int
+    size: int
+
+
+class Write(_Message, frozen=True, kw_only=True):
+    """Make `files` durable below each of `directories`. Existing files are an error, never overwritten."""
+
+    save: int
+    files: tuple[ArenaFile, ...]
+    directories: tuple[str, ...]
+
+
+class Ready(_Message, frozen=True, kw_only=True):
+    """The first word of a saver."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of one directory."""
+
+    directory: str
+    error: str | None = None
+    errno: int | None = None
+    seconds: float = 0.0
+    """From the request to the last fsync."""
+    direct: bool = True
+    """Whether all of it went past the page cache."""
+
+
+class Written(_Message, frozen=True, kw_only=True):
+    """The answer to `Write`. `files` are empty where no directory took them."""
+
+    save: int
+    files: tuple[FileEntry, ...]
+    outcomes: tuple[Outcome, ...]
+
+
+FromSaver = Ready | Written

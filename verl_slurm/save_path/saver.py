@@ -1,0 +1,62 @@
+"""The saver process of a rank: `python -P -m verl_slurm.save_path.saver --arena FD --size BYTES`.
+
+A process, so that hashing and writing take neither the rank's interpreter lock nor its page cache. It ends when
+the rank closes the pipe, and the kernel ends it when the rank dies: half a checkpoint is of no use to anyone.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+
+import msgspec
+
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.save_path.arena import Arena
+from verl_slurm.save_path.protocol import FromSaver, Ready, Write, Written
+from verl_slurm.save_path.writing import write_and_hash
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.
+_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve one rank until it closes the pipe."""
+    for number in _NOT_OURS:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parser = argparse.ArgumentParser(prog="verl_slurm.save_path.saver", description=__doc__.splitlines()[0])
+    parser.add_argument("--arena", type=int, required=True, metavar="FD", help="descriptor of the arena")
+    parser.add_argument("--size", type=int, required=True, help="bytes of it")
+    parser.add_argument("--hashers", type=int, default=1, help="threads that hash")
+    options = parser.parse_args(argv)
+    os.umask(0o077)
+    arena = Arena(options.size, fd=options.arena)
+    try:
+        arena.fault_in()
+    except VerlSlurmError as error:
+        sys.stderr.write(f"{error.one_line()}\n")
+        return int(error.exit_code)
+    _say(Ready())
+    decoder = msgspec.json.Decoder(Write)
+    for line in sys.stdin.buffer:
+        request = decoder.decode(line)
+        entries, outcomes = write_and_hash(
+            arena.view, request.files, request.directories, hashers=options.hashers
+        )
+        _say(Written(save=request.save, files=entries, outcomes=outcomes))
+    return int(ExitCode.OK)
+
+
+def _say(message: FromSaver) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

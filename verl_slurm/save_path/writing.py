@@ -1,0 +1,146 @@
+"""Bytes of shared memory to files: large aligned writes past the page cache, fsynced, hashed meanwhile.
+
+One thread a directory writes, others hash; all of them let go of the interpreter lock while they work. The
+source is read by all and written by none.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+from verl_slurm.checkpoint.chunks import leaf_count, make_entry
+from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.tree import open_directory
+from verl_slurm.save_path.protocol import ArenaFile, Outcome
+
+__all__ = ["write_and_hash"]
+
+# One request of this size keeps a disk or server busy; larger ones gain nothing (measured: 1 to 64 MiB alike).
+_BLOCK_BYTES = 16 << 20
+
+
+def write_and_hash(
+    source: memoryview, files: Sequence[ArenaFile], directories: Sequence[str], *, hashers: int = 1
+) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
+    """Write every file below every directory, and hash each once.
+
+    Args:
+        source: the arena; page-aligned.
+        hashers: threads that hash.
+
+    Returns:
+        The entries, and for each directory whether all files in it, and their folders, are durable.
+
+    Called by: save_path.saver.
+    """
+    started = time.monotonic()
+    with ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool:
+        outcomes = [pool.submit(_write_all, source, files, directory, started) for directory in directories]
+        entries = _hash_all(source, files, pool, hashers)
+        return entries, tuple(outcome.result() for outcome in outcomes)
+
+
+def _hash_all(
+    source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int
+) -> tuple[FileEntry, ...]:
+    leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
+    work = iter([(file, chunk) for file in files for chunk in range(leaf_count(file.size))])
+    lock = threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                job = next(work, None)
+            if job is None:
+                return
+            file, chunk = job
+            start = file.at + chunk * CHUNK_BYTES
+            piece = source[start : min(start + CHUNK_BYTES, file.at + file.size)]
+            leaves[file.path][chunk] = hashlib.sha256(piece).digest()
+
+    for done in [pool.submit(run) for _ in range(hashers)]:
+        done.result()
+    return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
+
+
+def _write_all(source: memoryview, files: Sequence[ArenaFile], directory: str, started: float) -> Outcome:
+    direct = True
+    try:
+        with open_directory(directory) as root, ExitStack() as opened:
+            folders: dict[str, int] = {}
+            for file in files:
+                folder, _, name = file.path.rpartition("/")
+                if folder not in folders:
+                    folders[folder] = opened.enter_context(_folder(root, folder))
+                piece = source[file.at : file.at + file.size]
+                direct = _write_one(folders[folder], name, piece) and direct
+            for fd in folders.values():
+                os.fsync(fd)
+            os.fsync(root)
+    except OSError as error:
+        return Outcome(
+            directory=directory,
+            error=": ".join(str(part) for part in (error.strerror or error, error.filename) if part),
+            errno=error.errno,
+            seconds=time.monotonic() - started,
+        )
+    return Outcome(directory=directory, seconds=time.monotonic() - started, direct=direct)
+
+
+@contextmanager
+def _folder(root: int, name: str) -> Iterator[int]:
+    """A descriptor of a folder below `root`, made where it is missing; empty: `root` itself."""
+    with ExitStack() as opened:
+        at = root
+        for part in name.split("/") if name else []:
+            with suppress(FileExistsError):  # another rank was first, or an earlier file of ours
+                os.mkdir(part, 0o700, dir_fd=at)
+            at = opened.enter_context(open_directory(part, below=at))
+        yield at
+
+
+def _write_one(folder: int, name: str, data: memoryview) -> bool:
+    """Write, fsync, close one file; returns whether it went past the page cache."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        direct = _set_direct(fd, True)
+        at = 0
+        while at < len(data):
+            try:
+                count = os.pwrite(fd, data[at : at + _BLOCK_BYTES], at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                direct = _set_direct(fd, False)
+                continue
+            if not count:
+                raise OSError(errno.EIO, "a write of nothing", name)
+            at += count
+            if direct and at % 4096:
+                # A short write (a quota, a full disk): what follows would not be aligned.
+                direct = _set_direct(fd, False)
+        os.fsync(fd)
+        if not direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)  # its error counts: NFS tells of a failed write here
+    return direct
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Ask for direct writes, or for cached ones; returns what holds now."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return on
