@@ -17,6 +17,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import (
     AgentReady,
@@ -65,6 +66,7 @@ class Effects:
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._journal, self._epoch, self._post = journal, epoch, post
+        self._keys: Keyring | None = None
         self._generation, self._leaving = 0, asyncio.Event()
         self._links: dict[str, AgentLink] = {}
         self._ready: dict[str, AgentReady] = {}
@@ -77,7 +79,12 @@ class Effects:
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
-        """Listen for agents and publish where."""
+        """Read the key, where one is configured; listen for agents and publish where.
+
+        Raises:
+            KeyRefused, PermissionRefused: `keys.load_keys`.
+        """
+        self._keys = load_keys(self._config.checkpoint.encryption)
         token = secrets.token_bytes(32)
         # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
         links = 2 * self._config.distributed.nodes + 4
@@ -146,7 +153,7 @@ class Effects:
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
         resume_from = self._config.checkpoint.resume_from
-        point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch)
+        point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch, self._keys)
         for line in point.reasons:
             self._journal.event("resume", reason=line)
         self._journal.event(
@@ -265,7 +272,7 @@ class Effects:
         self._post(ev.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
-        good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch)
+        good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
         self._post(ev.Verified(name, good, detail))
 
     # ---- the scheduler

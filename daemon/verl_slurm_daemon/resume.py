@@ -8,13 +8,16 @@ import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format import MANIFEST
+from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.fence import require_epoch
 from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -31,21 +34,36 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """What a start has to show: two starts with the same one brought nothing new in between."""
 
 
-def find_resume_point(paths: RunPaths, resume_from: str | None, epoch: int) -> ResumePoint:
+def find_resume_point(
+    paths: RunPaths, resume_from: str | None, epoch: int, keys: Keyring | None = None
+) -> ResumePoint:
     """Verify from the newest back and take the first that is good; sets corrupt ones aside.
 
     What the user named counts for the first start after his submission (`RUN/control/resume_once`), then `auto`.
 
     Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
     is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
+
+    Args:
+        keys: what is resumed from must be signed with one of them.
+
+    Raises:
+        KeyRefused: what is left to resume from needs a key that is not there.
     """
+
+    def checked(path: Path) -> Verdict:
+        return verify(path, keys=keys)
+
     require_epoch(paths, epoch)  # a former life that still breathes must not tidy up under the present one
     if not paths.resume_once.exists():
         resume_from = "auto"
     sweep(paths)
-    choice = choose_resume(paths, resume_from)
+    choice = choose_resume(paths, resume_from, verifier=checked)
+    if choice.manifest is not None:
+        # Verifying what is encrypted needs no key; to say so now is better than to have every rank fail.
+        CheckpointCipher.of(choice.manifest, keys, where=choice.path)
     if choice.path is not None and choice.path.parent != paths.checkpoints:
-        choice = choose_resume(paths, _adopt(paths, choice.path))
+        choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
     reasons = list(choice.reasons)
     if resume_from != "auto":
         reasons += _abandon_newer(paths, choice)
@@ -92,12 +110,12 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
     return reasons
 
 
-def read_back(paths: RunPaths, name: str, epoch: int) -> tuple[bool, str]:
+def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> tuple[bool, str]:
     """Re-read a committed checkpoint, every byte; (good, what was found).
 
     Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
     """
-    verdict = verify(paths.checkpoints / name)
+    verdict = verify(paths.checkpoints / name, keys=keys)
     if verdict.ok:
         return True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
     if verdict.damaged:

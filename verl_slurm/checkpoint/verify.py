@@ -16,7 +16,7 @@ from pathlib import Path
 from verl_slurm.checkpoint.chunks import Reading, read_checked
 from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, missing_parts
-from verl_slurm.checkpoint.info import Problem, Verdict
+from verl_slurm.checkpoint.info import Problem, ProblemKind, Verdict
 from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.signature import authenticate
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
@@ -79,16 +79,23 @@ def verify(
     )
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
     """The manifest of a checkpoint, itself verified; the files it names are not looked at.
 
+    Args:
+        keys: where given, it must be signed with one of them.
+
     Raises:
+        KeyRefused: it is not.
         OSError: it cannot be read.
         SchemaMismatch: it is of another format version.
         CheckpointCorrupt: it does not verify.
     """
     with open_directory(directory) as root:
-        return _read_manifest(root, directory / MANIFEST)
+        manifest = _read_manifest(root, directory / MANIFEST)
+    if keys is not None:
+        authenticate(manifest, keys, where=directory / MANIFEST)
+    return manifest
 
 
 def _read_manifest(root: int, where: object) -> Manifest:
@@ -128,7 +135,8 @@ def _authentic(manifest: Manifest | None, keys: Keyring | None, problems: list[P
         authenticate(manifest, keys, where=MANIFEST)
     except (KeyRefused, CheckpointCorrupt) as error:
         # Not "damaged": it may be a good checkpoint of another key, and is not to be moved away.
-        problems.append(Problem(path=MANIFEST, what=error.one_line(), kind="untrusted"))
+        kind: ProblemKind = "key" if isinstance(error, KeyRefused) else "untrusted"
+        problems.append(Problem(path=MANIFEST, what=error.one_line(), kind=kind))
         return None
     return manifest
 

@@ -18,14 +18,18 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint import commit as door
-from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format import PLAIN_FILES, Encryption, FileEntry, Manifest, Topology
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
+from verl_slurm.errors import KeyRefused
+from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
-from verl_slurm.save_path.protocol import Written
+from verl_slurm.save_path.protocol import Sealing, Written
 
 __all__ = ["CheckpointSaver", "Contents", "Provenance", "SavedCheckpoint"]
 
@@ -65,6 +69,13 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class _Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 tells the others of a save that begins."""
+
+    directory: str
+    sealing: Sealing | None
+
+
 class CheckpointSaver:
     """Saves the same tensors again and again. Collective; made on the main thread of every rank.
 
@@ -72,6 +83,10 @@ class CheckpointSaver:
         domains: `actor`, `critic`, `optimizer` → the live tensors (`dcp.tensors`), the same names on every rank,
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
+        encryption: where the key is that everything is encrypted and signed with; None: with none.
+
+    Raises:
+        KeyRefused, PermissionRefused: `keys.load_keys`.
 
     Called by: trainer.saving.
     """
@@ -84,11 +99,13 @@ class CheckpointSaver:
         ranks: Collective,
         *,
         epoch_check: Callable[[], None],
+        encryption: EncryptionConfig | None = None,
     ) -> None:
+        self._keys = load_keys(encryption)
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
         self._ranks = ranks.another()
-        self._staging = Staging(domains, ranks)
+        self._staging = Staging(domains, ranks, encryption=encryption)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     @property
@@ -113,9 +130,11 @@ class CheckpointSaver:
             its `kinds`.
         """
         started = time.monotonic()
-        name: Future[str] = Future()
-        written = self._staging.begin(lambda: [self._paths.checkpoints / name.result()])
-        return self._thread.submit(self._save, contents, started, name, written, then)
+        begun: Future[_Begun] = Future()
+        written = self._staging.begin(
+            lambda: [self._paths.checkpoints / begun.result().directory], lambda: begun.result().sealing
+        )
+        return self._thread.submit(self._save, contents, started, begun, written, then)
 
     def fence(self) -> float:
         """Wait until the tensors may be changed; the seconds it took."""
@@ -130,7 +149,7 @@ class CheckpointSaver:
         self,
         contents: Contents,
         started: float,
-        name: "Future[str]",
+        begun: "Future[_Begun]",
         written: "Future[Written]",
         then: Callable[[Collective, "SavedCheckpoint"], None] | None,
     ) -> "SavedCheckpoint":
@@ -139,11 +158,12 @@ class CheckpointSaver:
         def first() -> bytes:
             nonlocal staging
             staging = door.begin(self._paths, contents.runtime.step, contents.runtime.safe_point)
-            return staging.directory.name.encode()
+            sealing = _sealing(self._keys, staging.final.name)
+            return msgspec.msgpack.encode(_Begun(directory=staging.directory.name, sealing=sealing))
 
         def write() -> _Entries:
             try:
-                small = self._write_small(self._paths.checkpoints / name.result(), contents)
+                small = self._write_small(begun.result(), contents)
             finally:
                 wait([written])  # whoever cleans up must not do so under a saver that writes
             return [*small, *_require_durable(written.result())]
@@ -151,8 +171,16 @@ class CheckpointSaver:
         def last(entries: _Entries) -> bytes:
             assert staging is not None
             seconds = time.monotonic() - started
-            manifest = _manifest(staging.final.name, contents.runtime, self._provenance, entries, seconds)
-            final = door.commit(staging, manifest, epoch_check=self._epoch_check)
+            sealing = begun.result().sealing
+            manifest = _manifest(
+                staging.final.name,
+                contents.runtime,
+                self._provenance,
+                entries,
+                seconds,
+                sealing.encryption if sealing is not None else msgspec.UNSET,
+            )
+            final = door.commit(staging, manifest, epoch_check=self._epoch_check, keys=self._keys)
             seconds = time.monotonic() - started
             return msgspec.msgpack.encode(
                 SavedCheckpoint(name=final.name, seconds=seconds, num_bytes=manifest.num_bytes)
@@ -160,9 +188,10 @@ class CheckpointSaver:
 
         try:
             try:
-                name.set_result(self._ranks.on_first("starting the save", first).decode())
+                answer = self._ranks.on_first("starting the save", first)
+                begun.set_result(msgspec.msgpack.decode(answer, type=_Begun))
             except BaseException as error:
-                name.set_exception(error)  # the staging thread waits for it
+                begun.set_exception(error)  # the staging thread waits for it
                 wait([written])
                 raise
             mine = self._ranks.together("writing the checkpoint", write)
@@ -182,14 +211,40 @@ class CheckpointSaver:
             then(self._ranks, done)
         return done
 
-    def _write_small(self, directory: Path, contents: Contents) -> _Entries:
-        """Write and seal what is not a tensor."""
+    def _write_small(self, begun: _Begun, contents: Contents) -> _Entries:
+        """Write, encrypted where a key is configured, and make durable what is not a tensor."""
+        directory: Path = self._paths.checkpoints / begun.directory
+        cipher = None
+        if begun.sealing is not None and self._keys is not None:
+            record = begun.sealing.encryption
+            key = self._keys.find(record.key_id, where="the key of rank 0")
+            cipher = CheckpointCipher(key, begun.sealing.name, record)
+        elif (begun.sealing is None) != (self._keys is None):
+            raise KeyRefused(
+                "the ranks do not agree on whether to encrypt",
+                remedy="let every node see the same key (checkpoint.encryption)",
+            )
         files = dict(contents.texts) | self._staging.layout.indexes if self._ranks.rank == 0 else {}
         files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
         for path, data in files.items():
             (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
-            (directory / path).write_bytes(data)
-        return door.seal(directory, sorted(files))
+            (directory / path).write_bytes(data if cipher is None else cipher.seal(path, data))
+        entries = door.seal(directory, sorted(files))
+        if cipher is None:
+            return entries
+        return [
+            entry
+            if entry.path in PLAIN_FILES
+            else msgspec.structs.replace(entry, plain_size=len(files[entry.path]))
+            for entry in entries
+        ]
+
+
+def _sealing(keys: Keyring | None, name: str) -> Sealing | None:
+    """For a new attempt to save `name`: a new salt."""
+    if keys is None:
+        return None
+    return Sealing(name=name, encryption=CheckpointCipher.begin(keys.current, name).record)
 
 
 def _require_durable(written: Written) -> _Entries:
@@ -200,7 +255,12 @@ def _require_durable(written: Written) -> _Entries:
 
 
 def _manifest(
-    name: str, runtime: RuntimeState, provenance: Provenance, entries: _Entries, seconds: float
+    name: str,
+    runtime: RuntimeState,
+    provenance: Provenance,
+    entries: _Entries,
+    seconds: float,
+    encryption: Encryption | msgspec.UnsetType,
 ) -> Manifest:
     return Manifest(
         name=name,
@@ -217,4 +277,5 @@ def _manifest(
         frozen=dict(provenance.frozen),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(seconds, 3),
+        encryption=encryption,
     )

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.contents import Contents
 from verl_slurm.checkpoint.format import Manifest
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays
@@ -58,15 +60,18 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
     )
 
 
-def require_verified(directory: Path) -> bytes:
-    """Check every byte of a checkpoint before it is opened: to load one is to unpickle a part of it.
+def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
+    """Check every byte of a checkpoint before it is opened, and with keys who made it.
 
     Called by: trainer.setup, rank 0, where no daemon has done so.
 
     Raises:
+        KeyRefused: it needs a key that is not there.
         CheckpointCorrupt: it does not verify.
     """
-    verdict = verify(directory)
+    verdict = verify(directory, keys=keys)
+    if verdict.needs_key:
+        Contents(directory, keys)  # raises, and says which
     if not verdict.ok:
         raise CheckpointCorrupt(
             "the checkpoint does not verify",
@@ -78,7 +83,9 @@ def require_verified(directory: Path) -> bytes:
     return b""
 
 
-def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -> Manifest:
+def check_manifest(
+    directory: Path, config: RunConfig, frozen: dict[str, str], keys: Keyring | None = None
+) -> Manifest:
     """Refuse what cannot be resumed here, before any tensor is read.
 
     Args:
@@ -87,8 +94,9 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
     Raises:
         ConfigError: the checkpoint is of another world size.
         DataError: a frozen model has changed.
+        KeyRefused: it needs a key that is not there.
     """
-    manifest = read_manifest(directory)
+    manifest = Contents(directory, keys).manifest
     if manifest.world_size != config.distributed.world_size:
         raise ConfigError(
             "the checkpoint is of another number of ranks, and this version cannot reshard a resume",
@@ -111,7 +119,12 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
 
 
 def load_state(
-    directory: Path, config: RunConfig, shape: StepShape, tensors: dict[str, Tensors], ranks: Collective
+    directory: Path,
+    config: RunConfig,
+    shape: StepShape,
+    tensors: dict[str, Tensors],
+    ranks: Collective,
+    keys: Keyring | None = None,
 ) -> TrainState:
     """Fill `tensors` and return the rest of the state; the generators are put back. Collective.
 
@@ -119,9 +132,9 @@ def load_state(
         CheckpointCorrupt: something in it does not fit this model or contradicts itself.
         ConfigError: the learning rates are not those of the configuration.
     """
-    load_tensors(directory, tensors, ranks)
-    saved = load_runtime_state(directory, ranks)
-    recorded = msgspec.json.decode((directory / "scheduler.json").read_bytes())
+    load_tensors(directory, tensors, ranks, keys)
+    saved = load_runtime_state(directory, ranks, keys)
+    recorded = msgspec.json.decode(Contents(directory, keys).read("scheduler.json"))
     expected = schedule_record(config.train, saved.step)
     if recorded != expected:
         raise ConfigError(
@@ -135,7 +148,7 @@ def load_state(
 
 
 def load_replay(
-    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective
+    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective, keys: Keyring | None = None
 ) -> dict[tuple[int, int], Arrays]:
     """This rank's journaled rollouts that lie before it, by (step, global micro-batch).
 
@@ -150,7 +163,7 @@ def load_replay(
     def mine(step: int, micro_batch: int) -> bool:
         return (step, micro_batch) >= ahead and micro_batch % ranks.world_size == ranks.rank
 
-    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report)
+    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report, keys=keys)
 
 
 def where_it_starts(
