@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from verl_slurm.checkpoint.contents import Contents
+from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.run_keys import keys_for
 from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.checkpoint.verify import verify
@@ -70,7 +70,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
     for directory, keys in ((a, keys_a), (b, keys_b)):
         verdict = verify(directory, keys=keys)
         if verdict.needs_key:
-            Contents(directory, keys)  # raises, and says which
+            CheckpointReader(directory, keys)  # raises, and says which
         if not verdict.ok:
             first = verdict.problems[0]
             raise CheckpointCorrupt(
@@ -99,7 +99,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
                 num_bytes += left[name].nbytes
                 if not _same_bytes(left[name], right[name]):
                     differing.append(f"{domain}/{name}")
-    differing += _compare_small(a, b, Contents(a, keys_a), Contents(b, keys_b))
+    differing += _compare_small(a, b, CheckpointReader(a, keys_a), CheckpointReader(b, keys_b))
     return Comparison(
         a=str(a), b=str(b), num_tensors=num_tensors, num_bytes=num_bytes, differing=tuple(differing)
     )
@@ -128,7 +128,7 @@ def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-def _compare_small(a: Path, b: Path, in_a: Contents, in_b: Contents) -> Iterator[str]:
+def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointReader) -> Iterator[str]:
     """Schedulers and runtime states; yields the names of what differs."""
     if in_a.read("scheduler.json") != in_b.read("scheduler.json"):
         yield "scheduler.json"
@@ -138,7 +138,7 @@ def _compare_small(a: Path, b: Path, in_a: Contents, in_b: Contents) -> Iterator
             yield f"{name} (only in one)"
             continue
         left, right = (
-            decode(contents.read(name), where=side / name) for side, contents in ((a, in_a), (b, in_b))
+            decode(reader.read(name), where=side / name) for side, reader in ((a, in_a), (b, in_b))
         )
         for field in left.__struct_fields__:
             mine, other = getattr(left, field), getattr(right, field)

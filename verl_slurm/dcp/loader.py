@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from verl_slurm.checkpoint.chunks import Wanted, read_checked
-from verl_slurm.checkpoint.contents import Contents
 from verl_slurm.checkpoint.digest import num_threads
+from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex, parse_index
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.dcp.boxes import Overlap, dtype_name, local_part, overlap
@@ -62,7 +62,7 @@ def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> Ten
     Raises:
         CheckpointCorrupt: they are not what the manifest says.
     """
-    data = Contents(directory, keys).read(f"{domain}/{INDEX}")
+    data = CheckpointReader(directory, keys).read(f"{domain}/{INDEX}")
     return parse_index(data, where=directory / domain / INDEX)
 
 
@@ -97,7 +97,7 @@ def load_runtime_state(directory: Path, ranks: Collective, keys: Keyring | None 
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
     path = directory / runtime_state_name(ranks.rank)
-    state = decode(Contents(directory, keys).read(path.name), where=path)
+    state = decode(CheckpointReader(directory, keys).read(path.name), where=path)
     if (state.rank, state.world_size) != (ranks.rank, ranks.world_size):
         raise _unfit(
             path, f"rank {state.rank} of {state.world_size}", f"rank {ranks.rank} of {ranks.world_size}"
@@ -139,10 +139,10 @@ class _Part:
 
 
 def _read(directory: Path, domain: str, index: TensorIndex, tensors: Tensors, keys: Keyring | None) -> None:
-    contents = Contents(directory, keys)
+    reader = CheckpointReader(directory, keys)
     with open_directory(directory) as root:
         for batch in _batches(index, tensors):
-            _read_batch(root, directory, domain, contents, batch)
+            _read_batch(root, directory, domain, reader, batch)
 
 
 def _batches(index: TensorIndex, tensors: Tensors) -> Iterator[list[_Part]]:
@@ -167,7 +167,9 @@ def _parts(entry: TensorEntry, tensor: Tensor) -> Iterator[_Part]:
             yield _Part(piece, common, local.detach()[common.target] if common.target else local.detach())
 
 
-def _read_batch(root: int, directory: Path, domain: str, contents: Contents, batch: list[_Part]) -> None:
+def _read_batch(
+    root: int, directory: Path, domain: str, reader: CheckpointReader, batch: list[_Part]
+) -> None:
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[_Part, Tensor]] = []
     for part in batch:
@@ -183,9 +185,9 @@ def _read_batch(root: int, directory: Path, domain: str, contents: Contents, bat
     readings = []
     for path, ranges in wanted.items():
         ranges.sort(key=lambda w: w.offset)
-        if ranges[-1].offset + ranges[-1].length > contents.plain_size(path):
+        if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
             raise _unfit(directory / path, "no such bytes", "the file that the index names")
-        readings.append(contents.reading(path, ranges))
+        readings.append(reader.reading(path, ranges))
     read_checked(
         root, readings, threads=num_threads(), on_problem=lambda path, what: problems.append((path, what))
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.checkpoint.contents import Contents
 from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
@@ -71,7 +71,7 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
     """
     verdict = verify(directory, keys=keys)
     if verdict.needs_key:
-        Contents(directory, keys)  # raises, and says which
+        CheckpointReader(directory, keys)  # raises, and says which
     if not verdict.ok:
         raise CheckpointCorrupt(
             "the checkpoint does not verify",
@@ -96,7 +96,7 @@ def check_manifest(
         DataError: a frozen model has changed.
         KeyRefused: it needs a key that is not there.
     """
-    manifest = Contents(directory, keys).manifest
+    manifest = CheckpointReader(directory, keys).manifest
     if manifest.world_size != config.distributed.world_size:
         raise ConfigError(
             "the checkpoint is of another number of ranks, and this version cannot reshard a resume",
@@ -134,7 +134,7 @@ def load_state(
     """
     load_tensors(directory, tensors, ranks, keys)
     saved = load_runtime_state(directory, ranks, keys)
-    recorded = msgspec.json.decode(Contents(directory, keys).read("scheduler.json"))
+    recorded = msgspec.json.decode(CheckpointReader(directory, keys).read("scheduler.json"))
     expected = schedule_record(config.train, saved.step)
     if recorded != expected:
         raise ConfigError(

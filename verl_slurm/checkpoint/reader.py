@@ -16,10 +16,10 @@ from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.keys import Keyring
 
-__all__ = ["Contents"]
+__all__ = ["CheckpointReader"]
 
 
-class Contents:
+class CheckpointReader:
     """A checkpoint that `verify` found whole, to be read.
 
     Args:
