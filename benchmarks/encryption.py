@@ -1,6 +1,9 @@
 """How fast chunks are sealed and opened on one core, next to SHA-256 and a copy of the same bytes.
 
-python benchmarks/encryption.py [--mib 256] [--rounds 5]
+python benchmarks/encryption.py [--mib 256] [--rounds 5] [--directory DIR]
+
+With a directory: also how long the saver takes to make a file durable there, and the reader to check all of it,
+with a key and without (wall seconds, both with one thread of each kind a directory).
 
 The rounds are interleaved. The buffers are larger than the caches, and CPU seconds are counted, so that a
 busy machine does not decide. `pause` is the longest time for which a second thread did not run while one call
@@ -8,14 +11,22 @@ worked on all of the bytes: far below the time of the call when the interpreter 
 """
 
 import argparse
+import ctypes
 import hashlib
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from verl_slurm.checkpoint.encryption import CHUNK_BYTES, ChunkOpener, ChunkSealer
+from verl_slurm.checkpoint.chunks import Reading, Wanted, read_checked
+from verl_slurm.checkpoint.encryption import CHUNK_BYTES, CheckpointCipher, ChunkOpener, ChunkSealer
 from verl_slurm.keys import MasterKey, Secret
+from verl_slurm.save_path.arena import Arena
+from verl_slurm.save_path.protocol import ArenaFile, Sealing
+from verl_slurm.save_path.sealing import Sealer
+from verl_slurm.save_path.writing import write_and_hash
 
 
 def _seal(key: Secret, plain: memoryview, out: memoryview, chunk: int) -> list[bytes]:
@@ -45,11 +56,54 @@ def _pause(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began, longest
 
 
+def _on_disk(directory: Path, size: int, rounds: int) -> None:
+    """Save and load one file of `size` bytes, plain and encrypted in turn."""
+    key = MasterKey(bytes(range(32)))
+    arena, target = Arena(size), Arena(size)
+    arena.fault_in()
+    target.fault_in()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(target.view))
+    arena.view[:] = os.urandom(1 << 20) * (size >> 20)
+    file = ArenaFile(path="rank_0000.bin", at=0, size=size)
+    seconds: dict[str, list[float]] = {}
+    sealer = Sealer(key)
+    for _ in range(rounds):
+        for name in ("plain", "encrypted"):
+            cipher = CheckpointCipher.begin(key, "bench") if name == "encrypted" else None
+            began = time.perf_counter()
+            stream = None
+            if cipher is not None:
+                sealing = Sealing(name="bench", encryption=cipher.record)
+                stream = sealer.begin(sealing, arena.view, [file])
+            (entry,), (outcome,) = write_and_hash(arena.view, [file], [str(directory)], stream=stream)
+            seconds.setdefault(f"save, {name}", []).append(time.perf_counter() - began)
+            assert outcome.error is None, outcome.error
+            root = os.open(directory, os.O_RDONLY)
+            reading = Reading(entry, [Wanted(0, size, address)], cipher.opener(entry) if cipher else None)
+            for threads in (1, 2):
+                began = time.perf_counter()
+                read_checked(root, [reading], threads=threads, on_problem=_fail)
+                seconds.setdefault(f"load, {name}, threads: {threads}", []).append(
+                    time.perf_counter() - began
+                )
+            os.close(root)
+            (directory / file.path).unlink()
+            assert target.view[: 1 << 20] == arena.view[: 1 << 20]
+    for name, measured in sorted(seconds.items()):
+        middle = statistics.median(measured)
+        print(f"{name:<28} {size / middle / 1e9:6.2f} GB/s   ({min(measured):.3f} to {max(measured):.3f} s)")
+
+
+def _fail(path: str, what: object) -> None:
+    raise AssertionError(f"{path}: {what}")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="on the file system to save to")
     options = parser.parse_args()
     size = options.mib << 20
     plain, out, back = (memoryview(bytearray(size)) for _ in range(3))
@@ -82,6 +136,8 @@ def main() -> None:
     ):
         took, longest = min((_pause(work) for _ in range(options.rounds)), key=lambda pair: pair[1])
         print(f"{name:<7} one call of {took * 1e3:.1f} ms, pause of another thread {longest * 1e3:.2f} ms")
+    if options.directory is not None:
+        _on_disk(options.directory, size, options.rounds)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ import pytest
 from verl_slurm_daemon.resume import find_resume_point, read_back
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
 from verl_slurm.checkpoint.commit import commit
-from verl_slurm.errors import Fenced
+from verl_slurm.errors import Fenced, KeyRefused
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -117,3 +119,26 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
     assert not good
     assert "Input/output error" in detail
     assert checkpoint.exists()
+
+
+def test_with_a_key_only_what_is_signed_with_it_is_resumed_from_and_the_rest_stays(run: RunPaths) -> None:
+    signed, planted = save_sealed(run, 2), save_sealed(run, 4, None)
+    assert find_resume_point(run, "auto", 1, KEYS).name == signed.name
+    assert planted.is_dir()
+    assert read_back(run, signed.name, 1, KEYS)[0]
+    good, detail = read_back(run, planted.name, 1, KEYS)
+    assert not good
+    assert "not signed" in detail
+    assert planted.is_dir()
+
+
+@pytest.mark.parametrize("keys", [None, Keyring(OTHER)])
+def test_what_needs_a_key_that_is_not_there_is_refused_before_any_rank_starts(
+    run: RunPaths, keys: Keyring | None
+) -> None:
+    only = save_sealed(run, 2)
+    for resume_from in ("auto", only.name):
+        with pytest.raises(KeyRefused) as caught:
+            find_resume_point(run, resume_from, 1, keys)
+        assert KEY.id in caught.value.one_line()
+    assert only.is_dir()

@@ -370,6 +370,16 @@ def test_a_plain_checkpoint_in_the_place_of_an_encrypted_one_is_refused(
 # ---- keys
 
 
+def test_an_unencrypted_checkpoint_from_before_the_key_loads_when_it_is_named(
+    tmp_path: Path, keys: Keyring
+) -> None:
+    old = Saves(tmp_path / "old", None).save()
+    accepting = Keyring(keys.current, accept_unsigned=read_manifest(old).digest)
+    into = blank()
+    load_all(old, accepting, into)
+    assert same(domains(), into)
+
+
 @pytest.mark.parametrize("wrong", [None, Keyring(MasterKey(bytes(range(32))))])
 def test_without_the_key_or_with_another_one_loading_and_comparing_say_so_in_one_line(
     run: RunPaths, wrong: Keyring | None
