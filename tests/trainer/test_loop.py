@@ -32,6 +32,7 @@ from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,
     DistributedConfig,
+    EncryptionConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -43,6 +44,7 @@ from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.keys import load_keys, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
@@ -100,7 +102,7 @@ class Runs:
         self._model = quickstart_model.build_model(root / "model")
         self._data = build_data(root / "data")
 
-    def make(self, name: str) -> RunPaths:
+    def make(self, name: str, encryption: EncryptionConfig | None = None) -> RunPaths:
         paths = RunPaths(self._root / name)
         config = RunConfig(
             name=name,
@@ -110,7 +112,7 @@ class Runs:
             rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
             train=TRAIN,
             distributed=DistributedConfig(dp_size=WORLD, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1, keep_last=2),
+            checkpoint=CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption),
         )
         private_dir(paths.root)
         write_file(paths.run_yaml, load.dump(config))
@@ -237,6 +239,40 @@ def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     # A rank that is at safe point 15 knows that every rank has passed 14: one micro-batch of step 1 is done.
     assert _replayed(second) >= min(number - 14, 4)
     _assert_nothing_changed(paths, undisturbed)
+
+
+def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_them_in_the_open(
+    runs: Runs, undisturbed: RunPaths, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
+    new_key_file(tmp_path / "run.key")
+    paths = runs.make("encrypted", encryption)
+    first = runs.start(paths, script={"rank": 1, "safe_point": 18, "action": "kill"})
+    assert first.code != 0
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert _replayed(second) == 4
+    keys = load_keys(encryption)
+    result = compare(_final(undisturbed), _final(paths), None, keys)
+    assert result.same, result.differing
+    assert verify(_final(paths), keys=keys).ok
+    assert stats(paths, keys=keys).problems == ()
+    # Names of arrays, of tensors and of settings: the ends of all threads that lead to the content.
+    telling = (b"response_mask", b"exp_avg_sq", b"embed_tokens", b"actor_lr", b"kl_window")
+    in_the_open = {
+        word: [path.name for path in _written(paths) if word in path.read_bytes()] for word in telling
+    }
+    assert not any(in_the_open.values()), in_the_open
+    plain = [path for path in _written(undisturbed) if b"embed_tokens" in path.read_bytes()]
+    assert plain, "the search finds what is there"
+
+
+def _written(paths: RunPaths) -> list[Path]:
+    """Every file with content: checkpoints and journal. The schema has names of fields only, and says so."""
+    roots = (paths.checkpoints, paths.ledger)
+    files = [path for root in roots for path in root.rglob("*") if path.is_file()]
+    return [path for path in files if path.name != "schema_version.json"]
 
 
 def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
-from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, EncryptionConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
@@ -31,7 +32,9 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
+from verl_slurm.trainer.setup import build_loop
 from verl_slurm.trainer.state import fresh_state
+from verl_slurm.wire.client import NoDaemon
 
 pytestmark = pytest.mark.torch
 
@@ -190,3 +193,19 @@ def test_a_directory_that_is_no_run_ends_with_one_line_and_its_exit_code(
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert "not a run directory" in error
+
+
+def test_a_rank_without_its_key_is_refused_before_it_reads_or_makes_anything(tmp_path: Path) -> None:
+    encryption = EncryptionConfig(key_file=str(tmp_path / "gone.key"))
+    tmp_path.chmod(0o700)
+    with pytest.raises(KeyRefused, match="gone.key"):
+        build_loop(
+            RunConfig(checkpoint=CheckpointConfig(encryption=encryption)),
+            RunPaths(tmp_path),
+            epoch=1,
+            resume="",
+            device=torch.device("cpu"),
+            ranks=Collective(None),
+            line=NoDaemon(),
+        )
+    assert list(tmp_path.iterdir()) == []

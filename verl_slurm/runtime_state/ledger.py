@@ -10,8 +10,6 @@ generated again is the same rollout. That is why a reader may choose to go on ov
 
 import fcntl
 import os
-import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,11 +28,20 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.container import pack, specify, unpack
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
 from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
-from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head, open_segment, scan
+from verl_slurm.runtime_state.segment import (
+    HEAD_BYTES,
+    Frame,
+    Gap,
+    frame,
+    head,
+    is_locked,
+    open_segment,
+    scan,
+)
+from verl_slurm.runtime_state.segment_files import owner, segments
 
 __all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
 
-_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger")
 _GROUP = "rollouts"
 
 Key = tuple[int, int]
@@ -313,7 +320,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     Called by: trainer rank 0, after a checkpoint was verified and older ones pruned.
     """
     removed = []
-    for epoch, rank, path in _segments(paths):
+    for epoch, rank, path in segments(paths):
         if current_epoch is not None and epoch >= current_epoch:
             continue
         fd = open_segment(path)
@@ -324,7 +331,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
                 or (isinstance(item, Frame) and item.step >= before_step)
                 for item in items
             )
-            if needed or _held(fd):
+            if needed or is_locked(fd):
                 continue
             path.unlink()
             removed.append(path)
@@ -335,22 +342,8 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     return removed
 
 
-def _segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
-    """(epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
-    found = []
-    try:
-        entries = list(os.scandir(paths.ledger))
-    except FileNotFoundError:
-        return []
-    for entry in entries:
-        match = _SEGMENT.fullmatch(entry.name)
-        if match and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-            found.append((int(match[1]), int(match[2]), Path(entry.path)))
-    return sorted(found)
-
-
 def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
-    for epoch, rank, path in _segments(paths):
+    for epoch, rank, path in segments(paths):
         fd = open_segment(path)
         try:
             for item in scan(fd, epoch, rank, check_from_step=from_step):
@@ -382,9 +375,7 @@ def _arrays(
     try:
         if payload is None:
             raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
-        named = _SEGMENT.fullmatch(path.name)
-        assert named is not None  # it was found by that name
-        place = (int(named[1]), int(named[2]), item.step, item.micro_batch)
+        place = (*owner(path), item.step, item.micro_batch)
         payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")
         header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
         if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:
@@ -398,14 +389,3 @@ def _arrays(
         report(error.one_line())
         return None
     return arrays
-
-
-def _held(fd: int) -> bool:
-    """Whether a living writer has locked the segment. No locks here: nobody can tell, so no."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -3,6 +3,7 @@
 Knows frames, not rollouts; reads with an open descriptor, writes nothing.
 """
 
+import fcntl
 import os
 import struct
 import zlib
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES
 
-__all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "open_segment", "scan"]
+__all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "is_locked", "open_segment", "scan"]
 
 _HEAD = struct.Struct("<8sII")
 _HEAD_MAGIC = b"VSLEDGR1"
@@ -78,6 +79,17 @@ def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) 
 def open_segment(path: Path) -> int:
     """A read descriptor; a link in the place of a segment is an OSError (ELOOP)."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether a living writer has locked the segment. No locks here: nobody can tell, so no."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
