@@ -33,7 +33,7 @@ The SHA-256 digests in the manifest are of the sealed bytes: verifying, scrubbin
 
 A nonce must never be used twice with one key. So: a new `CheckpointCipher.begin` for every attempt, one
 `ChunkSealer` a file, and sealed bytes are what is written twice, not plain bytes what is sealed twice. A
-sealer refuses to seal a chunk again.
+sealer refuses to seal a chunk again, and a saver process a salt that it has seen (`save_path.sealing`).
 
 Measured on one core (EPYC with VAES): section "Cost" of docs/decisions/0003-encryption.md.
 """
