@@ -140,8 +140,8 @@ def test_a_salt_serves_once_and_only_the_key_that_it_names() -> None:
     assert OTHER.id in caught.value.one_line()
 
 
-def test_a_million_attempts_have_as_many_salts() -> None:
-    # 256 random bits; the test is that they are drawn anew, for which some are enough.
+def test_every_attempt_draws_a_salt_of_its_own() -> None:
+    # 256 random bits: that they are drawn anew is what can break.
     with ThreadPoolExecutor(4) as pool:
         salts = list(pool.map(lambda _: new_sealing().encryption.salt, range(2000)))
     assert len(set(salts)) == len(salts)
