@@ -9,9 +9,8 @@ BIN := $(VENV)/bin
 # Where there is an NVIDIA driver, the CUDA build of torch; else the CPU build (an unpinned torch pulls gigabytes).
 FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
-N ?= 100
 
-.PHONY: help setup slurm demo test check campaign clean
+.PHONY: help setup slurm demo test check campaign fuzz clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -55,7 +54,10 @@ check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests 
 	$(BIN)/python -m pytest -q -m 'not slurm and not torch'
 
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
-	VERL_SLURM_CAMPAIGN=$(N) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+	VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+
+fuzz: $(BIN)/.ready ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
+	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
 
 clean: ## the virtual environment and caches, nothing of a run
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

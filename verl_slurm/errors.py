@@ -7,12 +7,14 @@ text that came from outside is escaped, so a hostile file name cannot forge a se
 from verl_slurm.exit_codes import ExitCode
 
 __all__ = [
+    "UNREADABLE",
     "CheckpointCorrupt",
     "ConfigError",
     "DataError",
     "DatasetDrift",
     "Fenced",
     "KeyRefused",
+    "NoRoom",
     "NotFound",
     "PermissionRefused",
     "SchemaMismatch",
@@ -21,6 +23,13 @@ __all__ = [
     "VerlSlurmError",
     "WireError",
 ]
+
+
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec and json raise for bytes that they cannot read.
+
+Their own errors are ValueErrors, and so is text that is not UTF-8; nesting that is too deep is a RecursionError.
+"""
 
 
 def _one_line(text: object) -> str:
@@ -121,6 +130,12 @@ class CheckpointCorrupt(VerlSlurmError):
     """A checkpoint, ledger segment or manifest that does not verify."""
 
     exit_code = ExitCode.CORRUPT
+
+
+class NoRoom(VerlSlurmError):
+    """The file system of the run cannot take a single checkpoint: it could train, and never save."""
+
+    exit_code = ExitCode.NO_ROOM
 
 
 class NotFound(VerlSlurmError):

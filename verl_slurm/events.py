@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import append_line
 from verl_slurm.paths import RunPaths
 
@@ -30,7 +31,7 @@ def parse_event(line: bytes) -> Event | None:
     """One line of the journal, or None if it is not an event."""
     try:
         event = msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
     return event if isinstance(event.get("event"), str) else None
 

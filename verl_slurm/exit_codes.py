@@ -40,4 +40,5 @@ class ExitCode(IntEnum):
     REQUEUE_FAILED = 24, "the checkpoint is safe but the job could not be requeued"
     REQUEUED = 25, "the job was requeued and will resume by itself"
     WIRE = 26, "the control channel was refused or broke"
-    KEY = 27, "an encryption key is missing or another one, or a checkpoint that needs its signature has none"
+    NO_ROOM = 27, "the file system has no room for a checkpoint"
+    KEY = 28, "an encryption key is missing or another one, or a checkpoint that needs its signature has none"

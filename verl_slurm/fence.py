@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.errors import Fenced
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, Fenced
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 
@@ -34,11 +34,22 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_epoch(paths: RunPaths) -> Epoch | None:
-    """The present owner, or None where the run never started."""
+    """The present owner, or None where the run never started.
+
+    Raises:
+        CheckpointCorrupt: the file is not what `take_epoch` writes.
+    """
     try:
         return msgspec.json.decode(paths.epoch.read_bytes(), type=Epoch)
     except FileNotFoundError:
         return None
+    except UNREADABLE as error:
+        raise CheckpointCorrupt(
+            "the epoch of the run cannot be read",
+            where=paths.epoch,
+            found=error,
+            remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",
+        ) from error
 
 
 def require_epoch(paths: RunPaths, epoch: int) -> None:

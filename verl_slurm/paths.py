@@ -8,9 +8,10 @@ RUN/                        0700
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   orchestration.json        orchestration state: written at the first start, read-only after
-  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once
+  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once, parts_since
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
+  partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
   logs/                     submitit's and the ranks' output
   tensorboard/
 ```
@@ -23,7 +24,7 @@ __all__ = ["CHECKPOINT_NAME", "RunPaths"]
 
 # step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those.
 # Full match only, so `step_000012.tmp` and `.step_000012.x.tmp` are never a checkpoint.
-CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?")
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
 
 
 class RunPaths:
@@ -73,6 +74,11 @@ class RunPaths:
         return self.control / "resume_once"
 
     @property
+    def parts_since(self) -> Path:
+        """The incarnation from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
+        return self.control / "parts_since"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger"
 
@@ -91,6 +97,11 @@ class RunPaths:
     def staging(self, final: Path, nonce: str) -> Path:
         """Where `final` is written before the rename makes it real."""
         return final.parent / f".{final.name}.{nonce}.tmp"
+
+    @property
+    def partial(self) -> "RunPaths":
+        """Where partial saves lie: apart, so that nothing that looks for a state to go on from can find one."""
+        return RunPaths(self.root / "partial")
 
     @property
     def latest(self) -> Path:

@@ -36,6 +36,12 @@ def _parser() -> argparse.ArgumentParser:
     agent = commands.add_parser("agent", help="be one node's agent; the lead starts these")
     agent.add_argument("--run", type=Path, required=True)
     agent.add_argument("--epoch", type=int, required=True)
+    home = commands.add_parser(
+        "bring-home", help="send this node's second copies to shared storage; the lead starts these"
+    )
+    home.add_argument("--run", type=Path, required=True)
+    home.add_argument("--epoch", type=int, required=True)
+    home.add_argument("--after", default="", help="only what is newer than this checkpoint")
     return parser
 
 
@@ -54,6 +60,10 @@ def main() -> int:
             from verl_slurm_daemon.join import run_join
 
             return int(run_join(args.run.resolve(), args.hostfile, args.host))
+        if args.command == "bring-home":
+            from verl_slurm_daemon.second_copy import run_bring_home
+
+            return int(run_bring_home(args.run.resolve(), args.epoch, args.after))
         from verl_slurm_daemon.agent import run_agent
 
         return int(run_agent(args.run.resolve(), args.epoch))

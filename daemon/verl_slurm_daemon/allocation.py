@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
@@ -25,7 +24,7 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
-from verl_slurm_daemon.launcher import agent_argv, step_argv
+from verl_slurm_daemon.launcher import step_argv
 
 __all__ = [
     "Allocation",
@@ -82,8 +81,8 @@ class Allocation(Protocol):
     async def still_alive(self, owner: Epoch) -> str:
         """Why `owner`, another incarnation, may still be at work; empty: it is not."""
 
-    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
-        """Start the agents; the step is over when all these processes are."""
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        """Start `argv` on every node; the step is over when all these processes are."""
 
 
 class SlurmAllocation:
@@ -182,9 +181,9 @@ class SlurmAllocation:
                     return f"job {owner.job_id} is {facts.state}"
             await asyncio.sleep(pause)
 
-    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
-        argv = step_argv("srun", self._config, agent_argv(sys.executable, self._paths, epoch))
-        return [await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL)]
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        step = step_argv("srun", self._config, argv)
+        return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL)]
 
 
 class LocalAllocation:
@@ -236,13 +235,13 @@ class LocalAllocation:
         same = started <= datetime.fromisoformat(owner.taken) + timedelta(seconds=1)
         return f"process {owner.pid} of job {owner.job_id} lives" if same else ""
 
-    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         nodes = range(self._config.distributed.nodes)
-        return [await self._start_agent(epoch, node, f"local{node}") for node in nodes]
+        return [await self._start(argv, node, f"local{node}") for node in nodes]
 
-    async def _start_agent(self, epoch: int, node: int, name: str) -> asyncio.subprocess.Process:
+    async def _start(self, argv: list[str], node: int, name: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *agent_argv(sys.executable, self._paths, epoch),
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": name},
             start_new_session=True,
@@ -259,8 +258,8 @@ class HostfileAllocation(LocalAllocation):
     async def address(self) -> str:
         return self._host
 
-    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
-        return [await self._start_agent(epoch, 0, self._host)]
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        return [await self._start(argv, 0, self._host)]
 
 
 def find_allocation(config: RunConfig, paths: RunPaths, host: str | None = None) -> Allocation:

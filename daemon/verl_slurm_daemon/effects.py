@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, assert_never
 
@@ -34,8 +35,10 @@ from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.journal import Journal, stuck_starts
+from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
+from verl_slurm_daemon.second_copy import bring_home_argv, collect
 
 __all__ = ["Effects"]
 
@@ -156,6 +159,13 @@ class Effects:
         point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch, self._keys)
         for line in point.reasons:
             self._journal.event("resume", reason=line)
+        named = self._paths.resume_once.exists()
+        if self._config.checkpoint.local_dir and not named and await self._bring_home(point.name):
+            point = await asyncio.to_thread(
+                find_resume_point, self._paths, resume_from, self._epoch, self._keys
+            )
+            for line in point.reasons:
+                self._journal.event("resume", reason=line)
         self._journal.event(
             "generation", number=generation, resume=point.name or None, progress=point.progress
         )
@@ -164,7 +174,7 @@ class Effects:
             self._post(ev.GenerationEnded(0))
             return
         self._announce(generation)
-        self._step = await self._allocation.start_step(self._epoch)
+        self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
         if self._leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(generation, point))
@@ -273,7 +283,28 @@ class Effects:
 
     async def _verify(self, name: str) -> None:
         good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        if not good and self._config.checkpoint.local_dir:
+            self._journal.event("corrupt", name=name, detail=detail)
+            if await self._bring_home(""):
+                good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
         self._post(ev.Verified(name, good, detail))
+
+    async def _bring_home(self, after: str) -> bool:
+        """Have every node send what shared storage lacks; whether anything came of it."""
+        argv = bring_home_argv(sys.executable, self._paths, self._epoch, after)
+        try:
+            step = await self._allocation.start_step(argv)
+            codes = [await process.wait() for process in step]
+            lines = await asyncio.to_thread(collect, self._paths, self._epoch, self._keys)
+        except OSError as error:
+            lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
+        for line in lines:
+            self._journal.event("second_copy", reason=line)
+        if any(codes):
+            self._journal.event(
+                "second_copy", reason=f"a node could not send its part (exit {max(codes, key=abs)})"
+            )
+        return bool(lines)
 
     # ---- the scheduler
 

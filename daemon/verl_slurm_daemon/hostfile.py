@@ -22,6 +22,9 @@ __all__ = ["Host", "check_hosts", "find_host", "parse_hostfile"]
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.:-]{0,252})\s+slots=([1-9]\d{0,3})", re.ASCII)
 
 
+_MAX_BYTES = 1 << 20
+
+
 class Host(NamedTuple):
     """One line: where, and how many ranks fit."""
 
@@ -29,13 +32,20 @@ class Host(NamedTuple):
     slots: int
 
 
-def parse_hostfile(text: str, source: object) -> tuple[Host, ...]:
+def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
     """The hosts in their order; the first one leads.
 
     Raises:
-        ConfigError: a line is not `NAME slots=N`, a host comes twice, or there is none.
+        ConfigError: a line is not `NAME slots=N`, a host comes twice, or there is none; it is no UTF-8 or too large.
     """
+    if len(data) > _MAX_BYTES:
+        raise _wrong(source, f"{len(data)} bytes", f"at most {_MAX_BYTES}")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise _wrong(source, f"byte {error.start} is no UTF-8", "text") from None
     hosts: list[Host] = []
+    seen: set[str] = set()
     for number, line in enumerate(text.splitlines(), 1):
         content = line.split("#", 1)[0].strip()
         if not content:
@@ -43,8 +53,9 @@ def parse_hostfile(text: str, source: object) -> tuple[Host, ...]:
         match = _LINE.fullmatch(content)
         if match is None:
             raise _wrong(f"{source}:{number}", content[:80], "NAME slots=N")
-        if match[1] in {host.name for host in hosts}:
+        if match[1] in seen:
             raise _wrong(f"{source}:{number}", f"{match[1]} again", "each host once")
+        seen.add(match[1])
         hosts.append(Host(match[1], int(match[2])))
     if not hosts:
         raise _wrong(source, "no host", "a line for each host")

@@ -5,10 +5,8 @@ import contextlib
 import time
 from pathlib import Path
 
-import msgspec
-
 from verl_slurm.config.load import load_resolved
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import VerlSlurmError, WireError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -28,7 +26,7 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
     become_subreaper()
     paths = RunPaths(root)
     config = load_resolved(paths.run_yaml)
-    hosts = parse_hostfile(hostfile.read_text(), hostfile)
+    hosts = parse_hostfile(hostfile.read_bytes(), hostfile)
     check_hosts(hosts, config)
     place = find_host(hosts, name)
     since = len(read_events(paths))
@@ -54,12 +52,12 @@ async def _one_generation(paths: RunPaths, epoch: int, node: str, place: int) ->
 def _address(paths: RunPaths) -> LeadAddress | None:
     try:
         return read_lead_address(paths)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, WireError):
         return None  # no lead now
 
 
 def _ended(paths: RunPaths, since: int) -> ExitCode | None:
     for event in read_events(paths)[since:]:
         if event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED:
-            return ExitCode(int(event["exit_code"]))
+            return next((code for code in ExitCode if code == event.get("exit_code")), ExitCode.INTERNAL)
     return None

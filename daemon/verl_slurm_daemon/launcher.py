@@ -29,6 +29,7 @@ def step_argv(srun: str, config: RunConfig, agent: list[str]) -> list[str]:
         f"--ntasks={nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={config.slurm.cpus_per_node}",
+        "--overlap",  # a save may have to be brought home while the ranks' step runs
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--mpi=none",

@@ -179,7 +179,7 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
         private_dir(directory)
     host = None
     if hostfile is not None:
-        hosts = parse_hostfile(hostfile.read_text(), hostfile)
+        hosts = parse_hostfile(hostfile.read_bytes(), hostfile)
         check_hosts(hosts, config)
         host = hosts[0].name
     allocation = find_allocation(config, paths, host)

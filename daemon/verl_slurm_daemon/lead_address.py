@@ -3,9 +3,11 @@
 A file, because argv, job comments and `--export` are public on a cluster.
 """
 
+from typing import Annotated
+
 import msgspec
 
-from verl_slurm.errors import PermissionRefused
+from verl_slurm.errors import UNREADABLE, PermissionRefused, WireError
 from verl_slurm.files import read_private, write_file
 from verl_slurm.paths import RunPaths
 
@@ -19,8 +21,8 @@ class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     generation: int
     """The newest one that agents may join; 0: none yet."""
     host: str
-    port: int
-    token: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    token: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     """64 hexadecimal digits, made anew for each incarnation."""
 
 
@@ -30,8 +32,18 @@ def write_lead_address(paths: RunPaths, address: LeadAddress) -> None:
 
 
 def read_lead_address(paths: RunPaths) -> LeadAddress:
-    """Read it, refusing a file that others could have read or written. Called by: `agent`."""
-    return msgspec.json.decode(read_private(paths.lead_address), type=LeadAddress)
+    """Read it, refusing a file that others could have read or written. Called by: `agent`, `join`.
+
+    Raises:
+        OSError: no lead lives.
+        PermissionRefused: the file is open to others.
+        WireError: it is not what a lead writes.
+    """
+    data = read_private(paths.lead_address)
+    try:
+        return msgspec.json.decode(data, type=LeadAddress)
+    except UNREADABLE as error:
+        raise WireError("the lead's address cannot be read", where=paths.lead_address, found=error) from error
 
 
 def remove_lead_address(paths: RunPaths, epoch: int) -> None:
@@ -39,5 +51,5 @@ def remove_lead_address(paths: RunPaths, epoch: int) -> None:
     try:
         if read_lead_address(paths).epoch == epoch:
             paths.lead_address.unlink()
-    except (OSError, msgspec.MsgspecError, PermissionRefused):
+    except (OSError, WireError, PermissionRefused):
         return

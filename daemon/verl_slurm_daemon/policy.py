@@ -21,6 +21,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
+    Notice,
     Progress,
     RankStarted,
     Refused,
@@ -235,8 +236,16 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 "seconds": round(message.seconds, 3),
                 "num_bytes": message.num_bytes,
                 "emergency": message.request_id > 0,
+                "reason": message.reason,
             }
-            actions = (act.Note("saved", facts), act.Verify(message.name))
+            missing = (act.Note("one_copy", {"name": message.name, "reason": message.problem}),)
+            notes = (act.Note("saved", facts), *(missing if message.problem else ()))
+            if not message.on_shared:
+                # The ranks have read it back where it is; there is nothing here that we could read.
+                if model.state is State.SAVING and message.request_id == model.request_id:
+                    return _leave(model, *notes)
+                return Decision(model, notes)
+            actions = (*notes, act.Verify(message.name))
             model = msgspec.structs.replace(model, unverified=message.name)
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
@@ -246,6 +255,9 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return _leave(model, note)
             return Decision(model, (note,))
+        case Notice():
+            told = {"topic": message.topic, "text": message.text}
+            return Decision(model, (act.Note("warning" if message.loud else "notice", {**told}),))
         case Refused():
             note = act.Note("refused", {"rank": message.rank, "reason": message.reason})
             if model.state in _TRAINING:

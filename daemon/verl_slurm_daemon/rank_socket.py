@@ -12,14 +12,28 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.errors import UNREADABLE, WireError
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import FromRank
 
-__all__ = ["RankSocket"]
+__all__ = ["RankSocket", "parse_packet"]
 
 _PREFIX = "verl-slurm-"
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+_DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank)
+
+
+def parse_packet(packet: bytes) -> FromRank:
+    """The message of one packet.
+
+    Raises:
+        WireError: it is not of the ranks' vocabulary.
+    """
+    try:
+        return _DECODER.decode(packet)
+    except UNREADABLE as error:
+        raise WireError("a message is not of our vocabulary", where=str(error)) from error
 
 
 def _control_root() -> str | None:
@@ -53,7 +67,6 @@ class RankSocket:
         _sweep(self.directory.parent)
         self.page = ControlPage.create(self.directory / PAGE_NAME)
         self._deliver, self._max_ranks = deliver, max_ranks
-        self._decoder = msgspec.msgpack.Decoder(FromRank)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listener.setblocking(False)
         self._listener.bind(str(self.directory / SOCKET_NAME))
@@ -79,9 +92,10 @@ class RankSocket:
             connection.setblocking(False)
             while packet := await loop.sock_recv(connection, MAX_MESSAGE):
                 try:
-                    self._deliver(self._decoder.decode(packet))
-                except msgspec.MsgspecError:
-                    return  # not of our vocabulary: this peer has nothing more to say to us
+                    message = parse_packet(packet)
+                except WireError:
+                    return  # this peer has nothing more to say to us
+                self._deliver(message)
 
     async def drain(self) -> None:
         """Wait, bounded, until every rank that has left has been heard to the end."""

@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.fence import require_epoch
-from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
@@ -58,6 +58,7 @@ def find_resume_point(
     if not paths.resume_once.exists():
         resume_from = "auto"
     sweep(paths)
+    sweep(paths.partial)
     choice = choose_resume(paths, resume_from, verifier=checked)
     if choice.manifest is not None:
         # Verifying what is encrypted needs no key; to say so now is better than to have every rank fail.
@@ -67,6 +68,7 @@ def find_resume_point(
     reasons = list(choice.reasons)
     if resume_from != "auto":
         reasons += _abandon_newer(paths, choice)
+        write_file(paths.parts_since, str(epoch).encode())
     name = choice.name or ""
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)

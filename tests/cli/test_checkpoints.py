@@ -1,5 +1,6 @@
 """`checkpoints`, `list`, `verify`, `compare` and `fingerprint` on checkpoints made through the real commit."""
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.checkpoint.sealed import save_sealed
 from verl_slurm.checkpoint.commit import begin, commit, seal
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
 from verl_slurm.checkpoint.schema import current_schema, render_schema
+from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
 from verl_slurm.exit_codes import ExitCode
@@ -47,14 +49,22 @@ def fill(directory: Path, value: float) -> None:
 
 
 def fill_with_tensors(directory: Path, value: float) -> None:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
     fill(directory, value)
+    whole = {"weight": (0, (4, 4)), "bias": (64, (4,))}
+    index = TensorIndex(
+        tensors={
+            name: TensorEntry(
+                dtype="float32",
+                shape=shape,
+                pieces=(Piece(file=tensor_file(0), at=at, offset=(0,) * len(shape), shape=shape),),
+            )
+            for name, (at, shape) in whole.items()
+        }
+    )
     for name in DOMAINS:
         (directory / name / "__0_0.distcp").unlink()
-        tensors = {"weight": torch.full((4, 4), value), "bias": torch.zeros(4)}
-        dcp.save(tensors, checkpoint_id=directory / name, no_dist=True)
+        (directory / name / "index.json").write_bytes(render_index(index))
+        (directory / name / tensor_file(0)).write_bytes(struct.pack("<16f", *[value] * 16).ljust(4096, b"\0"))
 
 
 def make_run(root: Path) -> RunPaths:

@@ -23,6 +23,24 @@ from verl_slurm.cli.story import Story, progress, tell
             },
             "emergency checkpoint step_000003_sp0007, 2.0 MB in 0.2 s",
         ),
+        (
+            {
+                "event": "saved",
+                "name": "step_000004",
+                "seconds": 0.2,
+                "num_bytes": 2e6,
+                "reason": "a multiple of 4",
+            },
+            "checkpoint step_000004, 2.0 MB in 0.2 s: a multiple of 4",
+        ),
+        (
+            {"event": "warning", "topic": "storage", "text": "it is SLOW: 3 MB a second"},
+            "WARNING, storage: it is SLOW: 3 MB a second",
+        ),
+        (
+            {"event": "notice", "topic": "cadence", "text": "saves once in 5 steps: measured"},
+            "cadence: saves once in 5 steps: measured",
+        ),
         ({"event": "requeue", "accepted": False, "detail": "no"}, "requeue REFUSED: no"),
         ({"event": "ended", "exit_code": 0, "reason": "all steps"}, "ended with 0, done: all steps"),
         ({"event": "news", "epoch": 1, "colour": "red", "empty": None}, "news colour=red"),

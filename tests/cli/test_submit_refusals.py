@@ -1,5 +1,6 @@
 """Bad input: one clear line with its remedy, its exit code, and nothing left behind."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.checkpoint import free_space
+from verl_slurm.checkpoint.storage import FreeSpace
 from verl_slurm.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -293,3 +296,17 @@ def test_a_usage_error_is_json_where_json_was_asked_for(workplace: Path, cli: Cl
     result = cli("status", "--json")
     assert result.code == ExitCode.USAGE
     assert result.json["exit_code"] == ExitCode.USAGE
+
+
+def test_a_file_system_without_room_for_one_checkpoint_is_refused_before_anything_is_queued(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4000)
+    (workplace / "model" / "model.safetensors").write_bytes(data)
+    monkeypatch.setattr(free_space, "free_space", lambda _: FreeSpace(bytes=10_000, inodes=10**6))
+    result = cli("submit", "config.yaml", "--cluster", "local")
+    assert result.code == ExitCode.NO_ROOM
+    assert "there is no room for a single checkpoint" in result.error
+    assert "0.01 MB free, 0.0919 MB needed (an estimate, 0.001 million parameters)" in result.error
+    assert not (workplace / "runs").exists()

@@ -95,6 +95,18 @@ def test_an_unknown_override_is_refused_with_the_nearest_known_key() -> None:
         ("train:\n  actor_lr: 1e999\n", ["too large", "1e999"]),
         ("model:\n  dtype: float16\n", ["found 'float16'", "expected float32 or bfloat16"]),
         ("slurm:\n  extra:\n    constraint: [a]\n", ["slurm.extra"]),
+        ("checkpoint:\n  cadence: often\n", ["found 'often'", "expected fixed or adaptive or young_daly"]),
+        ("checkpoint:\n  keep_last: 0\n", ["checkpoint.keep_last", "found 0", "expected int >= 1"]),
+        ("checkpoint:\n  keep_every: -1\n", ["checkpoint.keep_every", "expected int >= 0"]),
+        ("checkpoint:\n  components: [actor, reward]\n", ["found 'reward'", "expected actor or critic"]),
+        (
+            "checkpoint:\n  components: actor\n",
+            ["checkpoint.components", "expected a list of actor or critic"],
+        ),
+        ("checkpoint:\n  include_optimizer: 1\n", ["checkpoint.include_optimizer", "expected bool"]),
+        ("checkpoint:\n  intervals: [{every: 0}]\n", ["checkpoint.intervals[0].every", "expected int >= 1"]),
+        ("checkpoint:\n  intervals: [{until_step: 5}]\n", ["checkpoint.intervals[0]", "`every` in it"]),
+        ("checkpoint:\n  intervals: [{every: 5, upto: 9}]\n", ["no `upto` in it"]),
     ],
 )
 def test_a_wrong_type_is_refused_with_place_and_both_sides(text: str, parts: list[str]) -> None:
@@ -165,6 +177,41 @@ def test_a_word_that_is_no_override_is_refused() -> None:
         (["distributed.device=cuda"], "slurm.gpus_per_node"),
         (["train.mini_batch_size_per_device=33"], "train.mini_batch_size_per_device"),
         (["train.warmup_steps=31"], "train.warmup_steps"),
+        (["checkpoint.intervals=[{every: 5}]"], "checkpoint.cadence"),
+        (
+            ["checkpoint.cadence=adaptive", "checkpoint.intervals=[{every: 5, until_step: 9}]"],
+            "checkpoint.intervals",
+        ),
+        (
+            ["checkpoint.cadence=adaptive", "checkpoint.intervals=[{every: 5}, {every: 9}]"],
+            "checkpoint.intervals",
+        ),
+        (
+            [
+                "checkpoint.cadence=adaptive",
+                "checkpoint.intervals=[{every: 1, until_step: 9}, {every: 2, until_step: 9}, {every: 3}]",
+            ],
+            "checkpoint.intervals",
+        ),
+        (
+            ["checkpoint.cadence=young_daly", "checkpoint.every_steps=5", "checkpoint.min_every_steps=6"],
+            "checkpoint.min_every_steps",
+        ),
+        (["checkpoint.components=[actor]"], "checkpoint.partial_every_steps"),
+        (
+            ["checkpoint.components=[actor, actor]", "checkpoint.partial_every_steps=5"],
+            "checkpoint.components",
+        ),
+        (["checkpoint.partial_every_steps=5"], "checkpoint.components"),
+        (["checkpoint.include_optimizer=true"], "checkpoint.include_optimizer"),
+        (
+            [
+                "checkpoint.components=[actor, critic]",
+                "checkpoint.include_optimizer=true",
+                "checkpoint.partial_every_steps=5",
+            ],
+            "checkpoint.components",
+        ),
         (["slurm.time_limit_min=2"], "slurm.signal_lead_s"),
         (["daemon.save_margin_s=120"], "daemon.save_margin_s"),
         (["slurm.partition=a b"], "slurm.partition"),

@@ -49,7 +49,7 @@ class Scripted:
     async def still_alive(self, owner: Epoch) -> str:
         return ""
 
-    async def start_step(self, epoch: int) -> list[asyncio.subprocess.Process]:
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         self.steps += 1
         self.step_started.set()
         return [await asyncio.create_subprocess_exec("sleep", "600")]

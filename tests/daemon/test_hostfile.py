@@ -10,7 +10,7 @@ TEXT = "# the first leads\nworker-0 slots=8\n\nworker-1.cluster slots=4  # small
 
 
 def test_hosts_come_in_their_order_without_comments() -> None:
-    assert parse_hostfile(TEXT, "hosts") == (Host("worker-0", 8), Host("worker-1.cluster", 4))
+    assert parse_hostfile(TEXT.encode(), "hosts") == (Host("worker-0", 8), Host("worker-1.cluster", 4))
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,16 @@ def test_hosts_come_in_their_order_without_comments() -> None:
 )
 def test_what_is_no_hostfile_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match="hosts.*mend the hostfile"):
-        parse_hostfile(text, "hosts")
+        parse_hostfile(text.encode(), "hosts")
+
+
+def test_a_hostfile_in_another_encoding_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="byte 7 is no UTF-8"):
+        parse_hostfile(b"worker-\xe9 slots=8\n", "hosts")
 
 
 def test_a_host_is_found_by_its_full_and_by_its_short_name() -> None:
-    hosts = parse_hostfile(TEXT, "hosts")
+    hosts = parse_hostfile(TEXT.encode(), "hosts")
     assert find_host(hosts, "worker-0.cluster") == 0
     assert find_host(hosts, "worker-1.cluster") == 1
     with pytest.raises(ConfigError, match="--host NAME"):

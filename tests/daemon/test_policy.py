@@ -11,7 +11,7 @@ from verl_slurm_daemon.states import NEXT, State
 
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.slurm.cause import CauseKind
-from verl_slurm.wire.messages import Finished, Progress, RankStarted, Refused, Saved, SaveFailed
+from verl_slurm.wire.messages import Finished, Notice, Progress, RankStarted, Refused, Saved, SaveFailed
 
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
 
@@ -349,3 +349,18 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
         frontier = reached - seen
     states = {model.state for model in seen | frontier}
     assert states == set(NEXT) - {State.STARTING}
+
+
+def test_why_a_save_was_made_goes_into_the_journal() -> None:
+    message = Saved(rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3")
+    (note,) = (a for a in training().then(ev.RankSaid(message)) if isinstance(a, act.Note))
+    assert (note.event, note.fields["reason"]) == ("saved", "a multiple of 3")
+
+
+@pytest.mark.parametrize(("loud", "event"), [(False, "notice"), (True, "warning")])
+def test_what_a_rank_says_of_its_storage_is_noted_and_changes_nothing(loud: bool, event: str) -> None:
+    story = training()
+    before = story.model
+    actions = story.then(ev.RankSaid(Notice(rank=0, topic="storage", text="SLOW", loud=loud)))
+    assert actions == [act.Note(event, {"topic": "storage", "text": "SLOW"})]
+    assert story.model == before

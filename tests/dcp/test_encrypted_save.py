@@ -160,7 +160,7 @@ def test_what_was_encrypted_verifies_without_a_key_and_loads_bit_for_bit_with_it
         loaded = blank()
         load_tensors(directory(run, step), loaded, ALONE, keys)
         assert same(domains(), loaded)
-        state = load_runtime_state(directory(run, step), ALONE, keys)
+        state = load_runtime_state(directory(run, step), 0, 1, keys)
         assert (state.step, state.rng["python"]) == (step, MARK)
         assert state.rollouts["prompt"].tobytes() == MARK * 3
 
@@ -282,7 +282,7 @@ TAMPERINGS: dict[str, Callable[[RunPaths], None]] = {
 
 def load_all(place: Path, keys: Keyring, into: dict[str, Tensors]) -> None:
     load_tensors(place, into, ALONE, keys)
-    load_runtime_state(place, ALONE, keys)
+    load_runtime_state(place, 0, 1, keys)
 
 
 def forge_digests(place: Path, *, sizes: bool = False) -> None:
@@ -387,7 +387,7 @@ def test_without_the_key_or_with_another_one_loading_and_comparing_say_so_in_one
     into = blank()
     attempts: list[Callable[[], object]] = [
         lambda: load_tensors(directory(run), into, ALONE, wrong),
-        lambda: load_runtime_state(directory(run), ALONE, wrong),
+        lambda: load_runtime_state(directory(run), 0, 1, wrong),
         lambda: compare(directory(run), directory(run), wrong, wrong),
     ]
     for attempt in attempts:
@@ -435,7 +435,7 @@ def test_the_comparing_process_finds_the_key_by_the_run_and_has_an_exit_code_for
 def test_ranks_that_do_not_agree_on_the_key_save_nothing(
     config: EncryptionConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_slurm.dcp.saver._sealing", lambda *_: None)
+    monkeypatch.setattr("verl_slurm.dcp.saver.begin_sealing", lambda *_: None)
     with pytest.raises((RanksFailed, VerlSlurmError)):
         Saves(tmp_path / "run", config).save()
     assert list(RunPaths(tmp_path / "run").checkpoints.iterdir()) == []

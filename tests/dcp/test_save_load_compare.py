@@ -10,19 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
+from tests.dcp.parts import ALONE, Net, Parts, checkpoint_saver, contents, runtime
 from verl_slurm.checkpoint import commit
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
-from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp import compare as compare_module
 from verl_slurm.dcp import saver
-from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.loader import load_runtime_state, load_tensors
-from verl_slurm.dcp.saver import CheckpointSaver, Contents, Provenance, SavedCheckpoint
-from verl_slurm.dcp.tensors import initialise_adamw, model_tensors, optimizer_tensors
+from verl_slurm.dcp.saver import SavedCheckpoint
+from verl_slurm.dcp.tensors import model_tensors, optimizer_tensors
 from verl_slurm.errors import CheckpointCorrupt, Fenced
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -30,84 +28,13 @@ from verl_slurm.runtime_state.format import RuntimeState
 
 pytestmark = pytest.mark.torch
 
-ALONE = Collective(None)
-
-
-class Net(nn.Module):
-    """Two layers that share a weight, a buffer, and a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.tied = nn.Linear(3, 3, bias=False)
-        self.tied.weight = self.inner.weight
-        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
-        self.register_buffer("scale", torch.tensor([1.5, float("nan")]))
-
-    def forward(self, x: Any) -> Any:
-        return self.tied(self.inner(x)) * self.scale[0]
-
-
-class Parts:
-    """A model and its optimizer, trained for `updates` updates."""
-
-    def __init__(self, *, seed: int = 0, updates: int = 0, initialise: bool = True) -> None:
-        torch.manual_seed(seed)
-        self.model = Net()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-        if initialise:
-            initialise_adamw(self.optimizer)
-        for index in range(updates):
-            self.model(torch.full((1, 3), 1.0 + index)).sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        return {
-            "actor": model_tensors(self.model),
-            "critic": {"w": torch.ones(2)},
-            "optimizer": optimizer_tensors({"actor": (self.model, self.optimizer)}),
-        }
-
-
-def _runtime(step: int = 2, **changes: Any) -> RuntimeState:
-    state = RuntimeState(
-        rank=0,
-        world_size=1,
-        step=step,
-        phase="step_end",
-        index=0,
-        safe_point=0,
-        rollout_offset=8,
-        episode_id=8,
-        kl_coef=0.1,
-        kl_window=[0.5],
-        rng={"torch": np.arange(4, dtype=np.uint8), "python": b"abc"},
-        history=[{"reward": 0.5}],
-    )
-    return msgspec.structs.replace(state, **changes)
-
 
 def _save(
-    root: Path, parts: Parts, runtime: RuntimeState | None = None, fence: Callable[[], None] = lambda: None
+    root: Path, parts: Parts, state: RuntimeState | None = None, fence: Callable[[], None] = lambda: None
 ) -> SavedCheckpoint:
-    schema = current_schema()
-    provenance = Provenance(
-        epoch=1,
-        parent=None,
-        schema_id=schema.schema_id,
-        dataset_fingerprint="0" * 64,
-        frozen={},
-        topology=Topology(dp=1),
-    )
-    texts = dict.fromkeys(("scheduler.json", "metadata.json", "config.yaml", "orchestration.json"), b"{}\n")
-    contents = Contents(
-        runtime=runtime or _runtime(),
-        texts=texts | {SCHEMA_VERSION: render_schema(schema)},
-    )
-    checkpoints = CheckpointSaver(RunPaths(root), parts.tensors(), provenance, ALONE, epoch_check=fence)
+    checkpoints = checkpoint_saver(root, parts, fence=fence)
     try:
-        return checkpoints.begin(contents).result()
+        return checkpoints.begin(contents(state=state)).result()
     finally:
         checkpoints.close()
 
@@ -131,7 +58,7 @@ def test_what_was_saved_verifies_and_loads_bit_for_bit(tmp_path: Path) -> None:
                 tensor.view(-1).view(torch.uint8), new.tensors()[domain][name].view(-1).view(torch.uint8)
             )
     assert new.model.tied.weight is new.model.inner.weight
-    assert load_runtime_state(_directory(tmp_path), ALONE).kl_window == [0.5]
+    assert load_runtime_state(_directory(tmp_path), 0, 1).kl_window == [0.5]
 
 
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(tmp_path: Path) -> None:
@@ -172,7 +99,7 @@ def test_one_changed_bit_is_found_and_named(tmp_path: Path) -> None:
         changed.model.scale[0] = float(np.nextafter(np.float32(1.5), np.float32(2)))
     changed.optimizer.state[changed.model.inner.bias]["exp_avg"][1] *= -1.0
     _save(tmp_path / "a", Parts(updates=2))
-    _save(tmp_path / "b", changed, _runtime(rng={"torch": np.arange(1, 5, dtype=np.uint8), "python": b"abc"}))
+    _save(tmp_path / "b", changed, runtime(rng={"torch": np.arange(1, 5, dtype=np.uint8), "python": b"abc"}))
     result = compare(_directory(tmp_path / "a"), _directory(tmp_path / "b"))
     assert result.differing == (
         "actor/scale",
@@ -289,12 +216,10 @@ def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(
 
     monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
-        load_runtime_state(_directory(tmp_path), ALONE)
+        load_runtime_state(_directory(tmp_path), 0, 1)
 
 
 def test_a_runtime_state_of_another_rank_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, Parts())
-    other = Collective(None)
-    other.world_size = 2
     with pytest.raises(CheckpointCorrupt, match="rank 0 of 1"):
-        load_runtime_state(_directory(tmp_path), other)
+        load_runtime_state(_directory(tmp_path), 0, 2)

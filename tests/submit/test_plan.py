@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.config.layout import LAYOUT_KEYS, keep_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
@@ -111,13 +112,22 @@ def test_a_run_may_go_on_with_other_slurm_daemon_and_checkpoint_settings() -> No
 
 
 def test_a_run_does_not_go_on_with_another_training() -> None:
-    with pytest.raises(ConfigError, match=r"train\.steps: 30 -> 5; distributed\.nodes: 2 -> 1"):
+    with pytest.raises(ConfigError, match=r"train\.steps: 30 -> 5; distributed\.threads_per_rank: 1 -> 2"):
         refuse_changes(
             config(),
-            config("train.steps=5", "distributed.nodes=1", "slurm.partition=gpu"),
+            config("train.steps=5", "distributed.threads_per_rank=2", "slurm.partition=gpu"),
             Path("/run"),
             steps_done=6,
         )
+
+
+def test_a_run_may_go_on_with_another_number_of_ranks_where_a_step_stays_the_same() -> None:
+    wider = config("distributed.dp_size=4", "distributed.nodes=4")
+    with pytest.raises(ConfigError, match=r"expected train\.batch_size_per_device=32"):
+        refuse_changes(config(), wider, Path("/run"))
+    changed = refuse_changes(config(), keep_step(config(), wider), Path("/run"))
+    assert set(changed) <= LAYOUT_KEYS
+    assert refuse_changes(config(), config("distributed.nodes=1"), Path("/run")) == ["distributed.nodes"]
 
 
 def test_a_run_that_has_not_begun_may_change_everything_and_steps_may_always_be_raised() -> None:

@@ -90,3 +90,11 @@ def test_a_missing_root_and_a_missing_tokenizer_are_data_errors(
         PromptData(tmp_path / "none", tokenizer, DataConfig(), 0)
     with pytest.raises(DataError, match="tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_a_line_nested_too_deeply_is_refused_in_one_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:1"):
+        PromptData(tmp_path, tokenizer, DataConfig(), 0)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,7 @@ import pytest
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config import load
+from verl_slurm.config.layout import keep_step
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -38,18 +40,19 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import RanksFailed
+from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
-from verl_slurm.keys import load_keys, new_key_file
+from verl_slurm.keys import Keyring, load_keys, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
 from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop
+from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state import TrainState, fresh_state
@@ -59,6 +62,7 @@ from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
+    Notice,
     Progress,
     RankStarted,
     Saved,
@@ -102,7 +106,7 @@ class Runs:
         self._model = quickstart_model.build_model(root / "model")
         self._data = build_data(root / "data")
 
-    def make(self, name: str, encryption: EncryptionConfig | None = None) -> RunPaths:
+    def make(self, name: str, checkpoint: CheckpointConfig | None = None) -> RunPaths:
         paths = RunPaths(self._root / name)
         config = RunConfig(
             name=name,
@@ -112,7 +116,7 @@ class Runs:
             rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
             train=TRAIN,
             distributed=DistributedConfig(dp_size=WORLD, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption),
+            checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
         private_dir(paths.root)
         write_file(paths.run_yaml, load.dump(config))
@@ -130,8 +134,9 @@ class Runs:
         epoch = take_epoch(paths, job_id="test", restart=0).epoch
         if resume is None:
             resume = choose_resume(paths, "auto").name or ""
+        world = load.load_resolved(paths.run_yaml).distributed.world_size
         module = "tests.trainer.scripted_rank" if script else "verl_slurm.trainer"
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "daemon")]),
@@ -221,6 +226,48 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
     assert _final(paths).is_dir()
 
 
+def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
+    runs: Runs, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
+    keys = Keyring(new_key_file(tmp_path / "run.key"))
+    paths = runs.make("resharded", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
+    first = runs.start(
+        paths, script={"rank": 1, "safe_point": 17, "action": "stop"}
+    )  # all of step 1 generated
+    assert first.code == 0, first.err
+    old = load.load_resolved(paths.run_yaml)
+    wider = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=4, nodes=1, device="cpu"))
+    write_file(paths.run_yaml, load.dump(keep_step(old, wider)))
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert "resumed step_000001_sp0004: step 1 score 0" in second.out
+    verdict = verify(_final(paths), keys=keys)
+    assert verdict.ok
+    assert verdict.manifest is not None
+    assert verdict.manifest.world_size == 4
+    journal = stats(paths, keys=keys)
+    assert (journal.duplicates, journal.problems) == ((), ())
+
+
+def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed: RunPaths) -> None:
+    checkpoint = CheckpointConfig(
+        cadence="young_daly", components=("actor",), include_optimizer=True, partial_every_steps=1
+    )
+    paths = runs.make("paced", checkpoint)
+    ended = runs.start(paths)
+    assert ended.code == 0, ended.err
+    assert "saves once in 1000 steps: it is not known yet how long a step takes" in ended.out
+    assert "saved partial/checkpoints/step_000001 (" in ended.out
+    assert re.search(r"^saved step_000002 \(.*\): the last step$", ended.out, re.MULTILINE)
+    assert not paths.checkpoint(1).exists()
+    assert not paths.partial.checkpoint(2).exists()
+    verdict = verify(paths.partial.checkpoint(1))
+    assert verdict.ok, verdict.problems
+    _assert_nothing_changed(paths, undisturbed)
+
+
 def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -247,7 +294,7 @@ def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_the
     tmp_path.chmod(0o700)
     encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
     new_key_file(tmp_path / "run.key")
-    paths = runs.make("encrypted", encryption)
+    paths = runs.make("encrypted", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
     first = runs.start(paths, script={"rank": 1, "safe_point": 18, "action": "kill"})
     assert first.code != 0
     second = runs.start(paths)
@@ -307,7 +354,7 @@ def test_a_run_whose_last_save_fails_has_crashed_and_its_next_start_ends_with_th
     first = runs.start(paths, script={"rank": 1, "safe_point": 26, "action": "break_save"})
     assert first.code != 0
     # Said by whichever rank torchrun does not end first.
-    assert "training is done, but its result could not be saved" in first.err
+    assert "training is done, but its result is not on shared storage" in first.err
     assert f"exitcode  : {ExitCode.INTERNAL.value}" in first.err
     assert choose_resume(paths, "auto").name == "step_000001"
     second = runs.start(paths)
@@ -373,6 +420,7 @@ def _at_the_end(tmp_path: Path, saves: _Saves, saved_as: str = "") -> tuple[Loop
         state=state,
         learner=None,  # type: ignore[arg-type]  # there is no work left
         checkpointer=saves,  # type: ignore[arg-type]
+        pace=Pace(config, RunPaths(tmp_path), Collective(None), reporter, step=STEPS, state_bytes=1),
         stopper=Stopper(line, list),
         reporter=reporter,
         saved_as=saved_as,
@@ -385,7 +433,7 @@ def test_a_run_is_not_finished_before_its_end_is_saved(tmp_path: Path) -> None:
     with pytest.raises(FinalSaveFailed, match="disk full") as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert [type(m) for m in line.messages] == [SaveStarted, SaveFailed]
+    assert [type(m) for m in line.messages] == [SaveStarted, SaveFailed, Notice]
 
 
 def test_a_run_whose_end_is_saved_is_finished(tmp_path: Path) -> None:

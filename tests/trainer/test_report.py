@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.trainer import report
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.wire.client import NoDaemon
@@ -54,7 +55,7 @@ def test_the_daemon_hears_of_a_save_even_where_no_line_can_be_printed(
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Full(log))
         patch.setattr(sys, "stderr", Full(log))
-        reporter.saved(0, "step_000001", 0.1, 10)
+        reporter.saved(0, SavedCheckpoint(name="step_000001", seconds=0.1, num_bytes=10), "the last step")
         reporter.save_failed(0, "no space")
         reporter.step_done(ROW, TIMINGS)
         reporter.close()
@@ -97,7 +98,7 @@ def test_a_directory_for_curves_that_cannot_be_made_stops_nothing(
 def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = Line([])
     reporter = _reporter(tmp_path, line, rank=1)
-    reporter.saved(0, "step_000001", 0.1, 10)
+    reporter.saved(0, SavedCheckpoint(name="step_000001", seconds=0.1, num_bytes=10), "the last step")
     reporter.step_done(ROW, TIMINGS)
     reporter.complain("x")
     reporter.close()

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, EncryptionConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.torch
 CONFIG = RunConfig(distributed=DistributedConfig(dp_size=2, nodes=1))
 
 
-def _manifest(directory: Path, *, world_size: int = 2) -> None:
+def _manifest(directory: Path, *, world_size: int = 2, config: bytes = b"") -> None:
     manifest = Manifest(
         name="step_000001",
         step=1,
@@ -53,18 +55,23 @@ def _manifest(directory: Path, *, world_size: int = 2) -> None:
         dataset_fingerprint="f",
         world_size=world_size,
         topology=Topology(dp=world_size),
-        files=(),
+        files=(entry_of("config.yaml", config),) if config else (),
         frozen={"reference": "a" * 64},
         created_utc="2026-01-01T00:00:00Z",
         save_seconds=0.1,
     )
     private_dir(directory)
     (directory / "manifest.json").write_bytes(render(sealed(manifest)))
+    if config:
+        (directory / "config.yaml").write_bytes(config)
 
 
-def test_a_checkpoint_of_another_world_size_is_refused(tmp_path: Path) -> None:
-    _manifest(tmp_path / "step_000001", world_size=4)
-    with pytest.raises(ConfigError, match="cannot reshard.*found world size 2, expected world size 4"):
+def test_a_checkpoint_of_another_world_size_is_refused_where_a_step_would_be_another(tmp_path: Path) -> None:
+    wider = msgspec.structs.replace(CONFIG, distributed=DistributedConfig(dp_size=4))
+    _manifest(tmp_path / "step_000001", world_size=4, config=dump(wider))
+    with pytest.raises(
+        ConfigError, match="4 ranks so far, and with 2.*expected train.batch_size_per_device="
+    ):
         check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64})
 
 
@@ -157,8 +164,10 @@ def test_the_layout_of_the_first_start_is_kept_and_held_to(tmp_path: Path) -> No
     first = check_or_write(paths, describe(CONFIG, tmp_path / "data", data, "gloo"))
     assert check_or_write(paths, msgspec.structs.replace(first, data_root="/moved")) == first
     wider = RunConfig(distributed=DistributedConfig(dp_size=4, nodes=1))
-    with pytest.raises(ConfigError, match="another number of ranks"):
-        check_or_write(paths, describe(wider, tmp_path / "data", data, "gloo"))
+    assert check_or_write(paths, describe(wider, tmp_path / "data", data, "gloo")) == first
+    split = msgspec.structs.replace(first, topology=Topology(dp=1, tp=2))
+    with pytest.raises(ConfigError, match="tensor or pipeline parallelism"):
+        check_or_write(paths, split)
     paths.orchestration.chmod(0o600)
     paths.orchestration.write_bytes(b"{}")
     with pytest.raises(CheckpointCorrupt):

@@ -1,6 +1,7 @@
 """Generators are captured and put back exactly."""
 
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -47,6 +48,25 @@ def test_each_rank_has_its_own_stream() -> None:
     first = _draw()
     rng.seed_all(5, 1)
     assert _draw() != first
+
+
+@pytest.mark.parametrize(("position", "has_gauss"), [(625, 0), (2**31 - 1, 0), (2**32 - 1, 0), (624, 2)])
+def test_a_position_outside_of_the_table_is_refused(position: int, has_gauss: int) -> None:
+    """numpy takes it, and ends in a segmentation fault at the next draw."""
+    state = rng.capture()
+    assert isinstance(state["numpy"], bytes)
+    hostile = state["numpy"][: 4 * 624] + struct.pack("<IId", position, has_gauss, 0.0)
+    with pytest.raises(CheckpointCorrupt):
+        rng.restore(state | {"numpy": hostile})
+    rng.restore(state)
+
+
+@pytest.mark.parametrize("array", [np.full(5056, np.nan), np.zeros((2, 2528), np.uint8), b"\0" * 5056])
+def test_a_state_that_is_no_array_of_bytes_is_refused(array: bytes | np.ndarray) -> None:
+    state = rng.capture()
+    with pytest.raises(CheckpointCorrupt):
+        rng.restore(state | {"torch": array})
+    rng.restore(state)
 
 
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])

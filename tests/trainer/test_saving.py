@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.checkpoint import apply, verify
+from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
@@ -21,7 +22,7 @@ from verl_slurm.trainer.saving import Checkpointer
 pytestmark = pytest.mark.torch
 
 
-def _commit(paths: RunPaths, step: int) -> SavedCheckpoint:
+def _commit(paths: RunPaths, step: int, components: Components = ()) -> SavedCheckpoint:
     final = private_dir(paths.checkpoint(step))
     manifest = Manifest(
         name=final.name,
@@ -35,6 +36,7 @@ def _commit(paths: RunPaths, step: int) -> SavedCheckpoint:
         world_size=1,
         topology=Topology(dp=1),
         files=(),
+        components=components,
         created_utc="2026-01-01T00:00:00Z",
         save_seconds=0.1,
     )
@@ -46,16 +48,22 @@ class Incarnation:
     """A Checkpointer whose saves cost nothing."""
 
     def __init__(
-        self, paths: RunPaths, patch: pytest.MonkeyPatch, *, keep_last: int, resumed: str = ""
+        self,
+        paths: RunPaths,
+        patch: pytest.MonkeyPatch,
+        *,
+        keep_last: int,
+        keep_every: int = 0,
+        resumed: str = "",
     ) -> None:
-        self._paths, self._patch = paths, patch
+        self._paths, self._patch, self.ledger = paths, patch, _NoLedger()
         self._checkpointer = Checkpointer(
-            config=RunConfig(checkpoint=CheckpointConfig(keep_last=keep_last)),
+            config=RunConfig(checkpoint=CheckpointConfig(keep_last=keep_last, keep_every=keep_every)),
             paths=paths,
             shape=_any(),
             rank=0,
             saver=_Commits(paths),  # type: ignore[arg-type]
-            ledger=_NoLedger(),  # type: ignore[arg-type]
+            ledger=self.ledger,  # type: ignore[arg-type]
             schema=_any(),
             epoch=2,
             resumed_from=resumed,
@@ -67,7 +75,19 @@ class Incarnation:
             patch.setattr(saving, "capture_state", lambda *_, **__: step)
             patch.setattr(Checkpointer, "_texts", lambda *_: {})
             self._checkpointer.begin(_any(), tidy=True).result()
-        return sorted(int(path.name[5:]) for path in self._paths.checkpoints.glob("step_*"))
+        return _steps(self._paths)
+
+    def save_partial(self, step: int) -> list[int]:
+        """The same with a partial checkpoint."""
+        with self._patch.context() as patch:
+            patch.setattr(saving, "capture_state", lambda *_, **__: step)
+            patch.setattr(Checkpointer, "_texts", lambda *_: {})
+            self._checkpointer.begin_partial(_any(), ("actor",)).result()
+        return _steps(self._paths.partial)
+
+
+def _steps(paths: RunPaths) -> list[int]:
+    return sorted(int(path.name[5:]) for path in paths.checkpoints.glob("step_*"))
 
 
 class _Commits:
@@ -77,17 +97,25 @@ class _Commits:
         self._paths = paths
 
     def begin(
-        self, contents: Contents, then: Callable[[Collective, SavedCheckpoint], None]
+        self,
+        contents: Contents,
+        then: Callable[[Collective, SavedCheckpoint], None],
+        *,
+        components: Components = (),
     ) -> Future[SavedCheckpoint]:
         step: Any = contents.runtime
         done: Future[SavedCheckpoint] = Future()
-        done.set_result(_commit(self._paths, step))
+        done.set_result(_commit(self._paths.partial if components else self._paths, step, components))
         then(Collective(None), done.result())
         return done
 
 
 class _NoLedger:
+    def __init__(self) -> None:
+        self.needed_from: list[int] = []
+
     def compact(self, before_step: int) -> int:
+        self.needed_from.append(before_step)
         return before_step
 
 
@@ -143,3 +171,24 @@ def test_a_checkpoint_that_the_daemon_set_aside_counts_no_more(
     private_dir(paths.quarantine)
     paths.checkpoint(2).rename(paths.quarantine / "step_000002.x")
     assert ours.save(3) == [1, 3]
+
+
+def test_one_in_every_so_many_is_kept_for_ever_and_holds_no_journal_back(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Incarnation(paths, monkeypatch, keep_last=2, keep_every=4)
+    for step in range(1, 11):
+        left = ours.save(step)
+    assert left == [4, 8, 9, 10]
+    assert ours.ledger.needed_from[-1] == 9
+
+
+def test_partial_checkpoints_are_kept_in_bounds_and_never_counted_among_the_full_ones(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Incarnation(paths, monkeypatch, keep_last=2, keep_every=4)
+    ours.save(1)
+    for step in range(2, 9):
+        left = ours.save_partial(step)
+    assert left == [4, 7, 8]
+    assert ours.save(9) == [1, 9]

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verl_slurm.trainer.stopping import Order, Stopper
+from verl_slurm.trainer.stopping import _NO_HURRY, Order, Stopper
 
 
 @dataclass
 class FakeRequest:
     request_id: int
     stop: bool
+    deadline_ns: int = 0
 
 
 class FakePage:
@@ -41,7 +42,8 @@ class Together:
     def agree(self) -> list[Order | None]:
         readings = [page.asked for page in self.pages]
         mine = [
-            (0, 0, 0) if r is None else (r.request_id, r.request_id if r.stop else 0, 0) for r in readings
+            (0, 0, 0, _NO_HURRY) if r is None else (r.request_id, r.request_id if r.stop else 0, 0, _NO_HURRY)
+            for r in readings
         ]
         self._result = [max(column) for column in zip(*mine, strict=True)]
         self._offers.clear()
@@ -93,3 +95,17 @@ def test_a_stop_that_was_obeyed_does_not_colour_a_later_save() -> None:
     ranks.agree()
     ranks.pages[0].asked = FakeRequest(2, stop=False)
     assert ranks.agree() == [Order(2, stop=False)] * 2
+
+
+def test_the_time_that_is_left_is_that_of_the_node_where_it_is_least() -> None:
+    page = FakePage()
+    page.asked = FakeRequest(1, stop=True, deadline_ns=9_000_000_000)
+
+    def others_have_less(values: Sequence[int]) -> list[int]:
+        return [max(a, b) for a, b in zip(values, (1, 1, 0, -2500), strict=True)]
+
+    assert Stopper(page, others_have_less, clock_ns=lambda: 1_000_000_000).agree().order == Order(
+        1, True, 2.5
+    )
+    assert Stopper(page, _alone, clock_ns=lambda: 1_000_000_000).agree().order == Order(1, True, 8.0)
+    assert Stopper(page, _alone, clock_ns=lambda: 10_000_000_000).agree().order == Order(1, True, 0.0)

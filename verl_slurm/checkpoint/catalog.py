@@ -16,17 +16,21 @@ __all__ = ["list_checkpoints"]
 _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
 
 
-def list_checkpoints(paths: RunPaths) -> list[CheckpointInfo]:
+def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[CheckpointInfo]:
     """Every entry, committed ones first, each kind newest first. No directory: an empty list.
 
     `committed` says that the manifest is whole, not that its files are: ask `verify` for that.
+
+    Args:
+        partial: of `RunPaths.partial`: partial checkpoints are the committed ones there, and full ones are foreign;
+            everywhere else it is the other way round.
 
     Raises:
         OSError: the checkpoint directory cannot be read.
 
     Called by: cli, recover, retention's callers.
     """
-    infos = [_classify(path) for path in _children(paths.checkpoints) if not _is_ours(paths, path)]
+    infos = [_classify(path, partial) for path in _children(paths.checkpoints) if not _is_ours(paths, path)]
     for path in _children(paths.quarantine):
         if path.is_dir() and not path.is_symlink():
             step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
@@ -57,7 +61,7 @@ def _is_ours(paths: RunPaths, path: Path) -> bool:
     )
 
 
-def _classify(path: Path) -> CheckpointInfo:
+def _classify(path: Path, partial: bool) -> CheckpointInfo:
     order = checkpoint_order(path.name)
     staged = STAGING_NAME.fullmatch(path.name)
     is_directory = stat.S_ISDIR(path.lstat().st_mode)
@@ -79,6 +83,17 @@ def _classify(path: Path) -> CheckpointInfo:
     except (OSError, VerlSlurmError) as error:
         return CheckpointInfo(
             kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
+        )
+    if bool(manifest.components) != partial:
+        # Somebody has put it here. To whoever looks where a run can go on, a partial one is nothing.
+        detail = f"a partial checkpoint: {', '.join(manifest.components)} only"
+        return CheckpointInfo(
+            kind="foreign",
+            name=path.name,
+            path=path,
+            step=step,
+            safe_point=safe_point,
+            detail="a full checkpoint among partial ones" if partial else detail,
         )
     return CheckpointInfo(
         kind="committed",

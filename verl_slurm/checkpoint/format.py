@@ -19,6 +19,9 @@ RUN/checkpoints/                      0700
   quarantine/NAME.<nonce>/            set aside because it did not verify, with NAME.<nonce>.reason.json
 ```
 
+RUN/partial/checkpoints/ is the same for partial checkpoints, whose manifest names the tensor domains they hold
+(`components`); no other directory of tensors is in them, and nothing is resumed from them.
+
 Directories are 0700, files 0600, all of the user who runs the job. Order: (step, safe point).
 
 ## 2. manifest.json
@@ -95,7 +98,7 @@ REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "schedul
 REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
 
 # A staging directory, as RunPaths.staging names it.
-STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp")
+STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
 
 # 100 000 files of 200 bytes of JSON each are 20 MB; the leaves of 1 TB of tensors are 17 MB.
 MAX_FILES = 100_000
@@ -170,6 +173,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     world_size: _Positive
     topology: Topology
     files: Annotated[tuple[FileEntry, ...], msgspec.Meta(max_length=MAX_FILES)]
+    components: tuple[Literal["actor", "critic", "optimizer"], ...] = ()
+    """Of a partial checkpoint, the tensor domains it holds: nothing is resumed from it. Empty: all of them."""
     frozen: dict[str, str] = {}
     """Digest of each model that does not train (reference, reward), by role."""
     created_utc: str
@@ -218,5 +223,5 @@ def missing_parts(manifest: Manifest) -> list[str]:
     states = (f"runtime_state.rank_{rank:04d}.msgpack.zst" for rank in range(manifest.world_size))
     wanted = [*REQUIRED_FILES, *states]
     return [name for name in wanted if name not in paths] + [
-        f"{name}/" for name in REQUIRED_DIRECTORIES if name not in tops
+        f"{name}/" for name in manifest.components or REQUIRED_DIRECTORIES if name not in tops
     ]

@@ -26,6 +26,7 @@ class CheckpointReader:
         keys: where some are configured; None opens what is not encrypted.
 
     Attributes:
+        directory: as given.
         manifest: authentic where keys are given.
 
     Raises:
@@ -36,7 +37,7 @@ class CheckpointReader:
     """
 
     def __init__(self, directory: Path, keys: Keyring | None = None) -> None:
-        self._directory = directory
+        self.directory = directory
         self.manifest = read_manifest(directory, keys=keys)
         self._cipher = CheckpointCipher.of(self.manifest, keys, where=directory)
         self._entries = {entry.path: entry for entry in self.manifest.files}
@@ -48,12 +49,12 @@ class CheckpointReader:
             OSError: the storage did not give it.
             CheckpointCorrupt: it is not what was committed.
         """
-        data = (self._directory / path).read_bytes()
+        data = (self.directory / path).read_bytes()
         entry = self._entries.get(path)
         if entry is None or (not _is_sealed(entry) and entry_of(path, data) != entry):
             raise CheckpointCorrupt(
                 "a file of the checkpoint is not the one that was committed",
-                where=self._directory / path,
+                where=self.directory / path,
                 remedy="resume from an older checkpoint (verl-slurm checkpoints)",
             )
         return data if self._cipher is None else self._cipher.open(entry, data)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.components import require_full
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
@@ -72,6 +73,7 @@ def choose_resume(
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         KeyRefused: the same, of one that was not made with our key.
         NotFound: an explicit one is not there.
+        ConfigError: an explicit one is partial.
 
     Called by: daemon, at every start, after `commit.sweep`.
     """
@@ -176,6 +178,7 @@ def _use(
             expected=verdict.manifest.schema_id if verdict.manifest else None,
             remedy="resume from another checkpoint (verl-slurm checkpoints)",
         )
+    require_full(verdict.manifest, path)
     needed = check_schema(saved, schema, where=path, migrations=migrations)
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest, migrations=needed)
 

@@ -1,7 +1,15 @@
 """What to keep and what to drop, each with its reason: pure. `apply.py` carries it out.
 
 keep and drop together are all committed checkpoints; torn, quarantined and foreign entries are nobody's to
-plan.
+plan. Kept are, in this order of reasons:
+
+1. the newest `keep_last`;
+2. older ones, while too few of those kept are known to be whole: the newest is not relied upon before it has
+   been read back. So a trainer with `keep_last=1` keeps two: the one it has just written, which nobody has read
+   yet, and the one before. One on disk it is only where that one was verified for the plan (`verl-slurm prune`);
+3. with `keep_every=K`, for ever: the first at or after each multiple of K. Where saves fall on multiples of K that
+   is every K-th step; where they do not (an adaptive cadence, 30 for K=25) it is still one in every K steps;
+4. what is in use.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,26 +34,31 @@ class PrunePlan:
 
     Attributes:
         assured: one that is kept is known to verify, so `apply_prune` need not check that itself.
+        working: names kept by rules 1 and 2. A run goes on from these, so only these need the rollouts that were
+            journaled since; from one that is kept for ever they can be sampled again.
     """
 
     keep: tuple[Reasoned, ...]
     drop: tuple[Reasoned, ...]
     assured: bool
+    working: frozenset[str] = frozenset()
 
 
 def plan_prune(
     infos: Sequence[CheckpointInfo],
     keep_last: int,
     *,
+    keep_every: int = 0,
     verified: Collection[str] | None = None,
     num_verified: int | None = None,
     protected: Collection[str] = (),
 ) -> PrunePlan:
-    """Keep at least the newest `keep_last` checkpoints, drop what is older than all that are kept.
+    """Keep at least the newest `keep_last` checkpoints and one in every `keep_every` steps, drop the others.
 
     Args:
         infos: a catalog, in any order; only committed ones are looked at.
         keep_last: at least 1.
+        keep_every: 0: none for ever.
         verified: names that are known to verify; nothing is dropped while there are too few of them.
             None: nothing is known; `apply_prune` makes sure before it drops.
         num_verified: so many of `verified` must be kept before anything older is dropped. Default:
@@ -53,27 +66,48 @@ def plan_prune(
         protected: names that stay whatever happens (one that is being read).
 
     Raises:
-        ValueError: `keep_last` or `num_verified` is below 1: the newest is never dropped.
+        ValueError: `keep_last` or `num_verified` is below 1 (the newest is never dropped), or `keep_every` below 0.
+
+    Called by: trainer.saving after a save, cli.prune.
     """
     needed = keep_last if num_verified is None else num_verified
     if min(keep_last, needed) < 1:
         raise ValueError(f"keep_last is {keep_last} and num_verified {needed}, at least 1")
+    if keep_every < 0:
+        raise ValueError(f"keep_every is {keep_every}, at least 0")
+    committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
+    for_ever = _for_ever(committed, keep_every)
     keep: list[Reasoned] = []
     drop: list[Reasoned] = []
-    newest = good = 0
-    committed = [i for i in infos if i.kind == "committed"]
-    for info in sorted(committed, key=lambda i: i.order, reverse=True):
-        if newest < keep_last or (verified is not None and good < needed):
-            newest += 1
-            good += verified is not None and info.name in verified
-            reason = (
-                f"number {newest} of the newest {keep_last}"
-                if newest <= keep_last
-                else f"too few of the newer ones are known to verify, at least {needed}"
-            )
-            keep.append(Reasoned(name=info.name, reason=reason))
-        elif info.name in protected:
-            keep.append(Reasoned(name=info.name, reason="in use"))
+    working: set[str] = set()
+    good = 0
+    for number, info in enumerate(committed, start=1):
+        name = info.name
+        if number <= keep_last:
+            reason = f"number {number} of the newest {keep_last}"
+        elif verified is not None and good < needed:
+            reason = f"of the newer ones {good} are known to be whole, before that is {needed} nothing goes"
+        elif name in for_ever:
+            reason = f"the first from step {for_ever[name]} on, one in every {keep_every} is kept for ever"
+        elif name in protected:
+            reason = "in use"
         else:
-            drop.append(Reasoned(name=info.name, reason=f"older than the newest {keep_last}"))
-    return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed)
+            kept_for_ever = f" and none of every {keep_every}" if keep_every else ""
+            drop.append(Reasoned(name=name, reason=f"older than the newest {keep_last}{kept_for_ever}"))
+            continue
+        if number <= keep_last or (verified is not None and good < needed):
+            working.add(name)
+        good += verified is not None and name in verified
+        keep.append(Reasoned(name=name, reason=reason))
+    return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed, working=frozenset(working))
+
+
+def _for_ever(newest_first: Sequence[CheckpointInfo], keep_every: int) -> dict[str, int]:
+    """Name → the multiple of `keep_every` it stands for."""
+    if not keep_every:
+        return {}
+    first: dict[int, str] = {}
+    for info in newest_first:
+        if multiple := info.step // keep_every * keep_every:
+            first[multiple] = info.name  # the oldest comes last and stays
+    return {name: multiple for multiple, name in first.items()}

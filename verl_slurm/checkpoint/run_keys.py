@@ -19,12 +19,15 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
         KeyRefused, PermissionRefused: `keys.load_keys`.
         ConfigError: the run's configuration does not load.
 
-    Called by: cli.checkpoints, dcp.compare.
+    Called by: cli.checkpoints, cli.inspection, cli.export, cli.prune, checkpoint.export, export, dcp.compare.
     """
     if key_file is not None:
         return Keyring(read_key_file(key_file))
     place = place.resolve()
-    for directory in (place, place.parent.parent):
+    candidates = [place, place.parent.parent]
+    if place.parent.parent.name == RunPaths(place).partial.root.name:
+        candidates.append(place.parent.parent.parent)  # a partial save lies one deeper
+    for directory in candidates:
         run_yaml = RunPaths(directory).run_yaml
         if run_yaml.is_file():
             return load_keys(load_resolved(run_yaml).checkpoint.encryption)

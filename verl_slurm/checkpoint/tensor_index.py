@@ -42,7 +42,7 @@ PIECE_ALIGNMENT = 64
 FILE_ALIGNMENT = 4096
 MAX_INDEX_BYTES = 256 << 20
 _FORMAT = 1
-_FILE = re.compile(r"rank_\d{4,}\.bin")
+_FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -151,16 +151,21 @@ def _check(name: str, entry: TensorEntry) -> None:
 
 
 def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
-    """Sorted by their first dimension, only neighbours that share rows need a look."""
-    ordered = sorted(pieces, key=lambda piece: piece.offset)
+    """Sorted along the dimension that is cut most, only neighbours need a look."""
+    if not pieces:
+        return
+    if not pieces[0].shape:
+        if len(pieces) > 1:
+            raise ValueError(f"{name}: two pieces of a scalar")
+        return
+    axis = max(range(len(pieces[0].shape)), key=lambda d: len({piece.offset[d] for piece in pieces}))
+    patience = 64 * len(pieces) + 4096
     open_ones: list[Piece] = []
-    for piece in ordered:
-        if not piece.shape:
-            if open_ones:
-                raise ValueError(f"{name}: two pieces of a scalar")
-            open_ones = [piece]
-            continue
-        open_ones = [p for p in open_ones if p.offset[0] + p.shape[0] > piece.offset[0]]
+    for piece in sorted(pieces, key=lambda piece: piece.offset[axis]):
+        patience -= len(open_ones)
+        if patience < 0:
+            raise ValueError(f"{name}: {len(pieces)} pieces that lie across each other")
+        open_ones = [p for p in open_ones if p.offset[axis] + p.shape[axis] > piece.offset[axis]]
         for other in open_ones:
             if all(
                 a < b + size_b and b < a + size_a

@@ -32,6 +32,7 @@ _TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 def verify(
     directory: Path,
     *,
+    name: str | None = None,
     require_owner: bool = True,
     keys: Keyring | None = None,
     threads: int | None = None,
@@ -41,6 +42,7 @@ def verify(
 
     Args:
         directory: `.../step_000012`; its last name must not be a link.
+        name: the checkpoint's, where the directory has another one (still).
         require_owner: everything must belong to us and be writable by nobody else. Loading needs that
             (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
         keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
@@ -52,6 +54,7 @@ def verify(
     Called by: daemon after every commit, `recover`, cli.
     """
     started = clock()
+    name = name or directory.name
     problems: list[Problem] = []
     manifest: Manifest | None = None
     num_bytes = 0
@@ -63,14 +66,14 @@ def verify(
                 here = Entry(path=".", info=os.fstat(root))
                 problems.extend(_untrusted([here, *entries]))
             if manifest is not None:
-                if manifest.name != directory.name:
+                if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads or num_threads())
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
-        name=directory.name,
+        name=name,
         ok=not problems,
         problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
         manifest=manifest,

@@ -8,12 +8,12 @@ import click
 import msgspec
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
-__all__ = ["checkpoints", "compare", "fingerprint", "print_checkpoints", "verify"]
+__all__ = ["checkpoints", "compare", "fingerprint", "one_checkpoint", "print_checkpoints", "verify"]
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -62,12 +62,9 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     return ExitCode.OK
 
 
-_KEY_FILE = click.Path(path_type=Path, readable=False)
-
-
 @click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("place", type=PLACE)
-@click.option("--key-file", type=_KEY_FILE, help="The key that signed them, instead of what the run says.")
+@key_option("The key that signed them, instead of what the run says.")
 @click.option("--without-key", is_flag=True, help="Do not ask who made them: their bytes need no key.")
 @json_option
 def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool) -> int:
@@ -111,7 +108,7 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
 @click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("a", type=PLACE)
 @click.argument("b", type=PLACE)
-@click.option("--key-file", type=_KEY_FILE, help="The key of both, instead of what their runs say.")
+@key_option("The key of both, instead of what their runs say.")
 @json_option
 def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
     """Are checkpoints A and B the same, bit for bit? Of a run, the newest committed one is taken.
@@ -122,7 +119,7 @@ def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
     from verl_slurm.checkpoint.compare import compare as compare_checkpoints
 
     try:
-        found = compare_checkpoints(_one_checkpoint(a), _one_checkpoint(b), key_file)
+        found = compare_checkpoints(one_checkpoint(a), one_checkpoint(b), key_file)
     except CheckpointCorrupt as error:
         # What the comparing process said is a whole sentence already, with its remedy.
         raise CheckpointCorrupt(str(error.found or error.what)) from None
@@ -216,8 +213,23 @@ def _checkpoints_of(place: Path) -> list[Path]:
     return [place]
 
 
-def _one_checkpoint(place: Path) -> Path:
+def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
+    """The checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
+
+    Raises:
+        NotFound: there is no such one.
+    """
     from verl_slurm.checkpoint.compare import newest_checkpoint
+
+    if run is not None:
+        if not CHECKPOINT_NAME.fullmatch(str(place)):
+            raise NotFound(
+                "not a checkpoint's name",
+                where=place,
+                expected="one like step_000012, with --run",
+                remedy=f"`verl-slurm checkpoints {run.root}` lists them",
+            )
+        return _checkpoints_of(run.checkpoints / place)[0].resolve()
 
     is_run = (place / "run.yaml").is_file()
     return newest_checkpoint(place) if is_run else _checkpoints_of(place)[0].resolve()

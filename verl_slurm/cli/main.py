@@ -36,6 +36,10 @@ COMMANDS: dict[str, Entry] = {
     "compare": Entry(
         "checkpoints", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
     ),
+    "inspect": Entry("inspection", "inspect", "What is in a checkpoint: position, sizes, tensors, history."),
+    "diff": Entry("inspection", "diff", "How two checkpoints differ: schema, config, topology, data."),
+    "export": Entry("export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
+    "prune": Entry("prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "key": Entry("key", "key", "Make a key to encrypt and sign checkpoints with, or show its id."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),

@@ -7,12 +7,13 @@ log can recolour or rewrite the terminal.
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from verl_slurm.errors import VerlSlurmError
 
-__all__ = ["Progress", "error", "fields", "json_value", "line", "raw_line", "safe", "table", "warning"]
+__all__ = ["Bar", "Progress", "error", "fields", "json_value", "line", "raw_line", "safe", "table", "warning"]
 
 
 def safe(text: object) -> str:
@@ -112,3 +113,37 @@ class Progress:
         if self._tty and self._shown:
             print(flush=True)
         self._shown = ""
+
+
+class Bar:
+    """A bar for long work, on standard error and only where that is a terminal; gone when the work is done."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled and sys.stderr.isatty()
+        self._shown: Any = None
+        self._task: Any = None
+        self._text = ""
+
+    def show(self, text: str, done: int = 0, total: int = 0) -> None:
+        """What is being done, and how much of it; `total` 0: nobody knows."""
+        if not self._enabled:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as View
+
+        if self._shown is None:
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+            self._shown = View(*columns, console=Console(stderr=True), transient=True)
+            self._shown.start()
+        if text != self._text:
+            if self._task is not None:
+                self._shown.remove_task(self._task)
+            self._task = self._shown.add_task(safe(text), total=None)
+            self._text = text
+        self._shown.update(self._task, completed=done, total=total or None)
+
+    def close(self) -> None:
+        """Take it away."""
+        if self._shown is not None:
+            self._shown.stop()

@@ -47,7 +47,10 @@ def tell(event: Event) -> str | None:
     """`14:03:07  preempted: saving` for an event worth telling; events that are not known are told as they are."""
     kind = str(event.get("event"))
     teller = _TELLERS.get(kind, _tell_plain)
-    text = teller(event)
+    try:
+        text = teller(event)
+    except (TypeError, ValueError, OverflowError):  # the journal is a file: who knows who wrote in it
+        text = _tell_plain(event)
     return None if text is None else f"{_clock(event.get('time'))}  {text}"
 
 
@@ -70,7 +73,7 @@ def progress(status: dict[str, Any]) -> str:
 def _clock(time: object) -> str:
     try:
         return datetime.fromisoformat(str(time)).astimezone().strftime("%H:%M:%S")
-    except ValueError:
+    except (ValueError, OverflowError):
         return "--:--:--"
 
 
@@ -111,7 +114,7 @@ def _save(event: Event) -> str:
 def _saved(event: Event) -> str:
     kind = "emergency checkpoint" if event.get("emergency") else "checkpoint"
     size = float(event.get("num_bytes") or 0) / 1e6
-    return f"{kind} {event.get('name')}, {size:.1f} MB in {event.get('seconds')} s"
+    return f"{kind} {event.get('name')}, {size:.1f} MB in {event.get('seconds')} s{_because(event)}"
 
 
 def _verified(event: Event) -> str:
@@ -183,6 +186,9 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "force_resume": _drift,
     "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
     "refused": _refused,
+    "one_copy": lambda event: f"{event.get('name')} has ONE copy only{_because(event)}",
+    "notice": lambda event: f"{event.get('topic')}: {event.get('text')}",
+    "warning": lambda event: f"WARNING, {event.get('topic')}: {event.get('text')}",
     "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
     "orphaned": _orphaned,
     "held": _held,
@@ -190,4 +196,5 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",
     "resume": lambda event: f"resume: {event.get('reason')}",
+    "second_copy": lambda event: f"second copy: {event.get('reason')}",
 }

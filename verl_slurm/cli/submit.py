@@ -30,6 +30,7 @@ __all__ = ["submit"]
         ExitCode.DATASET_DRIFT,
         ExitCode.NOT_FOUND,
         ExitCode.FENCED,
+        ExitCode.NO_ROOM,
     )
     + "\n\nWith --wait: the run's own exit code."
 )

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,14 +71,8 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    return [
-        *_names(config),
-        *_shape(config),
-        *_batches(config),
-        *_times(config),
-        *_keys(config),
-        *_slurm(config),
-    ]
+    parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _keys, _slurm)
+    return [complaint for part in parts for complaint in part(config)]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
@@ -93,6 +88,14 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
     for key, text in (("model.path", config.model.path), ("data.root", config.data.root)):
         if not text.strip() or not text.isprintable():
             yield Complaint(key, repr(text), "a path or builtin:NAME", "give a path")
+    local_dir = config.checkpoint.local_dir
+    if local_dir is not None and not (local_dir.startswith("/") and local_dir.isprintable()):
+        yield Complaint(
+            "checkpoint.local_dir",
+            repr(local_dir),
+            "an absolute path",
+            "e.g. checkpoint.local_dir: /local/nvme",
+        )
     reward = config.model.reward
     if not re.fullmatch(r"(?:rule|classifier):.+", reward):
         yield Complaint(
@@ -154,7 +157,8 @@ def _batches(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _divisor(whole: int, near: int) -> int:
-    return max(size for size in range(1, whole + 1) if whole % size == 0 and size <= max(near, 1))
+    """A divisor of `whole`, at most `near` and not far below; of a slip of the pen with 16 digits, a small one."""
+    return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
 
 
 def _times(config: RunConfig) -> Iterator[Complaint]:
@@ -200,6 +204,79 @@ def _keys(config: RunConfig) -> Iterator[Complaint]:
             "something else",
             "the name of a variable, A-Z, 0-9 and _",
             "e.g. key_env: VERL_SLURM_KEY",
+        )
+
+
+def _cadence(config: RunConfig) -> Iterator[Complaint]:
+    checkpoint = config.checkpoint
+    rows, key = checkpoint.intervals, "checkpoint.intervals"
+    if rows and checkpoint.cadence != "adaptive":
+        yield Complaint(
+            "checkpoint.cadence",
+            f"{checkpoint.cadence}, and intervals that it does not read",
+            "adaptive with checkpoint.intervals",
+            "set checkpoint.cadence=adaptive, or remove checkpoint.intervals",
+        )
+    ends = [row.until_step for row in rows]
+    if any(end is None for end in ends[:-1]):
+        yield Complaint(
+            key,
+            f"row {ends.index(None) + 1} of {len(rows)} without until_step",
+            "until_step in every row but the last",
+            "only the last row holds for the rest",
+        )
+    elif rows and ends[-1] is not None:
+        yield Complaint(
+            key,
+            f"nothing for the steps after {ends[-1]}",
+            "a last row without until_step",
+            f"add {{every: {rows[-1].every}}} at the end",
+        )
+    limits = [end for end in ends if end is not None]
+    if any(after <= before for before, after in pairwise(limits)):
+        yield Complaint(key, f"until_step {limits}", "until_step rising from row to row", "put them in order")
+    if checkpoint.cadence == "young_daly" and checkpoint.min_every_steps > checkpoint.every_steps:
+        yield Complaint(
+            "checkpoint.min_every_steps",
+            str(checkpoint.min_every_steps),
+            f"at most checkpoint.every_steps={checkpoint.every_steps}",
+            "lower it",
+        )
+
+
+def _partial_saves(config: RunConfig) -> Iterator[Complaint]:
+    checkpoint = config.checkpoint
+    parts, every = checkpoint.components, checkpoint.partial_every_steps
+    remedy = "full saves stay as they are; see checkpoint.components in the schema"
+    if len(set(parts)) != len(parts):
+        yield Complaint("checkpoint.components", str(list(parts)), "each component once", "remove the second")
+    if parts and not every:
+        yield Complaint(
+            "checkpoint.partial_every_steps",
+            "0, with components that no save would be limited to",
+            "how often a partial save is made",
+            f"set checkpoint.partial_every_steps, or remove checkpoint.components; {remedy}",
+        )
+    if every and not parts:
+        yield Complaint(
+            "checkpoint.components",
+            "[], with partial_every_steps",
+            "what a partial save holds, e.g. [actor]",
+            f"set it, or checkpoint.partial_every_steps=0; {remedy}",
+        )
+    if checkpoint.include_optimizer and not parts:
+        yield Complaint(
+            "checkpoint.include_optimizer",
+            "true, with no components",
+            "components that it goes with",
+            f"remove it; {remedy}",
+        )
+    if checkpoint.include_optimizer and set(parts) == {"actor", "critic"}:
+        yield Complaint(
+            "checkpoint.components",
+            "all of them, and the optimizer",
+            "less than a full save",
+            "save fully more often instead: checkpoint.every_steps",
         )
 
 

@@ -20,6 +20,7 @@ from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
 __all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config", "shipped"]
 
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
+_IN_LIST = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 _PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
 
 
@@ -240,14 +241,18 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
             message, dotted = match.groups()
         dotted = dotted.replace("[...]", "")
         value = _value_at(data, dotted)
-        annotation = known_keys().get(dotted)
-        if typing.get_origin(annotation) is typing.Literal:
-            expected = " or ".join(str(choice) for choice in typing.get_args(annotation))
+        key = dotted.partition("[")[0]
+        choices = _choices(known_keys().get(key))
+        if choices:
+            whole_list = dotted == key and typing.get_origin(known_keys()[key]) is tuple
+            expected = ("a list of " if whole_list else "") + " or ".join(choices)
+        elif in_list := _IN_LIST.fullmatch(message):
+            expected = f"{'no ' if in_list[1] == 'contains unknown' else ''}`{in_list[2]}` in it"
         else:
             # "Expected `int`, got `str`" → int; the value itself says more than its type.
             expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
             expected = _KINDS.get(expected, expected)
-        place = places.get(dotted, source)
+        place = places.get(key, source)
         raise ConfigError(
             "wrong value",
             where=place if place.startswith("override ") else f"{place}: {dotted}",
@@ -257,6 +262,15 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
             expected=expected,
             remedy=f"write {dotted}: {_example(expected, value)}",
         ) from None
+
+
+def _choices(annotation: object) -> list[str]:
+    """The words of `Literal[...]`, also of a list of them; else none."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(annotation)]
+    if typing.get_origin(annotation) is tuple:
+        return _choices(typing.get_args(annotation)[0])
+    return []
 
 
 def _name(value: object) -> str:
@@ -282,14 +296,18 @@ def _example(expected: str, value: object) -> str:
     }
     if expected in kinds:
         return kinds[expected]
+    if expected.endswith("` in it"):
+        return kinds["a section"]
     # "int >= 1" and "int | null" have the kind in their first word.
     return "a value of that kind" if "|" in expected else kinds.get(expected.split()[0], "one of these")
 
 
 def _value_at(data: Value, dotted: str) -> object:
-    for part in dotted.split(".") if dotted else []:
-        data = data.get(part) if isinstance(data, dict) else None
-    return data
+    place: typing.Any = data
+    for part in re.findall(r"[^.\[\]]+", dotted):
+        # msgspec names a place that is there, or one that is missing in a section.
+        place = place[int(part)] if isinstance(place, list) else place.get(part) if place else None
+    return place
 
 
 def _flat(data: object, prefix: str = "") -> dict[str, object]:

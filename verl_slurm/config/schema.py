@@ -18,6 +18,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SlurmConfig",
+    "StepInterval",
     "TrainConfig",
 ]
 
@@ -128,17 +129,60 @@ class EncryptionConfig(_Section, frozen=True):
     """Digest of the one manifest without a signature that may be resumed from."""
 
 
-class CheckpointConfig(_Section, frozen=True):
-    """What is saved, when, and where a run starts from."""
+class StepInterval(_Section, frozen=True):
+    """One row of `checkpoint.intervals`: how often to save up to a step."""
 
+    every: Positive
+    until_step: Positive | None = None
+    """The last step this row speaks for. The last row has none: it holds for the rest."""
+
+
+class CheckpointConfig(_Section, frozen=True):
+    """What is saved, when, how much of it stays, and where a run starts from.
+
+    When it saves never changes what is computed. Besides the periodic saves there is one at the end, one when
+    Slurm ends the job, and one whenever an operator asks.
+    """
+
+    cadence: Literal["fixed", "adaptive", "young_daly"] = "fixed"
+    """`fixed`: `every_steps` and `runtime_every_steps`. `adaptive`: the `intervals`, halved while the loss is
+    volatile. `young_daly`: from the measured cost of a save and the measured rate of interruptions that lost
+    work, at least every `every_steps` (see checkpoint/cadence.py)."""
     every_steps: Positive = 1000
-    """Checkpoint state: models, optimizers, schedulers, RNG."""
+    """Checkpoint state: models, optimizers, schedulers, RNG. With `young_daly` the longest interval."""
     runtime_every_steps: Positive = 500
     """Runtime state alone is journaled by the ledger at once; a whole save is forced this often too."""
+    intervals: tuple[StepInterval, ...] = ()
+    """For `adaptive`, e.g. [{until_step: 1000, every: 100}, {every: 500}]. Empty: the shorter of `every_steps`
+    and `runtime_every_steps` throughout."""
+    halve_when_volatile: bool = True
+    """With `adaptive` and `young_daly`: half the interval while the policy or value loss is volatile."""
+    min_every_steps: Positive = 1
+    """No cadence but `fixed` and the `intervals` as written saves more often than this."""
+    expected_mtbi_h: PositiveFloat = 24.0
+    """For `young_daly`: hours between interruptions that lose work, believed before any are measured. It weighs
+    as much as one interruption seen in that time."""
     resume_from: str | None = "auto"
     """`auto`: the newest checkpoint of this run that verifies. A path: that one. null: from the start."""
     keep_last: Positive = 3
-    """Checkpoints that stay. Two always do: the newest is not relied upon before it has been read back."""
+    """Checkpoints that stay, the newest. With 1, two stay all the same, because the newest is not relied upon
+    before it has been read back; and while a save is written there is room needed for one more."""
+    keep_every: NonNegative = 0
+    """Besides, for ever: one in every so many steps, the first at or after each multiple. 0: none. Each takes its
+    room for good: steps / keep_every checkpoints in the end."""
+    components: tuple[Literal["actor", "critic"], ...] = ()
+    """What a partial save holds, e.g. [actor], to evaluate or export while training goes on. A partial save can be
+    exported; it can never be resumed from. So it comes besides the full saves, in RUN/partial, and replaces none of
+    them; `keep_last` and `keep_every` hold there, too. Empty: no partial saves."""
+    include_optimizer: bool = False
+    """A partial save holds the optimizer state too, that of all that trains. It makes it no more resumable."""
+    partial_every_steps: NonNegative = 0
+    """How often a partial save is made, in steps; where a full save is due as well, that one serves. 0: never."""
+    local_dir: str | None = None
+    """A directory on each node's own disk (NVMe) for a second copy, written at the same time. With shared
+    storage gone, training goes on with that copy alone, and the next start brings it home."""
+    local_keep: Positive = 2
+    """Second copies that stay on each node."""
     encryption: EncryptionConfig | None = None
     """null: nothing is encrypted or signed."""
 

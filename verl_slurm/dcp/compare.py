@@ -158,7 +158,7 @@ def _same_value(left: bytes | np.ndarray, right: bytes | np.ndarray) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison; the exit code says it, too (0 the same, 19 different, 17 does not verify, 27 a key)."""
+    """Print the comparison; the exit code says it, too (0 the same, 19 different, 17 does not verify, 28 a key)."""
     parser = argparse.ArgumentParser(prog="verl_slurm.dcp.compare", description=__doc__.splitlines()[0])
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)

@@ -24,7 +24,14 @@ from verl_slurm.keys import Keyring
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
 
-__all__ = ["load_runtime_state", "load_tensors", "read_index", "read_whole"]
+__all__ = [
+    "WholeReader",
+    "load_runtime_state",
+    "load_tensors",
+    "read_index",
+    "read_runtime_state",
+    "read_whole",
+]
 
 # Rows that do not lie in the file as they do in memory are read into buffers first, this much at a time.
 _BUFFER_BYTES = 512 << 20
@@ -47,11 +54,17 @@ def load_tensors(
     """
     for domain, tensors in domains.items():
         # Every rank checks for itself against the same file, so all refuse or none.
-        index = read_index(directory, domain, keys)
+        reader = CheckpointReader(directory, keys)
+        index = _index(reader, domain)
         _check(directory / domain, index, tensors)
 
-        def read(index: TensorIndex = index, domain: str = domain, tensors: Tensors = tensors) -> None:
-            _read(directory, domain, index, tensors, keys)
+        def read(
+            reader: CheckpointReader = reader,
+            index: TensorIndex = index,
+            domain: str = domain,
+            tensors: Tensors = tensors,
+        ) -> None:
+            _read(reader, domain, index, tensors)
 
         ranks.together(f"reading {domain}", read)
 
@@ -62,8 +75,7 @@ def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> Ten
     Raises:
         CheckpointCorrupt: they are not what the manifest says.
     """
-    data = CheckpointReader(directory, keys).read(f"{domain}/{INDEX}")
-    return parse_index(data, where=directory / domain / INDEX)
+    return _index(CheckpointReader(directory, keys), domain)
 
 
 def read_whole(
@@ -78,17 +90,37 @@ def read_whole(
         CheckpointCorrupt: it changed since.
         KeyError: it has no such tensor.
     """
-    index = read_index(directory, domain, keys)
-    tensors: Tensors = {}
-    for name in index.tensors if names is None else names:
-        entry = index.tensors[name]
-        tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    _read(directory, domain, index, tensors, keys)
-    return tensors
+    return WholeReader(directory, domain, keys).read(names)
 
 
-def load_runtime_state(directory: Path, ranks: Collective, keys: Keyring | None = None) -> RuntimeState:
-    """This rank's runtime state.
+class WholeReader:
+    """Reads a domain's whole tensors some at a time; index and manifest, which may be large, are parsed once.
+
+    Raises:
+        CheckpointCorrupt: the index is not what the manifest says.
+        KeyRefused: it needs a key that is not there.
+
+    Called by: export, read_whole.
+    """
+
+    def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
+        self._reader, self._domain = CheckpointReader(directory, keys), domain
+        self.index = _index(self._reader, domain)
+
+    def read(self, names: Collection[str] | None = None) -> Tensors:
+        """As `read_whole`."""
+        tensors: Tensors = {}
+        for name in self.index.tensors if names is None else names:
+            entry = self.index.tensors[name]
+            tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        _read(self._reader, self._domain, self.index, tensors)
+        return tensors
+
+
+def load_runtime_state(
+    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
+) -> RuntimeState:
+    """The runtime state that `rank` of `world_size` saved.
 
     Raises:
         CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
@@ -96,12 +128,15 @@ def load_runtime_state(directory: Path, ranks: Collective, keys: Keyring | None 
         OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
-    path = directory / runtime_state_name(ranks.rank)
-    state = decode(CheckpointReader(directory, keys).read(path.name), where=path)
-    if (state.rank, state.world_size) != (ranks.rank, ranks.world_size):
-        raise _unfit(
-            path, f"rank {state.rank} of {state.world_size}", f"rank {ranks.rank} of {ranks.world_size}"
-        )
+    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
+
+
+def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
+    """As `load_runtime_state`, where several files of one checkpoint are read."""
+    path = reader.directory / runtime_state_name(rank)
+    state = decode(reader.read(path.name), where=path)
+    if (state.rank, state.world_size) != (rank, world_size):
+        raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
     return state
 
 
@@ -138,11 +173,15 @@ class _Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def _read(directory: Path, domain: str, index: TensorIndex, tensors: Tensors, keys: Keyring | None) -> None:
-    reader = CheckpointReader(directory, keys)
-    with open_directory(directory) as root:
+def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
+    where = reader.directory / domain / INDEX
+    return parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
+
+
+def _read(reader: CheckpointReader, domain: str, index: TensorIndex, tensors: Tensors) -> None:
+    with open_directory(reader.directory) as root:
         for batch in _batches(index, tensors):
-            _read_batch(root, directory, domain, reader, batch)
+            _read_batch(root, domain, reader, batch)
 
 
 def _batches(index: TensorIndex, tensors: Tensors) -> Iterator[list[_Part]]:
@@ -167,9 +206,8 @@ def _parts(entry: TensorEntry, tensor: Tensor) -> Iterator[_Part]:
             yield _Part(piece, common, local.detach()[common.target] if common.target else local.detach())
 
 
-def _read_batch(
-    root: int, directory: Path, domain: str, reader: CheckpointReader, batch: list[_Part]
-) -> None:
+def _read_batch(root: int, domain: str, reader: CheckpointReader, batch: list[_Part]) -> None:
+    directory = reader.directory
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[_Part, Tensor]] = []
     for part in batch:

@@ -3,77 +3,56 @@
 Collective, and in the background: each rank has a thread for it, and the threads talk over a process group of
 their own. Order: rank 0 begins and names the staging directory, while every rank copies its tensors → every
 rank's saver process writes and hashes the copy, and the thread seals the small files → rank 0 gathers the
-entries and commits. Each stage is entered only when every rank has done the one before; where one rank failed,
-all raise `RanksFailed` and the staging directory is removed. `checkpoint/format.py` specifies what lies there in
+entries and commits → the first rank of each node commits the node's own part (`checkpoint/local_copy.py`), where
+there is one. Each stage is entered only when every rank has done the one before; where no medium took it all, all
+raise `RanksFailed` and the staging directories are removed. `checkpoint/format.py` specifies what lies there in
 the end.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.checkpoint import commit as door
-from verl_slurm.checkpoint.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format import PLAIN_FILES, Encryption, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.components import Components
+from verl_slurm.checkpoint.format import FileEntry, Manifest
+from verl_slurm.checkpoint.local_copy import (
+    commit_part,
+    drop_staging,
+    part_problems,
+    prune_parts,
+)
+from verl_slurm.checkpoint.manifest import parse, render, sealed
+from verl_slurm.checkpoint.signature import sign
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.dcp.collective import Collective
+from verl_slurm.dcp.attempt import (
+    Attempt,
+    Committed,
+    Contents,
+    LocalPlace,
+    Plan,
+    Provenance,
+    SavedCheckpoint,
+    manifest_of,
+)
+from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import KeyRefused
-from verl_slurm.keys import Keyring, load_keys
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.files import private_dir
+from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
-from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
+from verl_slurm.runtime_state.format import runtime_state_name
+from verl_slurm.save_path.media import Medium, Share, failures, why_not_shared
 from verl_slurm.save_path.protocol import Sealing, Written
+from verl_slurm.save_path.small_files import begin_sealing, cipher_for, seal_small, write_small
 
-__all__ = ["CheckpointSaver", "Contents", "Provenance", "SavedCheckpoint"]
-
-_Entries = list[FileEntry]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What one rank brings to a save, beside its tensors.
-
-    Attributes:
-        runtime: this rank's state. Nobody may change its arrays any more.
-        texts: further files by name; those of rank 0 are written, the other ranks' may be empty.
-    """
-
-    runtime: RuntimeState
-    texts: Mapping[str, bytes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Provenance:
-    """What the manifest says of where a checkpoint comes from; the same for all saves of one incarnation."""
-
-    epoch: int
-    parent: str | None
-    schema_id: str
-    dataset_fingerprint: str
-    frozen: Mapping[str, str]
-    topology: Topology
-
-
-class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint; `num_bytes` over all ranks, `seconds` from `begin` to the rename."""
-
-    name: str
-    seconds: float
-    num_bytes: int
-
-
-class _Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others of a save that begins."""
-
-    directory: str
-    sealing: Sealing | None
+__all__ = ["CheckpointSaver", "Contents", "LocalPlace", "Provenance", "SavedCheckpoint"]
 
 
 class CheckpointSaver:
@@ -83,6 +62,7 @@ class CheckpointSaver:
         domains: `actor`, `critic`, `optimizer` → the live tensors (`dcp.tensors`), the same names on every rank,
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
+        local: where this node keeps its second copy; None: nowhere.
         encryption: where the key is that everything is encrypted and signed with; None: with none.
 
     Raises:
@@ -99,10 +79,14 @@ class CheckpointSaver:
         ranks: Collective,
         *,
         epoch_check: Callable[[], None],
+        local: LocalPlace | None = None,
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self._keys = load_keys(encryption)
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
+        self._local = local
+        self._last_seconds: float | None = None
+        self._staging_dir: door.Staging | None = None
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
         self._ranks = ranks.another()
         self._staging = Staging(domains, ranks, encryption=encryption)
@@ -114,7 +98,12 @@ class CheckpointSaver:
         return self._staging.num_bytes
 
     def begin(
-        self, contents: Contents, then: Callable[[Collective, "SavedCheckpoint"], None] | None = None
+        self,
+        contents: Contents,
+        then: Callable[[Collective, "SavedCheckpoint"], None] | None = None,
+        *,
+        seconds_left: float | None = None,
+        components: Components = (),
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
@@ -123,18 +112,31 @@ class CheckpointSaver:
         Args:
             then: done on every rank after the commit, in the background; it may talk to the other ranks'. It
                 must not raise.
+            seconds_left: until the ranks must be gone: where shared storage would take longer, only the local
+                copy is written. Rank 0's counts.
+            components: of a partial save, the domains; it goes to `RunPaths.partial` and has no second copy. Empty:
+                a full one.
 
         Returns:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
             rank failed; nothing is left of the attempt then. Where rank 0 was fenced off, `Fenced` is among
             its `kinds`.
         """
-        started = time.monotonic()
-        begun: Future[_Begun] = Future()
-        written = self._staging.begin(
-            lambda: [self._paths.checkpoints / begun.result().directory], lambda: begun.result().sealing
+        attempt = Attempt(
+            paths=self._paths.partial if components else self._paths,
+            contents=contents,
+            components=components,
+            local=None if components else self._local,
+            started=time.monotonic(),
+            seconds_left=seconds_left,
         )
-        return self._thread.submit(self._save, contents, started, begun, written, then)
+        plan: Future[Plan] = Future()
+        written = self._staging.begin(
+            lambda: list(attempt.directories(plan.result()).values()),
+            components,
+            lambda: plan.result().sealing,
+        )
+        return self._thread.submit(self._save, attempt, plan, written, then)
 
     def fence(self) -> float:
         """Wait until the tensors may be changed; the seconds it took."""
@@ -147,135 +149,184 @@ class CheckpointSaver:
 
     def _save(
         self,
-        contents: Contents,
-        started: float,
-        begun: "Future[_Begun]",
+        attempt: "Attempt",
+        plan: "Future[Plan]",
         written: "Future[Written]",
         then: Callable[[Collective, "SavedCheckpoint"], None] | None,
     ) -> "SavedCheckpoint":
-        staging: door.Staging | None = None
-
-        def first() -> bytes:
-            nonlocal staging
-            staging = door.begin(self._paths, contents.runtime.step, contents.runtime.safe_point)
-            sealing = _sealing(self._keys, staging.final.name)
-            return msgspec.msgpack.encode(_Begun(directory=staging.directory.name, sealing=sealing))
-
-        def write() -> _Entries:
-            try:
-                small = self._write_small(begun.result(), contents)
-            finally:
-                wait([written])  # whoever cleans up must not do so under a saver that writes
-            return [*small, *_require_durable(written.result())]
-
-        def last(entries: _Entries) -> bytes:
-            assert staging is not None
-            seconds = time.monotonic() - started
-            sealing = begun.result().sealing
-            manifest = _manifest(
-                staging.final.name,
-                contents.runtime,
-                self._provenance,
-                entries,
-                seconds,
-                sealing.encryption if sealing is not None else msgspec.UNSET,
-            )
-            final = door.commit(staging, manifest, epoch_check=self._epoch_check, keys=self._keys)
-            seconds = time.monotonic() - started
-            return msgspec.msgpack.encode(
-                SavedCheckpoint(name=final.name, seconds=seconds, num_bytes=manifest.num_bytes)
-            )
-
+        self._staging_dir = None
         try:
             try:
-                answer = self._ranks.on_first("starting the save", first)
-                begun.set_result(msgspec.msgpack.decode(answer, type=_Begun))
+                plan.set_result(
+                    msgspec.msgpack.decode(
+                        self._ranks.on_first("starting the save", lambda: self._plan(attempt)),
+                        type=Plan,
+                    )
+                )
             except BaseException as error:
-                begun.set_exception(error)  # the staging thread waits for it
+                plan.set_exception(error)  # the staging thread waits for it
                 wait([written])
                 raise
-            mine = self._ranks.together("writing the checkpoint", write)
-            entries = [
-                entry
-                for part in self._ranks.gather(msgspec.msgpack.encode(mine))
-                for entry in msgspec.msgpack.decode(part, type=_Entries)
-            ]
-            done = msgspec.msgpack.decode(
-                self._ranks.on_first("committing the checkpoint", lambda: last(entries)), type=SavedCheckpoint
-            )
+            done = self._write_and_commit(attempt, plan.result(), written)
         except BaseException:
-            if staging is not None:
-                door.abort(staging)
+            self._clean(attempt, plan)
             raise
         if then is not None:
             then(self._ranks, done)
         return done
 
-    def _write_small(self, begun: _Begun, contents: Contents) -> _Entries:
-        """Write, encrypted where a key is configured, and make durable what is not a tensor."""
-        directory: Path = self._paths.checkpoints / begun.directory
-        cipher = None
-        if begun.sealing is not None and self._keys is not None:
-            record = begun.sealing.encryption
-            key = self._keys.find(record.key_id, where="the key of rank 0")
-            cipher = CheckpointCipher(key, begun.sealing.name, record)
-        elif (begun.sealing is None) != (self._keys is None):
-            raise KeyRefused(
-                "the ranks do not agree on whether to encrypt",
-                remedy="let every node see the same key (checkpoint.encryption)",
-            )
-        files = dict(contents.texts) | self._staging.layout.indexes if self._ranks.rank == 0 else {}
-        files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
-        for path, data in files.items():
-            (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
-            (directory / path).write_bytes(data if cipher is None else cipher.seal(path, data))
-        entries = door.seal(directory, sorted(files))
-        if cipher is None:
-            return entries
-        return [
-            entry
-            if entry.path in PLAIN_FILES
-            else msgspec.structs.replace(entry, plain_size=len(files[entry.path]))
-            for entry in entries
+    def _plan(self, attempt: "Attempt") -> bytes:
+        """Rank 0: the staging directory's name, and why shared storage takes no part, if it does not."""
+        runtime, paths = attempt.contents.runtime, attempt.paths
+        has_local = attempt.local is not None
+        reason = why_not_shared(self._last_seconds, attempt.seconds_left, has_local=has_local)
+        if not reason:
+            try:
+                if attempt.components:
+                    private_dir(paths.root)
+                self._staging_dir = door.begin(paths, runtime.step, runtime.safe_point)
+            except (OSError, VerlSlurmError) as error:
+                if not has_local:
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+        if self._staging_dir is not None:
+            name = self._staging_dir.directory.name
+        else:
+            name = door.staging_path(paths, runtime.step, runtime.safe_point).name
+        sealing = begin_sealing(self._keys, paths.checkpoint(runtime.step, runtime.safe_point).name)
+        return msgspec.msgpack.encode(Plan(name, reason, sealing))
+
+    def _write_and_commit(
+        self, attempt: "Attempt", plan: "Plan", written: "Future[Written]"
+    ) -> "SavedCheckpoint":
+        media = attempt.directories(plan)
+
+        def write() -> Share:
+            try:
+                small, failed = self._write_small(media, attempt, plan.sealing)
+            finally:
+                wait([written])  # whoever cleans up must not do so under a saver that writes
+            answer = written.result()
+            for medium, outcome in zip(media, answer.outcomes, strict=True):
+                if outcome.error is not None:
+                    failed.setdefault(medium, outcome.error)
+            return Share((*small, *answer.files), {str(medium): text for medium, text in failed.items()})
+
+        mine = self._ranks.together("writing the checkpoint", write)
+        shares = [
+            msgspec.msgpack.decode(part, type=Share)
+            for part in self._ranks.gather(msgspec.msgpack.encode(mine))
         ]
+        failed = failures(shares)
+        if plan.not_shared:
+            failed[Medium.SHARED] = plan.not_shared
+        self._require_one(media, failed)
+        entries = [entry for share in shares for entry in share.entries]
+        verdict = msgspec.msgpack.decode(
+            self._ranks.on_first(
+                "committing the checkpoint",
+                lambda: self._commit_shared(attempt, plan.sealing, entries, failed),
+            ),
+            type=Committed,
+        )
+        manifest = parse(verdict.manifest, where=plan.name)
+        if verdict.problem:
+            failed[Medium.SHARED] = verdict.problem
+            if self._staging_dir is not None:
+                door.abort(self._staging_dir)
+        if Medium.LOCAL in media and Medium.LOCAL not in failed:
+            problem = self._commit_local(attempt, media[Medium.LOCAL], manifest, check=bool(verdict.problem))
+            if problem:
+                failed[Medium.LOCAL] = problem
+        self._require_one(media, failed)
+        seconds = time.monotonic() - attempt.started
+        if Medium.SHARED not in failed and not attempt.components:
+            self._last_seconds = seconds
+        return SavedCheckpoint(
+            name=manifest.name,
+            seconds=seconds,
+            num_bytes=manifest.num_bytes,
+            on_shared=Medium.SHARED not in failed,
+            problem="; ".join(f"not on {medium}: {text}" for medium, text in failed.items()),
+        )
 
+    def _require_one(self, media: Mapping[Medium, Path], failed: Mapping[Medium, str]) -> None:
+        """The same on every rank."""
+        if all(medium in failed for medium in media):
+            raise RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
 
-def _sealing(keys: Keyring | None, name: str) -> Sealing | None:
-    """For a new attempt to save `name`: a new salt."""
-    if keys is None:
-        return None
-    return Sealing(name=name, encryption=CheckpointCipher.begin(keys.current, name).record)
+    def _commit_shared(
+        self,
+        attempt: "Attempt",
+        sealing: Sealing | None,
+        entries: list[FileEntry],
+        failed: Mapping[Medium, str],
+    ) -> bytes:
+        """Rank 0: the manifest, and what kept shared storage from being committed, if anything did."""
+        runtime = attempt.contents.runtime
+        name = attempt.paths.checkpoint(runtime.step, runtime.safe_point).name
+        manifest = sealed(manifest_of(name, attempt, self._provenance, entries, sealing))
+        if self._keys is not None:
+            manifest = sign(manifest, self._keys.current)  # for the nodes' parts, too
+        problem = failed.get(Medium.SHARED, "")
+        if self._staging_dir is not None and not problem:
+            try:
+                door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check, keys=self._keys)
+            except OSError as error:
+                if attempt.local is None or Medium.LOCAL in failed:
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+        else:
+            self._check_epoch_if_readable()
+        return msgspec.msgpack.encode(Committed(render(manifest), problem))
 
+    def _check_epoch_if_readable(self) -> None:
+        """Without shared storage nobody can say who owns the run; whoever brings the parts home asks again."""
+        with suppress(OSError):
+            self._epoch_check()
 
-def _require_durable(written: Written) -> _Entries:
-    (outcome,) = written.outcomes
-    if outcome.error is not None:
-        raise OSError(outcome.errno or 0, outcome.error)
-    return list(written.files)
+    def _commit_local(self, attempt: "Attempt", staging: Path, manifest: Manifest, *, check: bool) -> str:
+        """This node's part; what is wrong on any node, the same text on every rank.
 
+        Args:
+            check: read it back: nobody else will.
+        """
+        local, problem = attempt.local, ""
+        assert local is not None
+        if local.is_first:
+            try:
+                part = commit_part(staging, manifest)
+                problem = "; ".join(part_problems(part)[:3]) if check else ""
+                if problem:
+                    drop_staging(part.path)
+                prune_parts(local.directory, local.keep)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        texts = [text.decode() for text in self._ranks.gather(problem.encode())]
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)[:500]
 
-def _manifest(
-    name: str,
-    runtime: RuntimeState,
-    provenance: Provenance,
-    entries: _Entries,
-    seconds: float,
-    encryption: Encryption | msgspec.UnsetType,
-) -> Manifest:
-    return Manifest(
-        name=name,
-        step=runtime.step,
-        safe_point=runtime.safe_point,
-        phase=runtime.phase,
-        epoch=provenance.epoch,
-        parent=provenance.parent,
-        schema_id=provenance.schema_id,
-        dataset_fingerprint=provenance.dataset_fingerprint,
-        world_size=runtime.world_size,
-        topology=provenance.topology,
-        files=tuple(entries),
-        frozen=dict(provenance.frozen),
-        created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        save_seconds=round(seconds, 3),
-        encryption=encryption,
-    )
+    def _clean(self, attempt: "Attempt", plan: "Future[Plan]") -> None:
+        """Nothing of a failed save stays behind."""
+        with suppress(OSError):
+            if self._staging_dir is not None:
+                door.abort(self._staging_dir)
+            local = attempt.local
+            if local is not None and local.is_first and plan.exception() is None:
+                drop_staging(local.directory / plan.result().name)
+
+    def _write_small(
+        self, media: Mapping[Medium, Path], attempt: "Attempt", sealing: Sealing | None
+    ) -> tuple[list[FileEntry], dict[Medium, str]]:
+        """What is not a tensor, encrypted once where a key is configured, and made durable on each medium."""
+        contents = attempt.contents
+        indexes = {path: data for path, data in self._staging.layout.indexes.items() if attempt.takes(path)}
+        files = dict(contents.texts) | indexes if self._ranks.rank == 0 else {}
+        files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
+        files, entries = seal_small(files, cipher_for(self._keys, sealing))
+        failed: dict[Medium, str] = {}
+        for medium, directory in media.items():
+            try:
+                write_small(directory, files)
+            except OSError as error:
+                failed[medium] = f"{type(error).__name__}: {error}"
+        return entries, failed

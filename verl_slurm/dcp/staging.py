@@ -73,12 +73,16 @@ class Staging:
         return self._arena.size
 
     def begin(
-        self, directories: Callable[[], Sequence[Path]], sealing: Callable[[], Sealing | None] = lambda: None
+        self,
+        directories: Callable[[], Sequence[Path]],
+        components: Sequence[str] = (),
+        sealing: Callable[[], Sealing | None] = lambda: None,
     ) -> "Future[Written]":
         """Save the tensors as they are now. The one before must be done.
 
         Args:
             directories: says, when the copy is made, where the files go; called from another thread.
+            components: the domains whose files are written; empty: all. All are copied.
             sealing: says then how they are encrypted, if they are; called behind it.
 
         Returns:
@@ -93,7 +97,8 @@ class Staging:
             finally:
                 copied.set()
             where = [str(directory) for directory in directories()]
-            return self._saver.write(self.layout.files, where, sealing())
+            files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
+            return self._saver.write(files, where, sealing())
 
         return self._thread.submit(work)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.processes import Known, boot_id
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import UNREADABLE, VerlSlurmError
 from verl_slurm.files import write_file
 
 __all__ = ["ClusterState", "locked", "read_state", "write_state"]
@@ -52,7 +52,7 @@ def read_state(directory: Path) -> ClusterState | None:
         return None
     try:
         state = msgspec.json.decode(data, type=ClusterState)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise VerlSlurmError(
             "the cluster's state file is damaged",
             where=_path(directory),

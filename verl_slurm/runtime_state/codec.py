@@ -43,6 +43,7 @@ def encode(state: RuntimeState) -> bytes:
             *specify("rewards", state.rewards),
             *specify("rng", state.rng),
         ],
+        frames=[],
     )
     blobs: list[Blob] = [*state.rollouts.values(), *state.rewards.values(), *state.rng.values()]
     return pack(header, blobs)

@@ -1,27 +1,30 @@
-"""The container of `format.py`, section 1: a typed header and flat arrays in one zstd frame.
+"""The container of `format.py`, section 1: a typed header and flat arrays in zstd frames.
 
 Bytes in, structs and arrays out; knows nothing of files, steps or ranks.
 """
 
-import io
 import math
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-import msgpack  # type: ignore[import-untyped]
 import msgspec
 import numpy as np
-import zstandard
 
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import (
     DTYPES,
+    FREE_BYTES,
     MAX_ARRAYS,
     MAX_CONTENT_BYTES,
+    MAX_EXPANSION,
     MAX_HEADER_BYTES,
+    MAX_OLDER_HEADER_BYTES,
     NAME,
     ArraySpec,
 )
+from verl_slurm.runtime_state.frames import FrameReader, FrameWriter, compress, decompress
+from verl_slurm.runtime_state.planes import join, rounded, split, used_bits
 
 __all__ = ["Blob", "Upgrade", "pack", "specify", "unpack"]
 
@@ -29,10 +32,11 @@ Header = TypeVar("Header", bound=msgspec.Struct)
 Blob = bytes | np.ndarray
 Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
 
-# zstd-1: the journal is written between two micro-batches; higher levels cost more than they save.
-_LEVEL = 1
-# A frame that wants a larger window than this is not ours (level 1 uses far less).
-_MAX_WINDOW = 128 << 20
+# Magic and length of a skippable frame, then what is ours: a name that ends in the version, and a length.
+_START = struct.Struct("<II8sI")
+_START_MAGIC, _PADDING_MAGIC = 0x184D2A5B, 0x184D2A5C
+_NAME = b"VSLRTST2"
+_PADDING = struct.Struct("<II")
 
 
 def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
@@ -46,32 +50,53 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
         if not NAME.fullmatch(name):
             raise ValueError(f"{group}: {name!r} is no name for an array")
         if isinstance(blob, bytes):
-            specs.append(ArraySpec(group=group, name=name, dtype="bytes", shape=[len(blob)]))
+            specs.append(ArraySpec(group=group, name=name, dtype="bytes", shape=[len(blob)], bits=8))
             continue
         if blob.dtype.name not in DTYPES:
             raise ValueError(f"{group}.{name}: dtype {blob.dtype} is not one of {', '.join(DTYPES)}")
-        specs.append(ArraySpec(group=group, name=name, dtype=blob.dtype.name, shape=list(blob.shape)))
+        specs.append(
+            ArraySpec(
+                group=group,
+                name=name,
+                dtype=blob.dtype.name,
+                shape=list(blob.shape),
+                bits=used_bits(blob),
+            )
+        )
     return specs
 
 
 def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONTENT_BYTES) -> bytes:
     """One container: `header` (whose `arrays` must describe `blobs`, in order) and the bytes of `blobs`.
 
+    Args:
+        header: its `frames` are filled in here.
+        limit: bytes of arrays allowed.
+
     Raises:
         ValueError: it would be larger than the format allows.
     """
-    head = msgspec.msgpack.encode(header)
+    specs = cast(list[ArraySpec], header.arrays)  # type: ignore[attr-defined]
+    size = sum(_num_bytes(spec) for spec in specs)
+    if size > limit:
+        raise ValueError(f"arrays of {size} bytes, at most {limit}")
+    writer = FrameWriter()
+    for spec, blob in zip(specs, blobs, strict=True):
+        array = np.frombuffer(blob, np.uint8) if isinstance(blob, bytes) else blob
+        for piece in split(array, spec.bits):
+            writer.add(piece, floats=array.dtype.kind == "f")
+    writer.close()
+    head = msgspec.msgpack.encode(
+        msgspec.structs.replace(header, frames=[len(frame) for frame in writer.frames])
+    )
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(head)} bytes, at most {MAX_HEADER_BYTES}")
-    packer = msgpack.Packer()
-    out = io.BytesIO()
-    out.write(packer.pack(head))
-    for blob in blobs:
-        out.write(packer.pack(blob if isinstance(blob, bytes) else _shuffle(blob)))
-    content = out.getbuffer()
-    if len(content) > limit:
-        raise ValueError(f"content of {len(content)} bytes, at most {limit}")
-    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(content)
+    first = compress(head)
+    parts = [_START.pack(_START_MAGIC, _START.size - 8, _NAME, len(first)), first, *writer.frames]
+    missing = (size - FREE_BYTES) // MAX_EXPANSION - sum(len(part) for part in parts)
+    if missing >= 0:
+        parts.append(_PADDING.pack(_PADDING_MAGIC, missing + 1) + bytes(missing + 1))
+    return b"".join(parts)
 
 
 def unpack(
@@ -84,42 +109,34 @@ def unpack(
 ) -> tuple[Header, dict[str, dict[str, Blob]]]:
     """Read a container back: its header, and its arrays by group and name (each its own, writable).
 
+    Needs the size of the arrays and MAX_FRAME_BYTES besides.
+
     Args:
         data: the whole file or record.
         header_type: the struct its header must be.
         where: named in an error.
-        limit: decompressed bytes allowed.
+        limit: bytes of arrays allowed.
         upgrade: turns the header map of an older schema into one of `header_type`.
 
     Raises:
         CheckpointCorrupt: anything at all is not as `format.py` says.
     """
     try:
-        content = _decompress(data, limit)
-        stream = msgpack.Unpacker(
-            max_buffer_size=max(len(content), 1),
-            max_bin_len=len(content),
-            max_str_len=0,
-            max_array_len=0,
-            max_map_len=0,
-            max_ext_len=0,
-        )
-        stream.feed(content)
-        header = _header(_next_bin(stream), header_type, upgrade)
-        groups: dict[str, dict[str, Blob]] = {}
+        view = memoryview(data)
+        begin = _end_of_header(view)
+        header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type, upgrade)
         specs = cast(list[ArraySpec], header.arrays)  # type: ignore[attr-defined]
-        if len(specs) > MAX_ARRAYS:
-            raise ValueError(f"{len(specs)} arrays, at most {MAX_ARRAYS}")
+        sizes = cast(list[int], header.frames)  # type: ignore[attr-defined]
+        _check_padding(view[begin + sum(sizes) :], len(data) - begin - sum(sizes))
+        _check_specs(specs, min(limit, FREE_BYTES + MAX_EXPANSION * len(data)))
+        reader = FrameReader(view, begin, sizes)
+        groups: dict[str, dict[str, Blob]] = {}
         for spec in specs:
-            group = groups.setdefault(spec.group, {})
-            if spec.name in group:
-                raise ValueError(f"array {spec.group}.{spec.name} is there twice")
-            group[spec.name] = _array(spec, _next_bin(stream))
-        if stream.tell() != len(content):
-            raise ValueError(f"{len(content) - stream.tell()} bytes behind the last array")
+            groups.setdefault(spec.group, {})[spec.name] = _array(spec, reader)
+        reader.close()
     except (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError) as error:
-        # ValueError covers msgpack and our own refusals; TypeError and OverflowError come from numpy for
-        # absurd shapes. Any of them means the same thing here.
+        # ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes.
+        # Any of them means the same thing here.
         raise CheckpointCorrupt(
             "runtime state cannot be read",
             where=where,
@@ -130,44 +147,60 @@ def unpack(
     return header, groups
 
 
-def _decompress(data: bytes, limit: int) -> bytes:
-    """The content of the one zstd frame in `data`; sizes are checked before anything is allocated."""
-    try:
-        frame = zstandard.get_frame_parameters(data)
-        size = frame.content_size
-        if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
-            raise ValueError("the zstd frame does not say its content size")
-        if size > limit or (frame.window_size > max(_MAX_WINDOW, size)):
-            raise ValueError(f"{size} bytes decompressed, at most {limit}")
-        if not frame.has_checksum:
-            raise ValueError("the zstd frame has no checksum")
-        # A declared size that the data cannot reach is refused by zstd; one that it exceeds, too.
-        content = zstandard.ZstdDecompressor(max_window_size=0).decompress(
-            data, max_output_size=max(size, 1), allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise ValueError(f"not one whole zstd frame: {error}") from error
-    if len(content) != size:
-        raise ValueError(f"{len(content)} bytes decompressed, {size} declared")
-    return content
+def _end_of_header(data: memoryview) -> int:
+    if len(data) < _START.size:
+        raise ValueError(f"{len(data)} bytes are too few")
+    magic, length, name, size = _START.unpack_from(data)
+    if (magic, length, name) != (_START_MAGIC, _START.size - 8, _NAME):
+        raise ValueError("it does not begin as a container of version 2")
+    return _START.size + int(size)
 
 
-def _next_bin(stream: "msgpack.Unpacker") -> bytes:
-    try:
-        item = stream.unpack()
-    except msgpack.OutOfData as error:
-        raise ValueError("the content ends in the middle") from error
-    except msgpack.UnpackException as error:
-        raise ValueError(f"not msgpack: {error}") from error
-    if isinstance(item, bytes):
-        return item
-    raise ValueError(f"{type(item).__name__} where a bin object belongs")
+def _check_padding(rest: memoryview, size: int) -> None:
+    """`rest` is what lies behind the last frame: nothing, or padding."""
+    if size == 0:
+        return
+    if size < _PADDING.size or _PADDING.unpack_from(rest) != (_PADDING_MAGIC, size - _PADDING.size):
+        raise ValueError("the frames do not end where the data does")
+    if np.frombuffer(rest, np.uint8)[_PADDING.size :].any():
+        raise ValueError("padding that is not zero")
+
+
+def _check_specs(specs: list[ArraySpec], limit: int) -> None:
+    """All that can be checked before anything is allocated."""
+    if len(specs) > MAX_ARRAYS:
+        raise ValueError(f"{len(specs)} arrays, at most {MAX_ARRAYS}")
+    seen = set()
+    for spec in specs:
+        if not NAME.fullmatch(spec.name) or not NAME.fullmatch(spec.group):
+            raise ValueError(f"{spec.group!r}.{spec.name!r} is no name for an array")
+        if (spec.group, spec.name) in seen:
+            raise ValueError(f"array {spec.group}.{spec.name} is there twice")
+        seen.add((spec.group, spec.name))
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"array {spec.name}: dtype {spec.dtype!r} is not allowed")
+        most = 1 if spec.dtype == "bool" else 8 * _itemsize(spec)
+        if spec.bits > most or rounded(spec.bits) != spec.bits:
+            raise ValueError(f"array {spec.name}: {spec.bits} bits of an item")
+        if spec.dtype == "bytes" and (len(spec.shape) != 1 or spec.bits != 8):
+            raise ValueError(f"array {spec.name}: bytes have one dimension and all their bits")
+    size = sum(_num_bytes(spec) for spec in specs)
+    if size > limit:
+        raise ValueError(f"arrays of {size} bytes, at most {limit}")
+
+
+def _itemsize(spec: ArraySpec) -> int:
+    return 1 if spec.dtype == "bytes" else np.dtype(spec.dtype).itemsize
+
+
+def _num_bytes(spec: ArraySpec) -> int:
+    return math.prod(spec.shape) * _itemsize(spec)
 
 
 def _header(data: bytes, header_type: type[Header], upgrade: Upgrade | None) -> Header:
-    if len(data) > MAX_HEADER_BYTES:
-        raise ValueError(f"header of {len(data)} bytes, at most {MAX_HEADER_BYTES}")
     if upgrade is not None:
+        if len(data) > MAX_OLDER_HEADER_BYTES:
+            raise ValueError(f"an older header of {len(data)} bytes, at most {MAX_OLDER_HEADER_BYTES}")
         raw = msgspec.msgpack.decode(data, type=dict[str, Any])
         if msgspec.msgpack.encode(raw) != data:
             raise ValueError("the header is not canonical (duplicate key, trailing bytes)")
@@ -178,32 +211,7 @@ def _header(data: bytes, header_type: type[Header], upgrade: Upgrade | None) -> 
     return header
 
 
-def _array(spec: ArraySpec, data: bytes) -> Blob:
-    if not NAME.fullmatch(spec.name) or not NAME.fullmatch(spec.group):
-        raise ValueError(f"{spec.group!r}.{spec.name!r} is no name for an array")
-    if spec.dtype not in DTYPES:
-        raise ValueError(f"array {spec.name}: dtype {spec.dtype!r} is not allowed")
-    itemsize = 1 if spec.dtype == "bytes" else np.dtype(spec.dtype).itemsize
-    expected = math.prod(spec.shape) * itemsize
-    if len(data) != expected:
-        raise ValueError(f"array {spec.name}: {len(data)} bytes, {expected} declared")
-    if spec.dtype == "bytes":
-        if len(spec.shape) != 1:
-            raise ValueError(f"array {spec.name}: bytes have one dimension")
-        return data
-    flat = np.frombuffer(data, dtype=np.uint8)
-    if spec.dtype == "bool" and flat.size and flat.max() > 1:
-        raise ValueError(f"array {spec.name}: a bool that is neither 0 nor 1")
-    planes = flat.reshape(itemsize, -1) if itemsize > 1 else flat.reshape(1, -1)
-    items = np.ascontiguousarray(planes.T).reshape(-1).copy()
-    dtype = np.dtype(spec.dtype).newbyteorder("<")
-    return items.view(dtype).astype(spec.dtype, copy=False).reshape(spec.shape)
-
-
-def _shuffle(array: np.ndarray) -> bytes:
-    """Little-endian bytes of `array` in C order, byte planes first."""
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    flat = little.reshape(-1).view(np.uint8)
-    if array.dtype.itemsize == 1:
-        return flat.tobytes()
-    return np.ascontiguousarray(flat.reshape(-1, array.dtype.itemsize).T).tobytes()
+def _array(spec: ArraySpec, reader: FrameReader) -> Blob:
+    out = np.empty(spec.shape, np.uint8 if spec.dtype == "bytes" else spec.dtype)
+    join(out, spec.bits, reader.take)
+    return out.tobytes() if spec.dtype == "bytes" else out

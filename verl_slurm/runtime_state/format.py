@@ -3,24 +3,31 @@
 Runtime state is what a rank needs to go on inside a step: where it is, the rollouts it has, the reward
 buffers, the KL window, the generators. The journal (ledger) holds every finished rollout at once.
 
-## 1. Container (both files use it)
+## 1. Container (both files use it), version 2
 
-One zstd frame (with its content size in the frame header, and zstd's checksum) around a stream of msgpack
-`bin` objects and nothing else:
+A sequence of zstd frames (RFC 8878), so that `zstd -d` shows what is in it:
 
 ```
-bin   header     msgpack map of a closed, typed struct; at most MAX_HEADER_BYTES
-bin   array 0    the bytes of the first array that the header's `arrays` names
-bin   array 1    ...
+skippable frame   0x184D2A5B, 12 bytes: "VSLRTST2"  u32 bytes of the next frame        20 bytes, always
+zstd frame        header: the msgpack map of a closed, typed struct; at most MAX_HEADER_BYTES
+zstd frame        pieces of arrays           each frame at most MAX_FRAME_BYTES of content;
+...                                          the header's `frames` has the bytes of each
+skippable frame   0x184D2A5C, zeros: padding, only where the limit of section 4 needs it
 ```
 
-An array's bytes are little-endian, C order, and *byte-shuffled* when an item is wider than one byte: first
-byte 0 of all items, then byte 1 of all items ... (token ids are mostly zero bytes; zstd then finds them).
-`ArraySpec` gives group, name, dtype and shape; the number of bytes follows from them and must match.
-dtype `bytes` is an opaque string of `shape[0]` bytes.
+Every zstd frame has its content size in its header and zstd's checksum (XXH64) behind it, and no dictionary.
 
-Why so: everything that can be large is a flat `bin` whose size the header declares, so hostile input cannot
-make many small objects out of few bytes; and the header is decoded straight into a struct.
+The header's `arrays` say group, name, dtype, shape and `bits` of each array, in order; dtype `bytes` is an
+opaque string of `shape[0]` bytes. Only the low `bits` bits of its items are stored; the others are 0. Items
+are taken in C order, as unsigned integers of their width, in chunks of CHUNK_ITEMS; of each chunk first bits
+0 to 7 of all its items (a *plane*, one byte an item), then bits 8 to 15 ... A last plane of 1, 2 or 4 bits
+packs 8, 4 or 2 items in a byte, the first in the lowest bits. A plane of a chunk is a *piece*; pieces follow
+each other through the frames, and each lies in one frame as a whole.
+
+Why so: token ids are mostly zero bits and the upper bytes of floats repeat, so planes compress where items do
+not; what does not is stored, and costs nothing to decode. A reader checks the sizes in the header, then
+allocates the arrays, and needs one frame besides. Everything that can be large is flat, so hostile input
+cannot make many small objects out of few bytes; and the header is decoded straight into a struct.
 
 The header is *canonical*: encoding what was decoded must give the same bytes. Duplicate keys, extension
 types, integers in the place of floats, unknown fields, overlong encodings and trailing bytes are refused by
@@ -46,12 +53,17 @@ and `header_crc` the CRC-32 of the 24 bytes before it. A record is durable (fdat
 returns. `micro_batch` is the global index in its step, over all ranks.
 
 A region that does not parse is a *torn tail* when no whole record follows it (the writer died there; cut
-silently), and *damage* when one does (reported). Where two epochs hold the same (step, micro_batch), the
-newest epoch's counts: it is the one whose updates used its own record.
+silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes
+than the segment has turned out wrong: such frames overlap, and nobody who writes segments makes them.
+
+Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
+its own record.
 
 ## 4. Limits
 
-`MAX_*` below. They bound what a reader allocates before anything is believed.
+`MAX_*` below. They bound what a reader allocates before anything is believed. And a bomb must bring its
+bytes: arrays of more than FREE_BYTES + MAX_EXPANSION x the bytes of the container are refused. What is true
+and as empty as that is padded by its writer.
 """
 
 import re
@@ -63,12 +75,17 @@ if TYPE_CHECKING:  # the daemon reads this file for the schema and has no memory
     import numpy as np
 
 __all__ = [
+    "CHUNK_ITEMS",
     "DTYPES",
+    "FREE_BYTES",
     "GROUPS",
     "HISTORY_ROWS",
     "MAX_ARRAYS",
     "MAX_CONTENT_BYTES",
+    "MAX_EXPANSION",
+    "MAX_FRAME_BYTES",
     "MAX_HEADER_BYTES",
+    "MAX_OLDER_HEADER_BYTES",
     "MAX_RECORD_BYTES",
     "NAME",
     "RUNTIME_STATE_FILE",
@@ -87,10 +104,10 @@ Arrays = dict[str, "np.ndarray"]
 
 Phase = Literal["generate", "score", "advantage", "update", "step_end"]
 
-RUNTIME_STATE_VERSION = 1
+RUNTIME_STATE_VERSION = 2
 
 # The file of one rank, inside a checkpoint directory. Full match only.
-RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst")
+RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst", re.ASCII)
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 """Names of arrays, generators and metric rows' arrays; full match."""
@@ -103,11 +120,19 @@ DTYPES = (
     *("float16", "float32", "float64", "bytes"),
 )
 
-# Decompressed size of one file, what a msgpack buffer can hold. 500 samples x 8000 tokens x 25 bytes: 100 MB.
+# Arrays of one file. 500 samples x 8000 tokens x 25 bytes: 100 MB.
 MAX_CONTENT_BYTES = (2 << 30) - 1
+# Fits the second-level cache, planes and all. A multiple of 8, so that packed planes end on a byte.
+CHUNK_ITEMS = 1 << 18
+MAX_FRAME_BYTES = 1 << 20
+_MAX_FRAMES = 1 << 16
+FREE_BYTES = 32 << 20
+MAX_EXPANSION = 1024
 # One micro-batch; the frame's length field is 32 bit.
 MAX_RECORD_BYTES = 256 << 20
 MAX_HEADER_BYTES = 4 << 20
+# Decoded without types, where a byte can become an object of 72: 4 MiB of empty lists took 312 MB.
+MAX_OLDER_HEADER_BYTES = 1 << 20
 MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 # Rows of metric history that travel with a rank; TensorBoard has the rest.
@@ -126,9 +151,14 @@ class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: _ArrayName
     dtype: _ArrayName
     shape: Annotated[list[_Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    bits: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    """Low bits of each item that are stored."""
 
 
 _Specs = Annotated[list[ArraySpec], msgspec.Meta(max_length=MAX_ARRAYS)]
+_Frames = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=1, le=2 * MAX_FRAME_BYTES)]], msgspec.Meta(max_length=_MAX_FRAMES)
+]
 
 
 class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,6 +177,8 @@ class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kl_window: Annotated[list[float], msgspec.Meta(max_length=65536)]
     history: Annotated[list[_Row], msgspec.Meta(max_length=HISTORY_ROWS)]
     arrays: _Specs
+    frames: _Frames
+    """Bytes of each frame of pieces."""
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,6 +187,8 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step: _NonNegative
     micro_batch: _NonNegative
     arrays: _Specs
+    frames: _Frames
+    """Bytes of each frame of pieces."""
 
 
 class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):

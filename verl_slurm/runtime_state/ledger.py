@@ -103,7 +103,7 @@ class Ledger:
     def _append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
         if self._broken:
             raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
-        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays))
+        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
         payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
         if self._keys is not None:
             place = (self._epoch, self._rank, step, micro_batch)

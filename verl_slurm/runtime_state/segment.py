@@ -103,22 +103,25 @@ def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterato
         Every good record, and a Gap for each region that is none, in order of their offsets.
     """
     size = os.fstat(fd).st_size
+    patience = _Patience(size)
     offset = HEAD_BYTES
     if os.pread(fd, HEAD_BYTES, 0) != head(epoch, rank):
         # A head that was torn has nothing behind it; a damaged one may have whole records.
-        offset = _next_good(fd, 0, size)
-        yield Gap(offset=0, end=offset, torn=offset == size)
+        gap = _gap(fd, 0, 0, size, patience)
+        yield gap
+        offset = gap.end
     while offset < size:
         found = _frame_at(fd, offset, size)
         if found is not None and found.step >= check_from_step and found.payload(fd) is None:
+            patience.left -= found.length
             found = None
         if found is not None:
             yield found
             offset = found.end
             continue
-        end = _next_good(fd, offset + 1, size)
-        yield Gap(offset=offset, end=end, torn=end == size)
-        offset = end
+        gap = _gap(fd, offset, offset + 1, size, patience)
+        yield gap
+        offset = gap.end
 
 
 def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
@@ -141,18 +144,33 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
     )
 
 
-def _next_good(fd: int, offset: int, size: int) -> int:
-    """Offset of the next record that is whole, payload included, or `size` when there is none."""
-    while offset < size:
+@dataclass
+class _Patience:
+    """Bytes of payloads that may still turn out wrong before the rest of a segment counts as damage.
+
+    Honest frames do not overlap, so all of theirs are at most the segment's size. Frames made to lie in each
+    other would have us read the same bytes again and again (4 MiB of them: 44 s).
+    """
+
+    left: int
+
+
+def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Gap:
+    """The gap from `start` to the next record, from `offset` on, that is whole, payload included."""
+    while offset < size and patience.left >= 0:
         block = os.pread(fd, _BLOCK, offset)
         if not block:
-            return size
+            break
         at = block.find(_ANY_MAGIC)
         while at >= 0:
             found = _frame_at(fd, offset + at, size)
-            if found is not None and found.payload(fd) is not None:
-                return found.offset
+            if found is not None:
+                if found.payload(fd) is not None:
+                    return Gap(offset=start, end=found.offset, torn=False)
+                patience.left -= found.length
+                if patience.left < 0:
+                    break
             at = block.find(_ANY_MAGIC, at + 1)
         # A magic may straddle two blocks.
         offset += max(len(block) - len(_FRAME_MAGIC) + 1, 1)
-    return size
+    return Gap(offset=start, end=size, torn=patience.left >= 0)

@@ -9,7 +9,7 @@ from verl_slurm.paths import RunPaths
 
 __all__ = ["owner", "segments"]
 
-_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger")
+_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 
 
 def owner(path: Path) -> tuple[int, int]:

@@ -269,7 +269,7 @@ def parse_lost_nodes(text: str) -> tuple[str, ...]:
     return tuple(
         fields["NodeName"]
         for fields in _records(text)
-        if _node_state(fields.get("State", "")) & {"DOWN", "NOT_RESPONDING"}
+        if "NodeName" in fields and _node_state(fields.get("State", "")) & {"DOWN", "NOT_RESPONDING"}
     )
 
 

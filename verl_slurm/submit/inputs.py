@@ -13,7 +13,7 @@ import msgspec
 
 import verl_slurm
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.errors import UNREADABLE, ConfigError, DataError
 from verl_slurm.paths import CHECKPOINT_NAME
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "cache_dir",
     "check_data",
     "check_names",
+    "check_row",
     "needs_building",
 ]
 
@@ -190,7 +191,7 @@ def check_data(config: RunConfig) -> None:
             ) from None
         if first.strip():
             filled += 1
-            _check_line(path, first, (data.prompt_key, data.answer_key))
+            check_row(f"{path}:1", first, (data.prompt_key, data.answer_key))
     if not filled:
         raise DataError(
             "the data is empty",
@@ -201,18 +202,23 @@ def check_data(config: RunConfig) -> None:
         )
 
 
-def _check_line(path: Path, line: bytes, keys: tuple[str, str]) -> None:
+def check_row(where: str, line: bytes, keys: tuple[str, str]) -> None:
+    """Refuse a line of a data file that is no JSON object with a text under each of `keys`.
+
+    Raises:
+        DataError: it is not.
+    """
     remedy = "mend that line, or set data.prompt_key and data.answer_key"
     try:
         row = msgspec.json.decode(line)
-    except msgspec.MsgspecError as error:
-        raise DataError("not JSON", where=f"{path}:1", found=error, remedy=remedy) from None
+    except UNREADABLE as error:
+        raise DataError("not JSON", where=where, found=error, remedy=remedy) from None
     for key in keys:
         value = row.get(key) if isinstance(row, dict) else None
         if not isinstance(value, str):
             raise DataError(
                 "a prompt without its key",
-                where=f"{path}:1",
+                where=where,
                 found="no text" if isinstance(row, dict) else type(row).__name__,
                 expected=f"text under {key!r}",
                 remedy=remedy,

@@ -1,21 +1,23 @@
 """A look at a model directory without torch: what a job would otherwise find out after its wait in the queue."""
 
+import math
 import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from verl_slurm.errors import DataError
+from verl_slurm.errors import UNREADABLE, DataError
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "num_parameters"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The limit of the safetensors library: https://github.com/huggingface/safetensors#format
 _MAX_HEADER_BYTES = 100_000_000
+_NO_HEADER = "a header that is not one of safetensors"
 
 
 def check_model(key: str, directory: Path, written: str = "") -> None:
@@ -65,6 +67,27 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
             )
 
 
+def num_parameters(directory: Path) -> int | None:
+    """How many numbers the weights are, by the headers of the safetensors files; None: there are none to read.
+
+    Raises:
+        OSError: a file cannot be read.
+
+    Called by: submit.room, after `check_model`.
+    """
+    shapes: list[list[Any]] = []
+    for path in directory.glob("*.safetensors"):
+        header = _header(path)
+        if isinstance(header, str):
+            return None
+        entries = (entry for name, entry in header.entries.items() if name != "__metadata__")
+        shapes += [entry.get("shape") or [] for entry in entries]
+    try:
+        return sum(math.prod(int(size) for size in shape) for shape in shapes) or None
+    except (TypeError, ValueError):
+        return None
+
+
 def _remedy(key: str) -> str:
     if key == "model.reward":
         return (
@@ -76,7 +99,7 @@ def _remedy(key: str) -> str:
 def _check_config(path: Path, remedy: str) -> None:
     try:
         config = msgspec.json.decode(path.read_bytes())
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise DataError(
             "the model's config.json is not JSON", where=path, found=error, remedy=remedy
         ) from None
@@ -96,6 +119,25 @@ def _safetensors_complaint(path: Path) -> str:
     The format is 8 bytes little-endian N, N bytes of JSON, then the tensors at `data_offsets` behind that:
     https://github.com/huggingface/safetensors#format
     """
+    header = _header(path)
+    if isinstance(header, str):
+        return header
+    try:
+        ends = [_end(entry) for name, entry in header.entries.items() if name != "__metadata__"]
+    except (LookupError, TypeError, ValueError):
+        return _NO_HEADER
+    expected = 8 + header.num_bytes + max(ends, default=0)
+    size = path.stat().st_size
+    return "" if size == expected else f"{size} bytes, its header says {expected}"
+
+
+class _Header(NamedTuple):
+    entries: dict[str, dict[str, Any]]
+    num_bytes: int
+
+
+def _header(path: Path) -> _Header | str:
+    """The header of a safetensors file, or what is wrong with it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
@@ -106,12 +148,9 @@ def _safetensors_complaint(path: Path) -> str:
             return f"a header of {length} bytes in a file of {size}"
         raw = file.read(length)
     try:
-        header = msgspec.json.decode(raw, type=dict[str, dict[str, Any]])
-        ends = [_end(entry) for name, entry in header.items() if name != "__metadata__"]
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError):
-        return "a header that is not one of safetensors"
-    expected = 8 + length + max(ends, default=0)
-    return "" if size == expected else f"{size} bytes, its header says {expected}"
+        return _Header(msgspec.json.decode(raw, type=dict[str, dict[str, Any]]), length)
+    except UNREADABLE:
+        return _NO_HEADER
 
 
 def _end(entry: dict[str, Any]) -> int:

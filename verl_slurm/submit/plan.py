@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_slurm.config.layout import LAYOUT_KEYS, require_same_step
 from verl_slurm.config.load import differences
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
@@ -145,10 +146,15 @@ def refuse_changes(
     changes = differences(old, new)
     if not begun:
         return [key for key, _, _ in changes]
+    resharded = old.distributed.world_size != new.distributed.world_size
+    if resharded:
+        require_same_step(old, new, where=run_dir / "run.yaml")
     fixed = [
         f"{key}: {before!r} -> {after!r}"
         for key, before, after in changes
-        if not may_change(key) and not (key == "train.steps" and _may_stop_at(after, steps_done))
+        if not may_change(key)
+        and not (key in LAYOUT_KEYS and (resharded or key == "distributed.nodes"))
+        and not (key == "train.steps" and _may_stop_at(after, steps_done))
     ]
     if fixed:
         steps = f", train.steps to {steps_done} or more"
@@ -156,7 +162,7 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected=f"the same values (only slurm, daemon and checkpoint may change{steps})",
+            expected=f"the same values (only slurm, daemon, checkpoint and the number of ranks may change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]

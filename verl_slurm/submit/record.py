@@ -6,7 +6,7 @@ import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
-from verl_slurm.errors import NotFound
+from verl_slurm.errors import UNREADABLE, NotFound
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -34,6 +34,15 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     time: str = ""
 
 
+_STATUS: dict[str, type] = {
+    **dict.fromkeys(("epoch", "generation", "restarts", "step", "steps", "index"), int),
+    **dict.fromkeys(
+        ("state", "job_id", "phase", "last_checkpoint", "last_checkpoint_time", "cause", "updated"), str
+    ),
+    "metrics": dict,
+}
+
+
 def require_run(paths: RunPaths) -> RunPaths:
     """Refuse a directory that is not a run.
 
@@ -46,11 +55,15 @@ def require_run(paths: RunPaths) -> RunPaths:
 
 
 def read_status(paths: RunPaths) -> dict[str, Any]:
-    """The daemon's snapshot, or an empty one where no daemon ever ran. Replaced atomically, so always whole."""
+    """The daemon's snapshot, or an empty one where no daemon ever ran. Replaced atomically, so always whole.
+
+    It informs, nothing depends on it: a value that is not of its type is left out.
+    """
     try:
-        return msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
-    except (FileNotFoundError, msgspec.MsgspecError):
+        status = msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
+    except (FileNotFoundError, *UNREADABLE):
         return {}
+    return {key: value for key, value in status.items() if isinstance(value, _STATUS.get(key, object))}
 
 
 def has_begun(paths: RunPaths) -> bool:

@@ -19,6 +19,8 @@ import msgspec
 
 from verl_slurm.checkpoint import fingerprint as prints
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.config.layout import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
@@ -39,6 +41,7 @@ from verl_slurm.submit.preflight import (
     choose_cluster,
 )
 from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
+from verl_slurm.submit.room import check_room
 
 __all__ = ["Submitted", "carry_out", "check_drift", "plan_submission"]
 
@@ -79,7 +82,7 @@ def plan_submission(
         base: relative paths are relative to it; default: the working directory.
 
     Raises:
-        ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused: what is wrong.
+        ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: what is wrong.
         Fenced: a job of this run is queued or running.
         NotFound: `source` is a directory, but not a run; or what to resume from is not there.
     """
@@ -102,23 +105,33 @@ def plan_submission(
     notes = [text for text in (note, check_keys(config, chosen)) if text]
     if config.checkpoint.encryption is not None:
         checked.append("key")
-    new_run, begun, newest = not paths.run_yaml.exists(), False, None
+    new_run, begun = not paths.run_yaml.exists(), False
+    committed: list[CheckpointInfo] = []
     if not new_run:
-        config = built_before(config, load_resolved(paths.run_yaml))
+        former = load_resolved(paths.run_yaml)
+        config = built_before(config, former)
         begun = has_begun(paths)
+        if begun and former.distributed.world_size != config.distributed.world_size:
+            config = keep_step(former, config)
+            notes.append(
+                f"goes on with {config.distributed.world_size} ranks instead of {former.distributed.world_size};"
+                f" {config.train.batch_size_per_device} prompts a step on each"
+            )
         changed = _changes(paths, config, begun=begun)
         if begun and "train.steps" in changed and config.train.lr_schedule == "cosine":
             notes.append("train.steps changes the cosine schedule: learning rates differ from here on")
         _refuse_living(paths)
-        newest = next((info.name for info in list_checkpoints(paths) if info.kind == "committed"), None)
+        committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
+    if note := check_room(config, paths.checkpoints, committed):
+        notes.append(note)
     return SubmissionPlan(
         config=config,
         run_dir=paths.root,
         cluster=chosen,
         new_run=new_run,
         begun=begun,
-        resumes_from=newest,
+        resumes_from=committed[0].name if committed else None,
         checked=tuple(checked),
         notes=tuple(notes),
     )

@@ -76,7 +76,16 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     config = load_resolved(paths.run_yaml)
     place = Place.from_environ(os.environ)
     with process_group(config, place) as (device, ranks):
-        loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
+        loop = build_loop(
+            config,
+            paths,
+            epoch=epoch,
+            resume=resume,
+            device=device,
+            ranks=ranks,
+            line=line,
+            local_rank=place.local_rank,
+        )
         loop.run()
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.errors import DataError
+from verl_slurm.errors import UNREADABLE, DataError
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 
 __all__ = ["Batch", "PromptData", "load_tokenizer"]
@@ -60,7 +60,7 @@ def _read_rows(root: Path, config: DataConfig) -> list[tuple[str, str]]:
             remedy = "mend or remove the line"
             try:
                 item = json.loads(line)
-            except ValueError as error:
+            except UNREADABLE as error:
                 raise DataError("a line is not JSON", where=where, found=error, remedy=remedy) from error
             if not isinstance(item, dict):
                 raise DataError(

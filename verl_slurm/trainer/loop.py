@@ -9,14 +9,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
+from verl_slurm.checkpoint.components import partial_domains
+from verl_slurm.checkpoint.notice import Notice
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape, after, safe_point
 from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.saving import Checkpointer, is_due
+from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopping import Order, Stopper
@@ -53,14 +58,17 @@ class Loop:
         state: TrainState,
         learner: Learner,
         checkpointer: Checkpointer,
+        pace: Pace,
         stopper: Stopper,
         reporter: Reporter,
         saved_as: str,
     ) -> None:
         self._config, self._shape, self._state = config, shape, state
-        self._learner, self._checkpointer = learner, checkpointer
+        self._learner, self._checkpointer, self._pace = learner, checkpointer, pace
         self._stopper, self._reporter = stopper, reporter
-        self._saved: tuple[Position, str, int] | None = (state.position, saved_as, 0) if saved_as else None
+        self._saved: tuple[Position, SavedCheckpoint] | None = None
+        if saved_as:
+            self._saved = (state.position, SavedCheckpoint(name=saved_as, seconds=0.0, num_bytes=0))
         self._saving: _Saving | None = None
         self._save_problem: str | None = None
         self._clock = _PhaseClock()
@@ -84,8 +92,11 @@ class Loop:
             order, finished = agreed.order, state.position == Position(total)
             if not agreed.busy:
                 self._settle()
-            if order is not None or self._is_due(state.position):
-                self._save(order)
+            why = self._why_save(order)
+            if why is not None:
+                self._save(order, why)
+            elif not self._is_saved() and self._pace.partial_due(state).save:
+                self._save_partial()
             if finished:
                 self._settle()
                 self._require_saved()
@@ -121,32 +132,58 @@ class Loop:
         return self._saved is not None and self._saved[0] == self._state.position
 
     def _require_saved(self) -> None:
-        if not self._is_saved():
+        if self._saved is None or not (self._is_saved() and self._saved[1].on_shared):
             raise FinalSaveFailed(
-                "training is done, but its result could not be saved",
+                "training is done, but its result is not on shared storage",
                 found=self._save_problem,
                 remedy="the next start does the steps since the newest checkpoint again",
             )
 
-    def _is_due(self, position: Position) -> bool:
-        return not self._is_saved() and is_due(position, self._config.checkpoint, self._config.train.steps)
+    def _why_save(self, order: Order | None) -> str | None:
+        """Why a save is made at this position; None: none is."""
+        if order is not None:
+            return "the job ends" if order.stop else "asked for"
+        if self._is_saved():
+            return None
+        due = self._pace.due(self._state)
+        return due.reason if due.save else None
 
-    def _save(self, order: Order | None) -> None:
+    def _save(self, order: Order | None, why: str) -> None:
         """Begin a save of the present position, or answer with the one there is."""
         state, request_id = self._state, order.request_id if order else 0
         position = state.position
         self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
-        if self._saving is not None:
-            started = time.perf_counter()
-            self._settle()
-            waited = time.perf_counter() - started
-            self._reporter.say(f"training waited {waited:.2f} s: the save before was still being written")
+        self._settle_first()
         if self._saved is not None and self._is_saved():
-            self._reporter.saved(request_id, self._saved[1], 0.0, self._saved[2])
+            self._reporter.saved(
+                request_id, msgspec.structs.replace(self._saved[1], seconds=0.0), f"{why}; nothing new since"
+            )
             return
+        self._pace.save_starts(position.step)
         # The next incarnation cleans up where we are to stop; now every second counts.
-        outcome = self._checkpointer.begin(state, tidy=order is None or not order.stop)
-        self._saving = _Saving(position, request_id, outcome)
+        outcome = self._checkpointer.begin(
+            state,
+            tidy=order is None or not order.stop,
+            seconds_left=order.seconds_left if order is not None else None,
+        )
+        self._saving = _Saving(position, request_id, why, outcome)
+
+    def _save_partial(self) -> None:
+        """Begin a partial save of the present position; no run goes on from it, so the daemon has no part in it."""
+        self._settle_first()
+        components = partial_domains(self._config.checkpoint)
+        self._pace.partial_starts()
+        outcome = self._checkpointer.begin_partial(self._state, components)
+        self._saving = _Saving(self._state.position, 0, ", ".join(components), outcome, partial=True)
+
+    def _settle_first(self) -> None:
+        """There is one staging arena: what is being written must be done before the next save."""
+        if self._saving is None:
+            return
+        started = time.perf_counter()
+        self._settle()
+        waited = time.perf_counter() - started
+        self._reporter.say(f"training waited {waited:.2f} s: the save before was still being written")
 
     def _settle(self) -> None:
         """Wait for the save that was begun, if any, and say what became of it. All ranks do so at one place.
@@ -159,13 +196,26 @@ class Loop:
         try:
             done = saving.outcome.result()
         except RanksFailed as error:
-            self._save_problem = error.one_line()
-            self._reporter.save_failed(saving.request_id, self._save_problem)
+            if saving.partial:
+                self._pace.partial_ends()
+                text = f"partial save failed: {error.one_line()}"
+                self._reporter.notice(Notice(topic="partial", text=text, loud=True))
+            else:
+                self._save_problem = error.one_line()
+                self._reporter.save_failed(saving.request_id, self._save_problem)
+                self._pace.save_failed(self._save_problem)
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
             return
-        self._saved = (saving.position, done.name, done.num_bytes)
-        self._reporter.saved(saving.request_id, done.name, done.seconds, done.num_bytes)
+        if saving.partial:
+            self._pace.partial_ends()
+            text = f"saved partial/checkpoints/{done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {saving.why}"
+            self._reporter.notice(Notice(topic="partial", text=text, loud=False))
+            return
+        self._saved = (saving.position, done)
+        self._save_problem = done.problem or None
+        self._reporter.saved(saving.request_id, done, saving.why)
+        self._pace.saved(num_bytes=done.num_bytes, seconds=done.seconds)
 
 
 @dataclass(frozen=True)
@@ -174,7 +224,9 @@ class _Saving:
 
     position: Position
     request_id: int
+    why: str
     outcome: "Future[SavedCheckpoint]"
+    partial: bool = False
 
 
 class _PhaseClock:

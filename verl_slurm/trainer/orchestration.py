@@ -12,7 +12,7 @@ import msgspec
 from verl_slurm.checkpoint.fingerprint import Fingerprint
 from verl_slurm.checkpoint.format import Topology
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 
@@ -71,7 +71,8 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
     Called by: trainer.setup, rank 0.
 
     Raises:
-        ConfigError: the run was started with another world size or topology.
+        ConfigError: the run was started with another tensor or pipeline parallelism. Another number of data-parallel
+            ranks is no reason: `trainer.resharding`.
         CheckpointCorrupt: its content is not what it should be.
         OSError: the storage did not answer; says nothing about the file.
     """
@@ -84,19 +85,20 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
         return now
     try:
         first = msgspec.json.decode(data, type=Orchestration)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",
             where=path,
             found=error,
             remedy="copy it back from a checkpoint of this run",
         ) from error
-    if (first.world_size, first.topology) != (now.world_size, now.topology):
+    found, expected = ((t.tp, t.pp) for t in (now.topology, first.topology))
+    if found != expected:
         raise ConfigError(
-            "the run was started with another number of ranks, and this version cannot reshard a resume",
+            "the run was started with another tensor or pipeline parallelism",
             where=path,
-            found=f"world size {now.world_size}, {now.topology}",
-            expected=f"world size {first.world_size}, {first.topology}",
+            found=f"tp {found[0]}, pp {found[1]}",
+            expected=f"tp {expected[0]}, pp {expected[1]}",
             remedy="resume with the first layout, or start a new run",
         )
     return first

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_slurm.checkpoint.notice import Notice
+from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
+from verl_slurm.wire import messages
 from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.messages import Finished, Progress, Saved, SaveFailed, SaveStarted, Stopped
 
@@ -17,6 +20,11 @@ if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
 
 __all__ = ["Reporter", "progress_line"]
+
+_MAX_NOTICE = 2000
+"""As in `wire.messages.Notice`."""
+_MAX_REASON = 500
+"""As in `wire.messages.Saved`."""
 
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
@@ -75,18 +83,36 @@ class Reporter:
     def save_started(self, request_id: int, step: int, safe_point: int) -> None:
         self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
 
-    def saved(self, request_id: int, name: str, seconds: float, num_bytes: int) -> None:
-        """The checkpoint is in place; rank 0 says so."""
+    def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:
+        """The checkpoint is in place; rank 0 says so, why it was made, and which medium does not have it."""
         if self._rank == 0:
             self._line.send(
-                Saved(rank=0, request_id=request_id, name=name, seconds=seconds, num_bytes=num_bytes)
+                Saved(
+                    rank=0,
+                    request_id=request_id,
+                    name=done.name,
+                    seconds=done.seconds,
+                    num_bytes=done.num_bytes,
+                    on_shared=done.on_shared,
+                    problem=done.problem,
+                    reason=why[:_MAX_REASON],
+                )
             )
-            self.say(f"saved {name} ({num_bytes} bytes, {seconds:.2f} s)")
+            self.say(f"saved {done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {why}")
+            if done.problem:
+                self.complain(f"degraded: {done.name} is {done.problem}")
 
     def save_failed(self, request_id: int, reason: str) -> None:
         if self._rank == 0:
             self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason))
             self.complain(f"save failed: {reason}")
+
+    def notice(self, notice: Notice) -> None:
+        """Tell the daemon, who writes it into the journal, and the log; from rank 0."""
+        if self._rank == 0:
+            text = notice.text[:_MAX_NOTICE]
+            self._line.send(messages.Notice(rank=0, topic=notice.topic, text=text, loud=notice.loud))
+            (self.complain if notice.loud else self.say)(text)
 
     def complain(self, text: str) -> None:
         """Something that does not stop the training; one line on stderr, from rank 0."""

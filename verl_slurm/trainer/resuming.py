@@ -8,20 +8,24 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.components import require_full
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config.layout import require_same_step
+from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.loader import load_runtime_state, load_tensors
+from verl_slurm.dcp.loader import load_tensors, read_runtime_state
 from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
-from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.trainer import console
+from verl_slurm.runtime_state.format import Arrays, RuntimeState
+from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
+from verl_slurm.trainer.resharding import reshard
 from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.state import TrainState, restore_state
 
@@ -92,19 +96,15 @@ def check_manifest(
         frozen: digest of each model that does not train, as it is now.
 
     Raises:
-        ConfigError: the checkpoint is of another world size.
+        ConfigError: the checkpoint is of another number of ranks, and of another step.
         DataError: a frozen model has changed.
         KeyRefused: it needs a key that is not there.
     """
-    manifest = CheckpointReader(directory, keys).manifest
+    reader = CheckpointReader(directory, keys)
+    manifest = reader.manifest
+    require_full(manifest, directory)
     if manifest.world_size != config.distributed.world_size:
-        raise ConfigError(
-            "the checkpoint is of another number of ranks, and this version cannot reshard a resume",
-            where=directory,
-            found=f"world size {config.distributed.world_size}",
-            expected=f"world size {manifest.world_size}",
-            remedy="resume with the world size of the checkpoint",
-        )
+        require_same_step(_saved_config(reader), config, where=directory)
     roles = sorted(manifest.frozen.keys() | frozen.keys())
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
@@ -133,8 +133,17 @@ def load_state(
         ConfigError: the learning rates are not those of the configuration.
     """
     load_tensors(directory, tensors, ranks, keys)
-    saved = load_runtime_state(directory, ranks, keys)
-    recorded = msgspec.json.decode(CheckpointReader(directory, keys).read("scheduler.json"))
+    reader = CheckpointReader(directory, keys)
+    saved = _my_runtime_state(reader, shape, ranks)
+    try:
+        recorded = msgspec.json.decode(reader.read("scheduler.json"))
+    except UNREADABLE as error:
+        raise CheckpointCorrupt(
+            "the learning rates cannot be read",
+            where=directory / "scheduler.json",
+            found=error,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
     expected = schedule_record(config.train, saved.step)
     if recorded != expected:
         raise ConfigError(
@@ -145,6 +154,20 @@ def load_state(
             remedy="resume with the configuration the run was started with (run.yaml)",
         )
     return restore_state(saved, config, shape, where=directory)
+
+
+def _my_runtime_state(reader: CheckpointReader, shape: StepShape, ranks: Collective) -> RuntimeState:
+    """What this rank saved, or its share of what all former ranks did."""
+    former = reader.manifest.world_size
+    if former == ranks.world_size:
+        return read_runtime_state(reader, ranks.rank, former)
+    states = [read_runtime_state(reader, rank, former) for rank in range(former)]
+    mine = reshard(states, StepShape.of(_saved_config(reader)), shape, ranks.rank)
+    return mine if mine.rng else msgspec.structs.replace(mine, rng=rng.capture())
+
+
+def _saved_config(reader: CheckpointReader) -> RunConfig:
+    return parse_config(reader.read("config.yaml"), str(reader.directory / "config.yaml"))
 
 
 def load_replay(

@@ -62,14 +62,24 @@ def restore(state: dict[str, bytes | np.ndarray]) -> None:
         version, *words, spare = _PYTHON.unpack(bytes(state["python"]))
         random.setstate((version, tuple(words), None if math.isnan(spare) else spare))
         *keys, position, has_gauss, gauss = _NUMPY.unpack(bytes(state["numpy"]))
+        if position > len(keys) or has_gauss > 1:
+            # numpy takes any position, and then reads from outside of its table.
+            raise ValueError(f"numpy: position {position} of {len(keys)}, {has_gauss} spare deviates")
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        torch.set_rng_state(torch.from_numpy(np.array(state["torch"], dtype=np.uint8)))
+        torch.set_rng_state(_bytes_of(state["torch"]))
         if torch.cuda.is_available() and "cuda" in state:
-            torch.cuda.set_rng_state(torch.from_numpy(np.array(state["cuda"], dtype=np.uint8)))
-    except (KeyError, ValueError, TypeError, struct.error, RuntimeError) as error:
+            torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
+    except (KeyError, ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
         raise CheckpointCorrupt(
             "the state of the random generators cannot be put back",
             found=error,
             expected="python, numpy and torch as trainer/rng.py writes them",
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         ) from error
+
+
+def _bytes_of(array: bytes | np.ndarray) -> torch.Tensor:
+    """A copy of a state, uint8 [bytes]."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError("a state that is no array of bytes")
+    return torch.from_numpy(array.copy())

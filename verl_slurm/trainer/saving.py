@@ -1,4 +1,4 @@
-"""What a checkpoint of this trainer consists of, when one is due, and what is cleaned up after it."""
+"""What a checkpoint of this trainer consists of, and what is cleaned up after it."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -7,12 +7,13 @@ import msgspec
 
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
 from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.saver import CheckpointSaver, Contents, SavedCheckpoint
 from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
@@ -22,23 +23,15 @@ from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.models import Models
-from verl_slurm.trainer.position import Position, StepShape, rollout_offset
+from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
 
-__all__ = ["Checkpointer", "is_due", "live_tensors"]
+__all__ = ["Checkpointer", "live_tensors"]
 
 
 _ASSURED_KEPT = 2
-
-
-def is_due(position: Position, config: CheckpointConfig, total_steps: int) -> bool:
-    """Whether the plan of saves has one at `position`: every so many whole steps, and at the end."""
-    if position.phase != "step_end" or position.step == 0:
-        return False
-    cadences = (config.every_steps, config.runtime_every_steps)
-    return position.step == total_steps or any(position.step % every == 0 for every in cadences)
 
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
@@ -83,33 +76,66 @@ class Checkpointer:
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
-    def begin(self, state: TrainState, *, tidy: bool) -> "Future[SavedCheckpoint]":
+    def begin(
+        self, state: TrainState, *, tidy: bool, seconds_left: float | None = None
+    ) -> "Future[SavedCheckpoint]":
         """Save `state` as it is now; returns at once (`CheckpointSaver.begin`). Collective.
 
         Args:
+            seconds_left: until the ranks must be gone; None: no hurry.
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
         """
         contents = Contents(
             runtime=capture_state(state, self._shape, rank=self._rank),
             texts=self._texts(state) if self._rank == 0 else {},
         )
-        return self._saver.begin(contents, self._tidy if tidy else self._remember)
+        then = self._tidy if tidy else self._remember
+        return self._saver.begin(contents, then, seconds_left=seconds_left)
+
+    def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
+        """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
+        contents = Contents(
+            runtime=capture_state(state, self._shape, rank=self._rank),
+            texts=self._texts(state) if self._rank == 0 else {},
+        )
+        return self._saver.begin(contents, self._tidy_partial, components=components)
 
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""
         self._saver.close()
 
     def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
-        self._assured.add(done.name)
+        if done.on_shared:
+            self._assured.add(done.name)
 
     def _tidy(self, ranks: Collective, done: SavedCheckpoint) -> None:
         """In the background, behind the commit; no checkpoint is read for it: see `_prune`."""
         self._remember(ranks, done)
+        if not done.on_shared:
+            return  # what is there is all there is
         try:
             oldest = msgspec.json.decode(ranks.on_first("pruning checkpoints", self._prune), type=int)
             ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
         except RanksFailed as error:
             # Too many checkpoints harm nobody, but for the room they take.
+            if self._rank == 0:
+                console.complain(error.one_line())
+
+    def _tidy_partial(self, ranks: Collective, done: SavedCheckpoint) -> None:
+        """The same retention; nothing is resumed from these, so the one just written is assurance enough."""
+        config, paths = self._config.checkpoint, self._paths.partial
+
+        def prune() -> bytes:
+            found = list_checkpoints(paths, partial=True)
+            plan = plan_prune(
+                found, config.keep_last, keep_every=config.keep_every, verified={done.name}, num_verified=1
+            )
+            apply_prune(paths, plan, verifier=lambda path: verify(path, keys=self._keys))
+            return b""
+
+        try:
+            ranks.on_first("pruning partial checkpoints", prune)
+        except RanksFailed as error:
             if self._rank == 0:
                 console.complain(error.one_line())
 
@@ -122,11 +148,12 @@ class Checkpointer:
         plan = plan_prune(
             list_checkpoints(self._paths),
             self._config.checkpoint.keep_last,
+            keep_every=self._config.checkpoint.keep_every,
             verified=self._assured,
             num_verified=_ASSURED_KEPT,
         )
         apply_prune(self._paths, plan, verifier=lambda path: verify(path, keys=self._keys))
-        kept = [info for info in list_checkpoints(self._paths) if info.kind == "committed"]
+        kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
         journal.prune(self._paths, oldest, current_epoch=self._epoch)
         return msgspec.json.encode(oldest)

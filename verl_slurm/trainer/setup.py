@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl_slurm.checkpoint.fingerprint import check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import CheckpointSaver, Provenance
+from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.fence import require_epoch
 from verl_slurm.keys import load_keys
@@ -27,6 +28,7 @@ from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.orchestration import check_or_write, describe
+from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
@@ -64,10 +66,12 @@ def build_loop(
     device: torch.device,
     ranks: Collective,
     line: RankLine,
+    local_rank: int = 0,
 ) -> Loop:
     """Everything of one rank, ready to run. Collective.
 
     Args:
+        local_rank: among the ranks of this node.
         resume: name of a verified checkpoint of this run, or a path to one; empty: from the start.
 
     Raises:
@@ -142,6 +146,7 @@ def build_loop(
         provenance,
         ranks,
         epoch_check=lambda: require_epoch(paths, epoch),
+        local=_local_place(config, paths, local_rank),
         encryption=config.checkpoint.encryption,
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
@@ -176,6 +181,14 @@ def build_loop(
             resumed_from=saved_as,
             keys=keys,
         ),
+        pace=Pace(
+            config,
+            paths,
+            ranks,
+            reporter,
+            step=state.position.step,
+            state_bytes=_state_bytes(models),
+        ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
         saved_as=saved_as,
@@ -209,9 +222,22 @@ def _first_look(
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
 
 
+def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:
+    directory = local_directory(config.checkpoint.local_dir, paths, this_node())
+    if directory is None:
+        return None
+    return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
+
+
 def _wait_for_copy(saver: CheckpointSaver) -> None:
     """The tensors that a save copies must not change before it has."""
     saver.fence()
+
+
+def _state_bytes(models: Models) -> int:
+    """What models and AdamW's two moments come to over all ranks, about: shards count as wholes."""
+    parameters = [p for model in (models.actor, models.critic) for p in model.parameters()]
+    return 3 * sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _optimizers(models: Models, config: RunConfig) -> Optimizers:

@@ -6,11 +6,15 @@ all draw the same conclusion. Nothing happens in a signal handler: a rank that c
 safe point, and one that hangs is the daemon's business.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 __all__ = ["Agreement", "Asked", "Order", "Page", "Stopper"]
+
+
+_NO_HURRY = -(2**62)
 
 
 class Asked(Protocol):
@@ -20,6 +24,8 @@ class Asked(Protocol):
     def request_id(self) -> int: ...
     @property
     def stop(self) -> bool: ...
+    @property
+    def deadline_ns(self) -> int: ...
 
 
 class Page(Protocol):
@@ -34,6 +40,8 @@ class Order:
 
     request_id: int
     stop: bool
+    seconds_left: float | None = None
+    """Until the ranks must be gone, on the node where that is soonest; None: no deadline."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +63,18 @@ class Stopper:
     Args:
         page: this rank's line to its daemon.
         greatest: the maximum of each number over all ranks; collective (`Collective.max`).
+        clock_ns: CLOCK_MONOTONIC.
 
     Called by: trainer.loop, on every rank at every safe point.
     """
 
-    def __init__(self, page: Page, greatest: Callable[[Sequence[int]], list[int]]) -> None:
-        self._page, self._greatest = page, greatest
+    def __init__(
+        self,
+        page: Page,
+        greatest: Callable[[Sequence[int]], list[int]],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._page, self._greatest, self._clock_ns = page, greatest, clock_ns
         self._obeyed = 0
 
     def agree(self, *, busy: bool = False) -> Agreement:
@@ -71,9 +85,13 @@ class Stopper:
         """
         asked = self._page.request()
         mine = (0, 0) if asked is None else (asked.request_id, asked.request_id if asked.stop else 0)
-        newest, newest_stop, any_busy = self._greatest((*mine, int(busy)))
+        deadline_ns = asked.deadline_ns if asked is not None else 0
+        # Negative, so that the greatest is the soonest; no two nodes have the same monotonic clock.
+        hurry_ms = -(max(0, deadline_ns - self._clock_ns()) // 1_000_000) if deadline_ns else _NO_HURRY
+        newest, newest_stop, any_busy, hurry_ms = self._greatest((*mine, int(busy), hurry_ms))
         if newest <= self._obeyed:
             return Agreement(None, bool(any_busy))
-        order = Order(request_id=newest, stop=newest_stop > self._obeyed)
+        left = None if hurry_ms == _NO_HURRY else -hurry_ms / 1000
+        order = Order(request_id=newest, stop=newest_stop > self._obeyed, seconds_left=left)
         self._obeyed = newest
         return Agreement(order, bool(any_busy))

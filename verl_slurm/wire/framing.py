@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from verl_slurm.errors import WireError
+from verl_slurm.errors import UNREADABLE, WireError
 
 __all__ = ["HELLO", "MAX_FRAME", "NONCE_BYTES", "PROOF_BYTES", "Framer", "proof", "session_key"]
 
@@ -103,6 +103,6 @@ class Framer(Generic[M]):
             self._received += 1
             try:
                 messages.append(self._decoder.decode(payload))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise WireError("a message is not of our vocabulary", where=str(error)) from error
         return messages

@@ -15,7 +15,7 @@ A generation (one start of all ranks) goes, in the good case:
 ```
 agent → lead   AgentReady(node, node_id, free_port)
 lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume, epoch)
-rank  → lead   RankStarted, then Progress at most every 0.2 s (and at once at the first)
+rank  → lead   RankStarted, then Progress at most every 0.2 s (and at once at the first); Notice at times
    a preemption:
 lead  → agent  StopRequest(request_id, deadline_s)      → into the control page
 rank  → lead   SaveStarted, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the rename)
@@ -29,7 +29,7 @@ lead  → agent  Shutdown
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -40,6 +40,7 @@ __all__ = [
     "FromRank",
     "Launch",
     "NodeExited",
+    "Notice",
     "Progress",
     "RankStarted",
     "Refused",
@@ -148,7 +149,7 @@ class SaveStarted(_Message, frozen=True, kw_only=True):
 
 
 class Saved(_Message, frozen=True, kw_only=True):
-    """Rank 0: the checkpoint is renamed into place and durable."""
+    """Rank 0: the checkpoint is renamed into place and durable, on one medium or on all that were asked for."""
 
     rank: int
     request_id: int
@@ -156,12 +157,28 @@ class Saved(_Message, frozen=True, kw_only=True):
     name: str
     seconds: float
     num_bytes: int
+    on_shared: bool = True
+    """False: only the nodes' own disks have it (it was read back there); the next start brings it home."""
+    problem: str = ""
+    """Not empty: degraded. Which medium does not have it, and why."""
+    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    """Why it was made, for people (`checkpoint.cadence`)."""
 
 
 class SaveFailed(_Message, frozen=True, kw_only=True):
     rank: int
     request_id: int
     reason: str
+
+
+class Notice(_Message, frozen=True, kw_only=True):
+    """Rank 0: something about saving that people should hear, and that stops nothing. Only when it changes."""
+
+    rank: int
+    topic: Literal["cadence", "storage", "partial"]
+    text: Annotated[str, msgspec.Meta(max_length=2000)]
+    loud: bool
+    """Something is wrong."""
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -187,5 +204,5 @@ class Finished(_Message, frozen=True, kw_only=True):
 
 
 ToAgent = Launch | StopRequest | Shutdown
-FromRank = RankStarted | Progress | SaveStarted | Saved | SaveFailed | Refused | Stopped | Finished
+FromRank = RankStarted | Progress | SaveStarted | Saved | SaveFailed | Notice | Refused | Stopped | Finished
 FromAgent = AgentReady | SignalSeen | NodeExited | FromRank

@@ -1,0 +1,94 @@
+"""Which indexes are believed."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from verl_slurm.checkpoint.tensor_index import (
+    Piece,
+    TensorEntry,
+    TensorIndex,
+    parse_index,
+    render_index,
+    tensor_file,
+)
+from verl_slurm.errors import CheckpointCorrupt
+
+WHOLE: dict[str, Any] = {
+    "format": 1,
+    "tensors": {
+        "w": {
+            "dtype": "float32",
+            "shape": [4, 2],
+            "pieces": [
+                {"file": "rank_0000.bin", "at": 0, "offset": [0, 0], "shape": [3, 2]},
+                {"file": "rank_0001.bin", "at": 64, "offset": [3, 0], "shape": [1, 2]},
+            ],
+        },
+        "scalar": {
+            "dtype": "int64",
+            "shape": [],
+            "pieces": [{"file": "rank_0000.bin", "at": 128, "offset": [], "shape": []}],
+        },
+        "empty": {"dtype": "bfloat16", "shape": [0, 3], "pieces": []},
+    },
+}
+
+
+def _parse(value: object) -> TensorIndex:
+    return parse_index(msgspec.json.encode(value), where="index.json")
+
+
+def test_an_index_survives_being_written_and_read() -> None:
+    index = _parse(WHOLE)
+    assert parse_index(render_index(index), where="x") == index
+    assert index.tensors["w"].num_bytes == 32
+    assert tensor_file(12) == "rank_0012.bin"
+
+
+def _changed(name: str, piece: int, **changes: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(WHOLE))
+    tree["tensors"][name]["pieces"][piece] |= changes
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        (_changed("w", 0, offset=[0, 1]), "a piece"),
+        (_changed("w", 1, shape=[2, 2]), "a piece"),
+        (_changed("w", 1, offset=[2, 0]), "overlap"),
+        (_changed("w", 1, shape=[1, 1]), "do not make"),
+        (_changed("w", 0, at=3), "a piece"),
+        (_changed("w", 0, at=-64), "at"),
+        (_changed("w", 0, file="../../etc/passwd"), "a file named"),
+        (_changed("w", 0, file="/rank_0000.bin"), "a file named"),
+        (_changed("w", 0, offset=[0]), "a piece"),
+        (_changed("scalar", 0, extra=1), "extra"),
+        (WHOLE | {"format": 2}, "format 2"),
+        (WHOLE | {"tensors": {"w": {"dtype": "object", "shape": [], "pieces": []}}}, "type 'object'"),
+        (WHOLE | {"tensors": {"w": {"dtype": "int8", "shape": [2**60], "pieces": []}}}, "shape"),
+        (WHOLE | {"tensors": {"w": {"dtype": "int8", "shape": [2**50, 2**50], "pieces": []}}}, "shape"),
+        ([], "object"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(tree: object, says: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match="does not verify") as caught:
+        _parse(tree)
+    assert says in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"\xff", b'{"format":1,"format":1,"tensors":{}}', b"[" * 100_000]
+)
+def test_what_is_no_json_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointCorrupt):
+        parse_index(data, where="index.json")
+
+
+def test_two_pieces_of_a_scalar_are_one_too_many() -> None:
+    piece = Piece(file="rank_0000.bin", at=0, offset=(), shape=())
+    index = TensorIndex(tensors={"s": TensorEntry(dtype="int8", shape=(), pieces=(piece, piece))})
+    with pytest.raises(CheckpointCorrupt):
+        parse_index(render_index(index), where="x")

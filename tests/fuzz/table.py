@@ -1,0 +1,399 @@
+"""Every parser of bytes that somebody else may have written. A new one is a new row, and its specimens."""
+
+import os
+import random
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from verl_slurm_daemon.hostfile import parse_hostfile
+from verl_slurm_daemon.journal import stuck_starts
+from verl_slurm_daemon.lead_address import read_lead_address
+from verl_slurm_daemon.rank_socket import parse_packet
+
+from tests.fuzz import specimens as of
+from tests.fuzz.target import Target, scratch
+from verl_slurm.checkpoint import fingerprint, manifest, schema
+from verl_slurm.cli.story import Story, outcome, progress
+from verl_slurm.config.load import dump, parse_config
+from verl_slurm.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    NotFound,
+    SchemaMismatch,
+    SlurmMissing,
+    WireError,
+)
+from verl_slurm.events import read_events
+from verl_slurm.fence import read_epoch
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state import codec, ledger
+from verl_slurm.slurm import parse as slurm
+from verl_slurm.submit.inputs import check_row
+from verl_slurm.submit.model_files import check_model
+from verl_slurm.submit.record import has_ended, last_job, read_status, steps_done
+from verl_slurm.trainer.orchestration import Orchestration, check_or_write
+from verl_slurm.wire.control_page import ControlPage
+from verl_slurm.wire.framing import Framer
+from verl_slurm.wire.messages import FromAgent, ToAgent
+
+__all__ = ["TARGETS"]
+
+
+def _in_run(name: str, read: Callable[[RunPaths], object]) -> Callable[[bytes], object]:
+    """`read` of a run whose file `name` holds the bytes."""
+
+    def parse(data: bytes) -> object:
+        run = scratch() / "run"
+        path = run / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A file of 0600, as the readers of secrets want it, and written over: renames cost more than parsing.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+        try:
+            return read(RunPaths(run))
+        finally:
+            path.unlink(missing_ok=True)
+
+    return parse
+
+
+def _state(data: bytes) -> object:
+    state = codec.decode(data)
+    # What was taken can be written again: it is whole.
+    return codec.encode(state) if sum(a.nbytes for a in state.rewards.values()) < 1 << 20 else state
+
+
+def _older_state(data: bytes) -> object:
+    return codec.decode(data, upgrade=lambda header: header)
+
+
+def _manifest(data: bytes) -> object:
+    found = manifest.parse(data, where="here")
+    assert manifest.parse(manifest.render(found), where="here") == found
+    assert found.name.isascii()
+    return found
+
+
+def _schema(data: bytes) -> object:
+    found = schema.parse_schema(data, where="here")
+    return schema.differences(found, schema.current_schema())
+
+
+def _ledger(paths: RunPaths) -> object:
+    ledger.stats(paths)
+    return ledger.load(paths, from_step=0, report=str)
+
+
+def _ledger_writer(paths: RunPaths) -> object:
+    with ledger.Ledger(paths, of.EPOCH, 0):
+        return None
+
+
+def _events(paths: RunPaths) -> object:
+    events = read_events(paths)
+    story = Story()
+    for event in events:
+        story.tell(event)
+        outcome(event)
+    stuck_starts(events)
+    job = last_job(paths)
+    return has_ended(paths, job)
+
+
+def _status(paths: RunPaths) -> object:
+    return progress(read_status(paths)), steps_done(paths)
+
+
+def _frames(direction: bytes, vocabulary: Any) -> Callable[[bytes], object]:
+    def parse(data: bytes) -> object:
+        framer: Framer[Any] = Framer(of.KEY, direction, vocabulary)
+        half = len(data) // 2
+        return framer.feed(data[:half]) + framer.feed(data[half:])
+
+    return parse
+
+
+def _control_page(path: Path) -> object:
+    with closing(ControlPage.open(path)) as page:
+        return page.request()
+
+
+def _orchestration(paths: RunPaths) -> object:
+    return check_or_write(paths, msgspec.json.decode(of.orchestrations()[0], type=Orchestration))
+
+
+def _config(data: bytes) -> object:
+    config = parse_config(data, "my.yaml")
+    assert parse_config(dump(config), "dumped") == config
+    return config
+
+
+def _override(data: bytes) -> object:
+    return parse_config(b"name: run\n", "my.yaml", [data.decode(errors="surrogateescape")])
+
+
+def _text(parse: Callable[[str], object]) -> Callable[[bytes], object]:
+    # As slurm.runner hands it on.
+    return lambda data: parse(data.decode(errors="replace"))
+
+
+def _job(text: str) -> object:
+    first = re.search(r"JobId=(\d{1,9})\b", text, re.ASCII)
+    return slurm.parse_job(text, int(first[1]) if first else 1)
+
+
+def _node(text: str) -> object:
+    slurm.parse_lost_nodes(text)
+    slurm.parse_config(text)
+    return slurm.parse_node(text, "node1")
+
+
+def _generators(data: bytes) -> object:
+    import torch
+
+    from verl_slurm.trainer import rng
+
+    states = of.generator_states(data)
+    if states is None:
+        return None
+    before = rng.capture()
+    try:
+        rng.restore(states)
+        # What was taken is drawn from: a position outside of its table would be read there.
+        return random.random(), np.random.random(700), torch.rand(700)
+    finally:
+        rng.restore(before)
+
+
+def _model(name: str) -> Callable[[bytes], object]:
+    rest = {
+        "config.json": of.model_configs()[0],
+        "model.safetensors": of.safetensors()[0],
+        "tokenizer.json": b"{}",
+    }
+
+    def parse(data: bytes) -> object:
+        model = scratch() / "model"
+        model.mkdir(exist_ok=True)
+        for file, content in (rest | {name: data}).items():
+            (model / file).write_bytes(content)
+        return check_model("model.path", model)
+
+    return parse
+
+
+_SEGMENT = f"ledger/epoch_{of.EPOCH:06d}.rank_0000.ledger"
+_CORRUPT = (CheckpointCorrupt,)
+_SLURM = (SlurmMissing, NotFound)
+
+TARGETS = (
+    # state of a run
+    Target(name="runtime state", parse=_state, raises=_CORRUPT, specimens=of.states, cost=4),
+    Target(
+        name="runtime state, sealed",
+        parse=_state,
+        raises=_CORRUPT,
+        specimens=of.state_parts,
+        form="msgpack",
+        seal=of.seal_state,
+        cost=6,
+    ),
+    Target(
+        name="older runtime state, sealed",
+        parse=_older_state,
+        raises=_CORRUPT,
+        specimens=of.state_parts,
+        form="msgpack",
+        seal=of.seal_state,
+        cost=12,
+    ),
+    Target(
+        name="random generators",
+        parse=_generators,
+        raises=_CORRUPT,
+        specimens=of.generators,
+        form="msgpack",
+        cost=10,
+        torch=True,
+    ),
+    Target(name="ledger", parse=_in_run(_SEGMENT, _ledger), raises=(), specimens=of.ledgers, cost=10),
+    Target(
+        name="ledger, sealed",
+        parse=_in_run(_SEGMENT, _ledger),
+        raises=(),
+        specimens=of.ledger_parts,
+        form="msgpack",
+        seal=of.seal_ledger,
+        cost=20,
+    ),
+    Target(
+        name="ledger, its writer",
+        parse=_in_run(_SEGMENT, _ledger_writer),
+        raises=(),
+        specimens=of.ledgers,
+        cost=15,
+    ),
+    Target(
+        name="manifest.json",
+        parse=_manifest,
+        raises=(CheckpointCorrupt, SchemaMismatch),
+        specimens=of.manifests,
+        form="json",
+    ),
+    Target(
+        name="manifest.json, sealed",
+        parse=_manifest,
+        raises=(CheckpointCorrupt, SchemaMismatch),
+        specimens=of.manifests,
+        form="json",
+        seal=of.seal_manifest,
+        cost=2,
+    ),
+    Target(
+        name="schema_version.json", parse=_schema, raises=_CORRUPT, specimens=of.schemas, form="json", cost=2
+    ),
+    Target(
+        name="schema_version.json, sealed",
+        parse=_schema,
+        raises=_CORRUPT,
+        specimens=of.schemas,
+        form="json",
+        seal=of.seal_schema,
+        cost=3,
+    ),
+    Target(
+        name="fingerprint",
+        parse=_in_run(".dataset_fingerprint", fingerprint.read),
+        raises=_CORRUPT,
+        specimens=of.fingerprints,
+        form="json",
+        cost=2,
+    ),
+    Target(
+        name="fingerprint, sealed",
+        parse=_in_run(".dataset_fingerprint", fingerprint.read),
+        raises=_CORRUPT,
+        specimens=of.fingerprints,
+        form="json",
+        seal=of.seal_fingerprint,
+        cost=2,
+    ),
+    Target(
+        name="epoch", parse=_in_run("epoch", read_epoch), raises=_CORRUPT, specimens=of.epochs, form="json"
+    ),
+    Target(
+        name="events.jsonl",
+        parse=_in_run("events.jsonl", _events),
+        raises=(NotFound,),
+        specimens=of.events,
+        cost=6,
+    ),
+    Target(
+        name="one event",
+        parse=_in_run("events.jsonl", _events),
+        raises=(NotFound,),
+        specimens=lambda: of.events()[:-2],
+        form="json",
+        cost=2,
+    ),
+    Target(
+        name="status.json",
+        parse=_in_run("status.json", _status),
+        raises=(),
+        specimens=of.statuses,
+        form="json",
+        cost=2,
+    ),
+    Target(
+        name="orchestration.json",
+        parse=_in_run("orchestration.json", _orchestration),
+        raises=(CheckpointCorrupt, ConfigError),
+        specimens=of.orchestrations,
+        form="json",
+        cost=2,
+    ),
+    # wire
+    Target(
+        name="lead.json",
+        parse=_in_run("control/lead.json", read_lead_address),
+        raises=(WireError,),
+        specimens=of.lead_addresses,
+        form="json",
+    ),
+    Target(name="frames", parse=_frames(b"L", FromAgent), raises=(WireError,), specimens=of.wire_frames),
+    Target(
+        name="frames to the lead, sealed",
+        parse=_frames(b"L", FromAgent),
+        raises=(WireError,),
+        specimens=of.from_agent,
+        form="msgpack",
+        seal=lambda data: of.frames(data, b"A"),
+    ),
+    Target(
+        name="frames to an agent, sealed",
+        parse=_frames(b"A", ToAgent),
+        raises=(WireError,),
+        specimens=of.to_agent,
+        form="msgpack",
+        seal=lambda data: of.frames(data, b"L"),
+    ),
+    Target(
+        name="packets of a rank",
+        parse=parse_packet,
+        raises=(WireError,),
+        specimens=of.from_rank,
+        form="msgpack",
+    ),
+    Target(
+        name="control page",
+        parse=_in_run("page", lambda paths: _control_page(paths.root / "page")),
+        raises=(WireError,),
+        specimens=of.control_pages,
+        cost=2,
+    ),
+    # what people and Slurm write
+    Target(name="run.yaml", parse=_config, raises=(ConfigError,), specimens=of.run_configs, cost=100),
+    Target(name="override", parse=_override, raises=(ConfigError,), specimens=of.overrides, cost=20),
+    Target(
+        name="hostfile",
+        parse=lambda data: parse_hostfile(data, "hosts"),
+        raises=(ConfigError,),
+        specimens=of.hostfiles,
+    ),
+    Target(name="scontrol show job", parse=_text(_job), raises=_SLURM, specimens=of.scontrol_jobs, cost=4),
+    Target(name="scontrol show node", parse=_text(_node), raises=_SLURM, specimens=of.scontrol_nodes, cost=3),
+    Target(
+        name="scontrol show partition",
+        parse=_text(lambda text: slurm.parse_partition(text, "urgent")),
+        raises=_SLURM,
+        specimens=of.partitions,
+        cost=2,
+    ),
+    Target(
+        name="config.json of a model",
+        parse=_model("config.json"),
+        raises=(DataError,),
+        specimens=of.model_configs,
+        cost=6,
+    ),
+    Target(
+        name="safetensors header",
+        parse=_model("model.safetensors"),
+        raises=(DataError,),
+        specimens=of.safetensors,
+        cost=6,
+    ),
+    Target(
+        name="first row of a data file",
+        parse=lambda data: check_row("a.jsonl:1", data, ("prompt", "answer")),
+        raises=(DataError,),
+        specimens=of.data_rows,
+        form="json",
+    ),
+)

@@ -1,0 +1,108 @@
+"""Room is asked for before a job is queued: refused where not one checkpoint fits, warned of where not all do."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.checkpoint.free_space import FreeSpace
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.storage import Need, Room, judge_room
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import NoRoom
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.submit.model_files import num_parameters
+from verl_slurm.submit.room import check_room, num_to_come
+
+GB = 10**9
+PLACE = Path("/run/checkpoints")
+
+
+def config(*overrides: str) -> RunConfig:
+    return parse_config(b"", "my.yaml", ("train.steps=100", *overrides))
+
+
+def committed(*steps: int, num_bytes: int = GB) -> list[CheckpointInfo]:
+    return [
+        CheckpointInfo(
+            kind="committed",
+            name=f"step_{step:06d}",
+            path=PLACE,
+            step=step,
+            safe_point=0,
+            num_bytes=num_bytes,
+            num_files=20,
+        )
+        for step in steps
+    ]
+
+
+class Disk:
+    """A file system with so much free; remembers what it was asked for."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free, self.asked = FreeSpace(bytes=free_bytes, inodes=10**6), list[Need]()
+
+    def __call__(self, path: Path, need: Need) -> Room:
+        assert path == PLACE
+        self.asked.append(need)
+        return judge_room(self.free, need)
+
+
+def test_where_not_one_more_fits_the_submission_is_refused_with_both_figures() -> None:
+    with pytest.raises(NoRoom) as caught:
+        check_room(config(), PLACE, committed(10), ask=Disk(GB // 2))
+    line = caught.value.one_line()
+    assert "no room for a single checkpoint" in line
+    assert "500 MB free, 1.1 GB needed (step_000010)" in line
+    assert "verl-slurm prune" in line
+    assert caught.value.exit_code is ExitCode.NO_ROOM
+
+
+def test_where_one_fits_but_not_all_that_is_to_be_kept_it_is_said_and_goes_on() -> None:
+    note = check_room(config("checkpoint.keep_last=3"), PLACE, committed(10), ask=Disk(2 * GB))
+    assert "2 GB free, 3.3 GB needed (3 checkpoints like step_000010)" in note
+    assert "checkpoint.keep_last=3 keep so many" in note
+
+
+def test_where_all_fits_nothing_is_said() -> None:
+    assert check_room(config(), PLACE, committed(10), ask=Disk(99 * GB)) == ""
+
+
+def test_a_run_that_is_done_needs_no_room() -> None:
+    disk = Disk(0)
+    assert check_room(config(), PLACE, committed(100), ask=disk) == ""
+    assert disk.asked == []
+
+
+def test_of_a_new_run_with_a_model_that_cannot_be_looked_into_nothing_is_said() -> None:
+    disk = Disk(0)
+    assert check_room(config("model.path=builtin:tiny"), PLACE, [], ask=disk) == ""
+    assert disk.asked == []
+
+
+def test_of_a_new_run_the_size_is_estimated_from_the_model_s_own_files(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 1000], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert num_parameters(tmp_path) == 1_000_000
+    disk = Disk(99 * GB)
+    check_room(config(f"model.path={tmp_path}", "model.dtype=bfloat16"), PLACE, [], ask=disk)
+    # Actor, critic and two moments of each, two bytes a number, a tenth more.
+    assert 13_200_000 <= disk.asked[0].bytes <= 13_500_000
+    assert disk.asked[0].basis == "an estimate, 1 million parameters"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "present", "count"),
+    [
+        (["checkpoint.keep_last=3"], 0, 4),
+        (["checkpoint.keep_last=1"], 0, 3),
+        (["checkpoint.keep_last=3", "checkpoint.keep_every=25"], 0, 8),
+        (["checkpoint.keep_last=3"], 2, 2),
+        (["checkpoint.keep_last=3"], 9, 1),
+    ],
+)
+def test_how_many_are_to_come(overrides: list[str], present: int, count: int) -> None:
+    assert num_to_come(config(*overrides), present) == count

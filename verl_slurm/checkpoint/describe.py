@@ -1,0 +1,191 @@
+"""What is in a checkpoint: from its manifest, its small files and the indexes of its tensors.
+
+No tensor is read. Each file that is looked at is held to its digest first (`contents`), so what is shown is what
+was committed; whether the rest of it still is, `verify` says.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.checkpoint.contents import known_manifest, read_config, read_file, read_indexes, read_json
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.schema import current_schema, parse_schema
+from verl_slurm.checkpoint.tensor_index import TensorIndex
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.keys import Keyring
+from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
+
+__all__ = ["describe", "sparkline"]
+
+_TAIL = 32
+"""Steps of history that are shown."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
+    """Everything `verl-slurm inspect` shows, as plain values for JSON.
+
+    Args:
+        keys: of the run, where it has some.
+
+    Raises:
+        NotFound: there is no whole checkpoint.
+        CheckpointCorrupt: a file that was looked at is not what was committed.
+        ConfigError: its config.yaml is none.
+        PermissionRefused: it is closed to us.
+        KeyRefused: it needs a key that is not there.
+
+    Called by: cli.inspection.
+    """
+    manifest = known_manifest(directory, keys)
+    metadata = read_json(directory, manifest, "metadata.json", keys)
+    orchestration = read_json(directory, manifest, "orchestration.json", keys)
+    schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
+    config = read_config(directory, manifest, keys)
+    indexes = read_indexes(directory, manifest, keys)
+    states = _runtime_states(directory, manifest, keys)
+    whole = [state for state in states if "problem" not in state]
+    history = metadata.get("history")
+    return {
+        "name": manifest.name,
+        "path": str(directory),
+        "step": manifest.step,
+        "safe_point": manifest.safe_point,
+        "phase": manifest.phase,
+        "index": metadata.get("index"),
+        "created_utc": manifest.created_utc,
+        "save_seconds": manifest.save_seconds,
+        "epoch": manifest.epoch,
+        "parent": manifest.parent,
+        "run": config.get("name"),
+        "model": config.get("model.path"),
+        "world_size": manifest.world_size,
+        "topology": msgspec.to_builtins(manifest.topology),
+        "schema_id": manifest.schema_id,
+        "schema_is_ours": manifest.schema_id == current_schema().schema_id,
+        "code_version": schema.code_version,
+        "dataset_fingerprint": manifest.dataset_fingerprint,
+        "data_root": orchestration.get("data_root"),
+        "num_data_files": _length(orchestration.get("data_files")),
+        "frozen": dict(manifest.frozen),
+        "rollout_offset": metadata.get("rollout_offset"),
+        "num_files": len(manifest.files),
+        "num_bytes": manifest.num_bytes,
+        "parts": _parts(manifest),
+        "domains": [_domain(name, index) for name, index in indexes.items()],
+        "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
+        "schedulers": read_json(directory, manifest, "scheduler.json", keys),
+        "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
+        "kl_window": whole[0]["kl_window"] if whole else [],
+        "ranks": states,
+        "history": _curves(history if isinstance(history, list) else []),
+    }
+
+
+def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
+    """The last `width` values as bars between their least and their greatest; one value stands low."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def _length(value: object) -> int | None:
+    return len(value) if isinstance(value, dict | list) else None
+
+
+def _parts(manifest: Manifest) -> list[dict[str, Any]]:
+    """Files and bytes of each domain, of the runtime states, and of the rest."""
+    parts: dict[str, list[int]] = {}
+    for entry in manifest.files:
+        top, _, below = entry.path.partition("/")
+        name = top if below else ("runtime_state" if RUNTIME_STATE_FILE.fullmatch(top) else "small files")
+        part = parts.setdefault(name, [0, 0])
+        part[0], part[1] = part[0] + 1, part[1] + entry.size
+    return [{"part": name, "files": files, "bytes": size} for name, (files, size) in sorted(parts.items())]
+
+
+def _domain(name: str, index: TensorIndex) -> dict[str, Any]:
+    """Number, elements and bytes of a domain's tensors, together and by type."""
+    types: dict[str, list[int]] = {}
+    for entry in index.tensors.values():
+        row = types.setdefault(entry.dtype, [0, 0, 0])
+        for at, value in enumerate((1, math.prod(entry.shape), entry.num_bytes)):
+            row[at] += value
+    number, elements, size = (
+        (sum(column) for column in zip(*types.values(), strict=True)) if types else (0, 0, 0)
+    )
+    by_type = [
+        {"dtype": dtype, "tensors": row[0], "elements": row[1], "bytes": row[2]}
+        for dtype, row in sorted(types.items())
+    ]
+    return {"domain": name, "tensors": number, "elements": elements, "bytes": size, "types": by_type}
+
+
+def _tensors(domain: str, index: TensorIndex) -> Iterable[dict[str, Any]]:
+    """One row a tensor, by name; `pieces`: how many boxes the ranks that wrote it cut it into."""
+    for name, entry in sorted(index.tensors.items()):
+        yield {
+            "domain": domain,
+            "name": name,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "bytes": entry.num_bytes,
+            "pieces": len(entry.pieces),
+        }
+
+
+def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
+    """Position, queue and buffers of each rank; of another version's state, why it cannot be read."""
+    from verl_slurm.runtime_state.codec import decode  # numpy, only where a state is opened
+
+    found = []
+    for entry in manifest.files:
+        match = RUNTIME_STATE_FILE.fullmatch(entry.path)
+        if match is None:
+            continue
+        data = read_file(directory, manifest, entry.path, keys)
+        try:
+            state = decode(data, where=directory / entry.path)
+        except CheckpointCorrupt as error:
+            # Its bytes are what was committed: another version wrote them.
+            found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})
+            continue
+        found.append(
+            {
+                "rank": state.rank,
+                "bytes": entry.size,
+                "phase": state.phase,
+                "index": state.index,
+                "episode_id": state.episode_id,
+                "kl_coef": state.kl_coef,
+                "kl_window": list(state.kl_window),
+                "rollouts": _rows(state.rollouts),
+                "rollout_arrays": {name: list(array.shape) for name, array in state.rollouts.items()},
+                "reward_buffers": {name: list(array.shape) for name, array in state.rewards.items()},
+                "generators": sorted(state.rng),
+            }
+        )
+    return found
+
+
+def _rows(arrays: dict[str, Any]) -> int:
+    return max((array.shape[0] for array in arrays.values() if array.ndim), default=0)
+
+
+def _curves(history: list[Any]) -> list[dict[str, Any]]:
+    """The tail of each metric, the columns in the order of the newest row."""
+    rows = [row for row in history if isinstance(row, dict)]
+    curves = []
+    for name in rows[-1] if rows else ():
+        values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)][-_TAIL:]
+        if values and name != "step":
+            curves.append({"metric": str(name), "last": values[-1], "values": values})
+    return curves

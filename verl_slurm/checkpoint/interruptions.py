@@ -1,0 +1,113 @@
+"""How often a run is interrupted and loses work, measured from its journal. Pure: no clock, no file.
+
+Only what loses work counts against the interval between saves. A preemption or a time limit that was answered
+with a verified emergency checkpoint loses nothing, and no periodic save would have helped: it is counted as
+graceful. What loses work: a crash of the ranks (`crash`), an end without a verified save (`degraded`), and a
+start that ended without a word (`started` again, and the earlier epoch has neither `ended` nor `fenced`).
+
+The time a run has lived is the sum over its starts, from `started` to the last word of that epoch: waiting in the
+queue is no running time. A start that died without a word lived longer than its last word, so the rate is rather
+over- than underestimated. Times are the hosts' clocks; one that went backwards counts as no time.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+__all__ = ["Interruptions", "mean_time_between", "measured_saves", "read_interruptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruptions:
+    """What the journal shows.
+
+    Attributes:
+        lossy: interruptions that lost work.
+        graceful: ends of a start, other than the run's own, with everything saved.
+        run_s: seconds the run has lived, over all its starts.
+    """
+
+    lossy: int = 0
+    graceful: int = 0
+    run_s: float = 0.0
+
+
+@dataclass
+class _Life:
+    """One epoch, while its events are read."""
+
+    began: float
+    last: float
+    crashes: int = 0
+    degraded: bool = False
+    ended: bool = False
+    cause: bool = False
+
+
+def read_interruptions(events: Iterable[Mapping[str, Any]]) -> Interruptions:
+    """Count them. Lines that make no sense are passed over: the journal informs, it decides nothing alone.
+
+    Args:
+        events: of `events.read_events`, oldest first.
+
+    Called by: trainer.pace, rank 0.
+    """
+    lives: dict[int, _Life] = {}
+    for event in events:
+        epoch, time = event.get("epoch"), _seconds(event.get("time"))
+        if not isinstance(epoch, int) or time is None:
+            continue
+        kind = event.get("event")
+        if kind == "started":
+            lives[epoch] = _Life(began=time, last=time)
+        life = lives.get(epoch)
+        if life is None:
+            continue
+        life.last = max(life.last, time)
+        life.crashes += kind == "crash"
+        life.degraded |= kind == "degraded"
+        life.ended |= kind in ("ended", "fenced")
+        life.cause |= kind == "cause"
+    newest = max(lives, default=0)
+    lossy = graceful = 0
+    for epoch, life in lives.items():
+        mute = not life.ended and epoch != newest
+        lossy += life.crashes + (life.degraded or mute)
+        graceful += life.cause and life.ended and not life.degraded
+    run_s = sum(life.last - life.began for life in lives.values())
+    return Interruptions(lossy=lossy, graceful=graceful, run_s=run_s)
+
+
+def mean_time_between(seen: Interruptions, expected_s: float) -> float:
+    """Seconds between interruptions that lose work, with what was believed before.
+
+    The posterior mean rate under a Gamma prior of one interruption in `expected_s`:
+    (1 + lossy) / (expected_s + run_s). So nothing seen in a short time changes little, and what is seen in a long
+    time outweighs any belief.
+
+    Args:
+        expected_s: above 0.
+    """
+    return (expected_s + max(seen.run_s, 0.0)) / (1 + max(seen.lossy, 0))
+
+
+def measured_saves(events: Iterable[Mapping[str, Any]], newest: int) -> list[tuple[int, float]]:
+    """(bytes, seconds) of the newest saves that the journal tells of, oldest first."""
+    found = [
+        (event["num_bytes"], float(event["seconds"]))
+        for event in events
+        if event.get("event") == "saved"
+        and isinstance(event.get("num_bytes"), int)
+        and isinstance(event.get("seconds"), int | float)
+        and event["num_bytes"] > 0
+        and 0.0 < event["seconds"] < float("inf")
+    ]
+    return found[-newest:] if newest > 0 else []
+
+
+def _seconds(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError):
+        return None

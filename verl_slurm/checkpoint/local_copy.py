@@ -1,0 +1,230 @@
+"""The second copy of each checkpoint, on the nodes' own disks: the specification, and all that is done to it.
+
+```
+LOCAL/<run>-<8 hex>/<node>/       0700. LOCAL: checkpoint.local_dir; hex: of the SHA-256 of the run directory's path
+  step_000012/                    a part: the files of this node's ranks, and the manifest of the whole
+  .step_000012.<nonce>.tmp/       a part that is being written; the nonce is that of the shared staging directory
+```
+
+The parts of all nodes, laid over one another, are the checkpoint. A part is written as the whole is: fsynced,
+manifest last, renamed. It counts for nothing by itself: what is brought home (`send_home` on each node, then
+`assemble`) becomes a checkpoint only after every byte of it was verified on the shared storage.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.checkpoint.chunks import Reading, read_checked
+from verl_slurm.checkpoint.digest import num_threads
+from verl_slurm.checkpoint.format import MANIFEST, STAGING_NAME, Manifest
+from verl_slurm.checkpoint.info import Verdict
+from verl_slurm.checkpoint.manifest import checkpoint_order, render
+from verl_slurm.checkpoint.tree import list_tree, open_directory
+from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.keys import Keyring
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
+
+__all__ = [
+    "LocalPart",
+    "assemble",
+    "begin_part",
+    "commit_part",
+    "drop_staging",
+    "list_parts",
+    "local_directory",
+    "part_problems",
+    "prune_parts",
+    "send_home",
+    "this_node",
+]
+
+_NONCE_HEX = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart:
+    """What one node holds of a checkpoint."""
+
+    name: str
+    path: Path
+    manifest: Manifest
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return checkpoint_order(self.name) or (-1, -1)
+
+
+def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None:
+    """Where `node` keeps its parts of this run; None: nowhere, `checkpoint.local_dir` is not set.
+
+    The node's name is in the path because some clusters call a shared directory local.
+    """
+    if not base:
+        return None
+    root = paths.root.resolve()
+    key = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+    return Path(base) / f"{root.name}-{key}" / node
+
+
+def this_node() -> str:
+    """What Slurm calls this node; without Slurm, its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def begin_part(directory: Path, staging_name: str) -> Path:
+    """The node's staging directory for this save; every rank of the node may make it.
+
+    Raises:
+        OSError: the node's disk refuses.
+    """
+    try:
+        return private_dir(private_dir(directory) / staging_name)
+    except VerlSlurmError as error:
+        raise OSError(errno.EPERM, str(error)) from error
+
+
+def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
+    """Make a fully written staging directory the node's part. Durable when it returns.
+
+    Args:
+        manifest: sealed, of the whole checkpoint.
+
+    Raises:
+        OSError: the node's disk refuses.
+
+    Called by: dcp.saver, one rank a node.
+    """
+    write_file(staging / MANIFEST, render(manifest))
+    final = staging.parent / manifest.name
+    if final.exists():
+        # Of a former life at the same safe point: the same state, and nobody reads it now.
+        drop_staging(final)
+    os.rename(staging, final)
+    fsync_path(final.parent)
+    return LocalPart(name=manifest.name, path=final, manifest=manifest)
+
+
+def drop_staging(path: Path) -> None:
+    """Remove a part or a staging directory of one; gone already is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+
+
+def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
+    """This node's parts whose manifest verifies, newest first; anything else is passed over.
+
+    Args:
+        keys: where given, a manifest that is not signed with one of them is passed over, too.
+    """
+    parts = []
+    names = os.listdir(directory) if directory.is_dir() else []
+    for name in names:
+        if CHECKPOINT_NAME.fullmatch(name) is None:
+            continue
+        try:
+            manifest = read_manifest(directory / name, keys=keys)
+        except (OSError, VerlSlurmError):
+            continue
+        if manifest.name == name:
+            parts.append(LocalPart(name=name, path=directory / name, manifest=manifest))
+    return sorted(parts, key=lambda part: part.order, reverse=True)
+
+
+def part_problems(part: LocalPart) -> list[str]:
+    """Read every file of the part from its disk; what is wrong with it."""
+    problems: list[str] = []
+    with open_directory(part.path) as root:
+        there = {entry.path for entry in list_tree(root) if entry.kind == "file"}
+        wanted = [Reading(entry) for entry in part.manifest.files if entry.path in there]
+        read_checked(
+            root,
+            wanted,
+            threads=num_threads(),
+            on_problem=lambda path, what: problems.append(f"{path}: {what}"),
+        )
+    return problems
+
+
+def prune_parts(directory: Path, keep: int) -> list[str]:
+    """Remove what a dead save left and all but the newest `keep` parts; returns their names.
+
+    Called by: dcp.saver, one rank a node, when no part is being written.
+    """
+    kept = {part.name for part in list_parts(directory)[:keep]}
+    gone = []
+    for name in sorted(os.listdir(directory)):
+        is_part = CHECKPOINT_NAME.fullmatch(name) is not None
+        if (is_part and name not in kept) or (name.startswith(".step_") and name.endswith(".tmp")):
+            drop_staging(directory / name)
+            gone.append(name)
+    return gone
+
+
+def send_home(part: LocalPart, paths: RunPaths) -> Path:
+    """Copy a part to where `assemble` looks for it, durably; on every node that has one, in any order.
+
+    Parts of one checkpoint meet in one directory: its nonce is the manifest's digest.
+
+    Raises:
+        OSError: a disk refuses.
+    """
+    nonce = (part.manifest.digest or "")[:_NONCE_HEX]
+    target = paths.staging(paths.checkpoints / part.name, nonce)
+    private_dir(paths.checkpoints)
+    private_dir(target)
+    with open_directory(part.path) as root:
+        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
+    for name in names:
+        to = target / name
+        to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if name == MANIFEST:
+            write_file(to, (part.path / name).read_bytes())  # several nodes write the same one
+            continue
+        shutil.copyfile(part.path / name, to, follow_symlinks=False)
+        to.chmod(0o600)
+        fsync_path(to)
+    for folder in sorted({(target / name).parent for name in names}, reverse=True):
+        fsync_path(folder)
+    return target
+
+
+def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[tuple[Verdict, bool]]:
+    """Make checkpoints of the parts that came home, where they are whole; remove the rest.
+
+    Saves that are being written meanwhile are not touched: no manifest's digest is their nonce.
+
+    Args:
+        keys: where given, what came home must be signed with one of them.
+
+    Returns:
+        For each what was found, and whether it is a checkpoint now.
+
+    Called by: daemon, when no node sends any more.
+    """
+    results = []
+    for home in sorted(paths.checkpoints.iterdir()):
+        named = STAGING_NAME.fullmatch(home.name)
+        try:
+            manifest = read_manifest(home) if named else None
+        except (OSError, VerlSlurmError):
+            continue  # the sweep at the next start takes it
+        if named is None or manifest is None or named[2] != (manifest.digest or "")[:_NONCE_HEX]:
+            continue
+        name = manifest.name
+        verdict = verify(home, name=name, keys=keys)
+        final = paths.checkpoints / name
+        good = verdict.ok and not os.path.lexists(final)
+        if good:
+            os.rename(home, final)
+            fsync_path(paths.checkpoints)
+        else:
+            drop_staging(home)
+        results.append((verdict, good))
+    return results

@@ -1,0 +1,85 @@
+"""Another number of ranks for the same run: what must stay, and what follows from it. Pure.
+
+A run may go on with more or fewer ranks as long as a step stays the same step: the same prompts, cut into the same
+updates. Sizes "per device" then have to change with the number of ranks.
+"""
+
+import math
+
+import msgspec
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
+
+__all__ = ["LAYOUT_KEYS", "keep_step", "require_same_step"]
+
+LAYOUT_KEYS = frozenset(
+    {
+        "distributed.dp_size",
+        "distributed.nodes",
+        "train.batch_size_per_device",
+        "train.mini_batch_size_per_device",
+        "train.micro_batch_size_per_device",
+    }
+)
+"""What may change together with the number of ranks."""
+
+_SCALED = ("batch_size_per_device", "mini_batch_size_per_device")
+
+
+def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
+    """`new` with its sizes per device scaled to its number of ranks, where the user left them as they were.
+
+    What does not divide is left alone; `require_same_step` says so.
+    """
+    former, now = old.distributed.world_size, new.distributed.world_size
+    if former == now:
+        return new
+    train = new.train
+    for key in _SCALED:
+        total = getattr(old.train, key) * former
+        if getattr(train, key) == getattr(old.train, key) and total % now == 0:
+            train = msgspec.structs.replace(train, **{key: total // now})
+    if train.micro_batch_size_per_device == old.train.micro_batch_size_per_device:
+        # The largest that fits into a mini-batch without a rest; never larger than what fitted into memory.
+        micro = math.gcd(train.micro_batch_size_per_device, train.mini_batch_size_per_device)
+        train = msgspec.structs.replace(train, micro_batch_size_per_device=micro)
+    return msgspec.structs.replace(new, train=train)
+
+
+def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
+    """Refuse a change of the number of ranks that also changes what a step is.
+
+    Args:
+        old: of the run so far, or of a checkpoint.
+        new: of this start.
+
+    Raises:
+        ConfigError: with the values that would do.
+    """
+    former, now = old.distributed.world_size, new.distributed.world_size
+    wrong = []
+    for key in _SCALED:
+        total = getattr(old.train, key) * former
+        if getattr(new.train, key) * now != total:
+            wrong.append((f"train.{key}", getattr(new.train, key), f"{total / now:g}"))
+    for section, key in (("rollout", "micro_batch_size_per_device"), ("train", "ppo_epochs")):
+        before, given = (getattr(getattr(config, section), key) for config in (old, new))
+        if before != given:
+            wrong.append((f"{section}.{key}", given, str(before)))
+    if not wrong and new.train.batch_size_per_device % new.rollout.micro_batch_size_per_device:
+        wrong.append(
+            (
+                "train.batch_size_per_device",
+                new.train.batch_size_per_device,
+                f"a multiple of {new.rollout.micro_batch_size_per_device}",
+            )
+        )
+    if wrong:
+        raise ConfigError(
+            f"the run has {former} ranks so far, and with {now} a step would be another one",
+            where=where,
+            found=", ".join(f"{key}={given}" for key, given, _ in wrong),
+            expected=", ".join(f"{key}={value}" for key, _, value in wrong),
+            remedy="choose a number of ranks that divides the batch into whole micro-batches",
+        )

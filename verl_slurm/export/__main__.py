@@ -1,0 +1,113 @@
+"""The part of `verl-slurm export` that needs torch: fills a directory that somebody else makes and renames.
+
+`python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR --staging DIR ...`, started by
+`checkpoint.export`, which has verified the checkpoint; D is the digest of the manifest that it verified, so that
+no other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once,
+`{"done": n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or
+`{"error": {...}, "exit_code": n}`. When nobody reads them any more, the process dies of it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers.utils import logging as hf_logging
+
+from verl_slurm.checkpoint.run_keys import keys_for
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
+from verl_slurm.export.hf import plan_shards, write_hf
+from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
+from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
+from verl_slurm.export.source import Source, cast_bytes
+
+__all__ = ["answer", "main", "parser"]
+
+_DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
+    keys = keys_for(options.checkpoint, options.key_file)
+    if read_manifest(options.checkpoint, keys=keys).digest != options.digest:
+        raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
+    dtype = _DTYPES[options.dtype]
+    source = Source(options.checkpoint, report=lambda done: say({"done": done}), keys=keys)
+    skeletons: dict[Role, Skeleton] = {}
+    for role in options.roles:
+        skeletons[role] = build_skeleton(options.model, role)
+        check_fit(skeletons[role], source.entries(role), where=options.checkpoint / role)
+    roles: list[Role] = list(skeletons)
+    total = sum(entry.num_bytes for role in roles for entry in source.entries(role).values())
+    if options.to == "hf":
+        role = roles[0]
+        entries = source.entries(role)
+        shards = plan_shards(source, role, skeletons[role], dtype)
+        peak = max(sum(cast_bytes(entries[name], dtype) for name in names) for names in shards.values())
+        say({"total": total, "peak": peak})
+        write_hf(source, role, skeletons[role], options.model, options.staging, dtype=dtype)
+    else:
+        total += moments_bytes(source, roles)
+        say({"total": total, "peak": largest_file(source, roles, dtype)})
+        write_layout(
+            source,
+            options.to,
+            skeletons,
+            options.staging,
+            dtype=dtype,
+            weight_decay=options.weight_decay,
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the words that `checkpoint.export` starts this with."""
+    words = argparse.ArgumentParser(prog="verl_slurm.export", description=__doc__.splitlines()[0])
+    for name in ("checkpoint", "model", "staging"):
+        words.add_argument(f"--{name}", type=Path, required=True)
+    words.add_argument("--digest", required=True)
+    words.add_argument("--key-file", type=Path)
+    words.add_argument("--to", choices=("hf", "single-file", "split"), required=True)
+    words.add_argument("--dtype", choices=tuple(_DTYPES), required=True)
+    words.add_argument("--weight-decay", type=float, default=0.0)
+    words.add_argument("--roles", nargs="+", choices=("actor", "critic"), required=True)
+    return words
+
+
+def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
+    """Do it, and say how it ended; the exit code."""
+    try:
+        try:
+            _run(options, say)
+        except OSError as error:
+            raise PermissionRefused(
+                "the export could not be written",
+                where=error.filename or options.staging.parent,
+                found=error.strerror or error,
+                remedy="make room or choose another --out",
+            ) from error
+    except VerlSlurmError as error:
+        facts = {name: getattr(error, name) for name in ("what", "where", "found", "expected", "remedy")}
+        shown = {name: None if value is None else str(value) for name, value in facts.items()}
+        say({"error": shown, "exit_code": int(error.exit_code)})
+        return int(error.exit_code)
+    say({"ok": True})
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """What `answer` has to say goes to standard output as JSON lines."""
+    options = parser().parse_args(argv)
+    # A library that prints must not write between our lines.
+    lines = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    return answer(options, lambda value: lines.write(msgspec.json.encode(value) + b"\n"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""A role's weights as a Hugging Face model directory: what `from_pretrained` and vLLM load.
+
+```
+config.json  generation_config.json           of the base model; architectures and dtype as they are now
+tokenizer.json tokenizer_config.json ...      copied from the base model, byte for byte
+model.safetensors                             or, above 5 GB, model-00001-of-0000N.safetensors with
+model.safetensors.index.json                  which tensor lies in which shard
+```
+
+Shards are made one after the other: no more than one shard and one group of tensors is in memory at a time.
+A tied weight is written once, under its first name; config.json says that it is tied.
+"""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
+
+from verl_slurm.errors import CheckpointCorrupt, DataError
+from verl_slurm.export.skeleton import Role, Skeleton
+from verl_slurm.export.source import Source, cast_dtype
+
+__all__ = ["SHARD_BYTES", "plan_shards", "write_hf"]
+
+SHARD_BYTES = 5_000_000_000
+"""Of one safetensors file: Hugging Face's own old default, small enough for any loader and object store."""
+
+_INDEX = "model.safetensors.index.json"
+# Whatever a tokenizer of transformers may consist of. Copied, not saved anew: a round trip may rewrite them.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
+)
+
+
+def plan_shards(
+    source: Source, role: Role, skeleton: Skeleton, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+) -> dict[str, list[str]]:
+    """File → its tensors, cut by Hugging Face's own rule; nothing is read for it."""
+    entries = source.entries(role)
+    shapes = {
+        name: torch.empty(shape, dtype=cast_dtype(entries[name], dtype), device="meta")
+        for name, shape in skeleton.shapes.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
+    )
+    return dict(split.filename_to_tensors)
+
+
+def write_hf(
+    source: Source,
+    role: Role,
+    skeleton: Skeleton,
+    model_dir: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Fill the directory `out`.
+
+    Args:
+        model_dir: the base model, for generation config and tokenizer.
+        dtype: of floating-point weights; None: as saved.
+
+    Raises:
+        DataError: the base model has no tokenizer that loads.
+        CheckpointCorrupt: what was written does not read back with the names and shapes of the model.
+        OSError: the storage refused.
+    """
+    # First what may be refused, then what takes long.
+    _copy_tokenizer(model_dir, out)
+    _write_configs(source, role, skeleton, model_dir, out, dtype)
+    shards = plan_shards(source, role, skeleton, dtype, shard_bytes)
+    total = 0
+    for file, names in shards.items():
+        tensors = dict(source.tensors(role, names, dtype))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        _save_shard(tensors, out / file)
+        del tensors
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _read_back(out, shards, skeleton)
+
+
+def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt"})
+    except SafetensorError as error:
+        # Its names and types were checked before: what is left is the storage, which it says in words.
+        raise OSError(errno.EIO, str(error), str(path)) from error
+
+
+def _copy_tokenizer(model_dir: Path, out: Path) -> None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(
+            "the base model has no tokenizer that loads",
+            where=model_dir,
+            found=error,
+            remedy="name a directory with the tokenizer's files with --model DIR",
+        ) from error
+    vocabulary = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
+    there = [name for name in sorted({*_TOKENIZER_FILES, *vocabulary}) if (model_dir / name).is_file()]
+    if vocabulary.isdisjoint(there):
+        # transformers makes an empty tokenizer of the right class then, and says nothing.
+        raise DataError(
+            "the base model has no tokenizer",
+            where=model_dir,
+            expected=" or ".join(sorted(vocabulary)),
+            remedy="name a directory with the tokenizer's files with --model DIR",
+        )
+    for name in there:
+        shutil.copyfile(model_dir / name, out / name)
+
+
+def _write_configs(
+    source: Source,
+    role: Role,
+    skeleton: Skeleton,
+    model_dir: Path,
+    out: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    first = source.entries(role)[skeleton.parameters[0]]
+    skeleton.config.dtype = cast_dtype(first, dtype)
+    skeleton.config.save_pretrained(str(out))
+    if role == "actor":
+        if (model_dir / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(str(model_dir), local_files_only=True)
+        else:
+            generation = GenerationConfig.from_model_config(skeleton.config)
+        generation.save_pretrained(str(out))
+
+
+def _read_back(out: Path, shards: dict[str, list[str]], skeleton: Skeleton) -> None:
+    """Open every shard by its header: the names and shapes of the model, no more and no less."""
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in shards:
+            with safe_open(str(out / file), framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - no mapping, it only has keys()
+                    found[name] = tuple(shard.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise CheckpointCorrupt("the export does not read back", where=out, found=error) from error
+    if found != skeleton.shapes:
+        wrong = sorted(
+            name for name in {*found, *skeleton.shapes} if found.get(name) != skeleton.shapes.get(name)
+        )
+        raise CheckpointCorrupt("the export does not read back", where=out, found=f"wrong: {wrong[:3]}")

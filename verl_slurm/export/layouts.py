@@ -1,0 +1,205 @@
+"""The two layouts of plain `.pt` files. Each file loads with `torch.load(path, weights_only=True)`.
+
+```
+single-file              split                            holds
+actor_model.pt           policy_model/pytorch_model.bin   what `model.load_state_dict` takes
+critic_model.pt          value_model/pytorch_model.bin    the same
+optimizer.pt             optimizer/optim_states.pt        role → state dict of torch.optim.AdamW
+scheduler.pt             scheduler/sched_state.pt         role → state dict of torch's LambdaLR
+```
+
+An optimizer's part is what `AdamW(model.parameters()).load_state_dict` takes: `state` by number, and one group
+whose `params` counts the parameters in the order of `model.parameters()` and whose `param_names` (torch's own
+key for it) gives their names. Its `lr` is that of the next update. Moments are always as they were saved;
+`--dtype` is for the models.
+
+A scheduler's part is what `LambdaLR.load_state_dict` takes, and under `record` the schedule in words and numbers.
+
+One file is made at a time, and torch.save needs the whole of it in memory: the largest is the optimizer's.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from verl_slurm.errors import SchemaMismatch
+from verl_slurm.export.skeleton import Role, Skeleton
+from verl_slurm.export.source import Source, cast_bytes
+
+__all__ = [
+    "FILES",
+    "Layout",
+    "Schedule",
+    "adamw_state",
+    "lambda_lr_state",
+    "largest_file",
+    "moments_bytes",
+    "write_layout",
+]
+
+Layout = Literal["single-file", "split"]
+
+FILES: dict[str, dict[str, str]] = {
+    "single-file": {
+        "actor": "actor_model.pt",
+        "critic": "critic_model.pt",
+        "optimizer": "optimizer.pt",
+        "scheduler": "scheduler.pt",
+    },
+    "split": {
+        "actor": "policy_model/pytorch_model.bin",
+        "critic": "value_model/pytorch_model.bin",
+        "optimizer": "optimizer/optim_states.pt",
+        "scheduler": "scheduler/sched_state.pt",
+    },
+}
+"""Layout → what → path below the export."""
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """One role's part of scheduler.json, as `trainer.schedule` writes it."""
+
+    schedule: str
+    warmup_steps: int
+    base_lr: float
+    step: int
+    """Whole steps done."""
+    lr: float
+    """Of the next update."""
+
+
+def write_layout(
+    source: Source,
+    layout: Layout,
+    skeletons: dict[Role, Skeleton],
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    weight_decay: float,
+) -> None:
+    """Fill the directory `out`.
+
+    Args:
+        skeletons: of the roles to write.
+        dtype: of the models' floating-point weights; None: as saved.
+        weight_decay: of both optimizers, from the run's configuration.
+
+    The optimizers' file is left out where the checkpoint holds no optimizer.
+
+    Raises:
+        SchemaMismatch: the optimizer's state or scheduler.json is not laid out as this code knows it.
+        OSError: the storage refused.
+    """
+    files = {what: out / name for what, name in FILES[layout].items()}
+    written = {*skeletons, "scheduler"} | ({"optimizer"} if source.has("optimizer") else set())
+    for what in written:
+        files[what].parent.mkdir(mode=0o700, exist_ok=True)
+    schedules = _schedules(source, list(skeletons))
+    for role, skeleton in skeletons.items():
+        state = dict(source.tensors(role, skeleton.shapes, dtype))
+        # As in the model's own state dict: one storage under both names, which torch.save writes once.
+        state |= {alias: state[first] for alias, first in skeleton.aliases.items()}
+        _save(state, files[role])
+        del state
+    if "optimizer" in written:
+        _save(
+            {
+                role: adamw_state(source, role, skeleton, lr=schedules[role].lr, weight_decay=weight_decay)
+                for role, skeleton in skeletons.items()
+            },
+            files["optimizer"],
+        )
+    _save({role: lambda_lr_state(schedules[role]) for role in skeletons}, files["scheduler"])
+
+
+def _save(value: object, path: Path) -> None:
+    try:
+        with path.open("xb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        # torch's writer stumbles over its own count once a write failed; what failed is behind it.
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+        raise
+
+
+def adamw_state(
+    source: Source, role: Role, skeleton: Skeleton, *, lr: float, weight_decay: float
+) -> dict[str, Any]:
+    """What `torch.optim.AdamW.load_state_dict` takes (the module's docstring).
+
+    Raises:
+        SchemaMismatch: there is state of something that is no parameter.
+    """
+    prefix = f"{role}."
+    keys: dict[str, list[str]] = {}
+    for name in source.entries("optimizer"):
+        if name.startswith(prefix):
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            keys.setdefault(parameter, []).append(key)
+    strange = sorted(keys.keys() - set(skeleton.parameters))
+    if strange:
+        raise _unknown(source.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}")
+    # A frozen parameter has no state, and was none of the optimizer's.
+    order = [name for name in skeleton.parameters if name in keys]
+    places = {f"{prefix}{name}.{key}": (index, key) for index, name in enumerate(order) for key in keys[name]}
+    state: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(order))}
+    for name, tensor in source.tensors("optimizer", places):
+        index, key = places[name]
+        state[index][key] = tensor
+    # torch's own group, so that no default of AdamW is written down here a second time.
+    like = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr, weight_decay=weight_decay)
+    group = like.state_dict()["param_groups"][0]
+    group |= {"params": list(range(len(order))), "param_names": order}
+    return {"state": state, "param_groups": [group]}
+
+
+def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
+    """What `torch.optim.lr_scheduler.LambdaLR.load_state_dict` takes."""
+    return {
+        "last_epoch": schedule.step,
+        "_step_count": schedule.step + 1,
+        "base_lrs": [schedule.base_lr],
+        "_last_lr": [schedule.lr],
+        "lr_lambdas": [None],
+        "record": msgspec.to_builtins(schedule),
+    }
+
+
+def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
+    """Bytes of the tensors of the largest file: what is in memory at once."""
+    models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
+    return max([*models, moments_bytes(source, roles)])
+
+
+def moments_bytes(source: Source, roles: list[Role]) -> int:
+    """Bytes of the optimizers' state of these roles; 0 where the checkpoint holds none."""
+    if not source.has("optimizer"):
+        return 0
+    prefixes = tuple(f"{role}." for role in roles)
+    return sum(e.num_bytes for name, e in source.entries("optimizer").items() if name.startswith(prefixes))
+
+
+def _schedules(source: Source, roles: list[Role]) -> dict[str, Schedule]:
+    path = source.directory / "scheduler.json"
+    try:
+        schedules = msgspec.json.decode(source.read_file(path.name), type=dict[str, Schedule])
+    except msgspec.MsgspecError as error:
+        raise _unknown(path, error, "a schedule of each role") from error
+    for role in roles:
+        if role not in schedules:
+            raise _unknown(path, f"nothing of {role}", "a schedule of each role")
+    return schedules
+
+
+def _unknown(where: object, found: object, expected: object) -> SchemaMismatch:
+    return SchemaMismatch(
+        "the checkpoint is not laid out as this version knows it",
+        where=where,
+        found=found,
+        expected=expected,
+        remedy="export with the version of verl-slurm that wrote it",
+    )

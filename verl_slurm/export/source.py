@@ -1,0 +1,99 @@
+"""A verified checkpoint as a stream of whole tensors, with their new type and a count of what is done."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl_slurm.checkpoint.reader import CheckpointReader
+from verl_slurm.checkpoint.tensor_index import INDEX, TensorEntry
+from verl_slurm.dcp.loader import WholeReader
+from verl_slurm.keys import Keyring
+
+__all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
+
+# Tensors are read in groups of about this many bytes: often enough for a progress bar, seldom enough for a disk.
+_GROUP_BYTES = 256 << 20
+
+
+def cast_dtype(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
+    """The type a model's tensor is written in; integers (and everything, with None) stay what they are."""
+    saved: torch.dtype = getattr(torch, entry.dtype)
+    return wanted if wanted is not None and saved.is_floating_point else saved
+
+
+def cast_bytes(entry: TensorEntry, wanted: torch.dtype | None) -> int:
+    """Bytes of the whole tensor in that type."""
+    return math.prod(entry.shape) * cast_dtype(entry, wanted).itemsize
+
+
+def groups_of(entries: Mapping[str, TensorEntry], limit_bytes: int) -> Iterator[list[str]]:
+    """The names in groups of at most `limit_bytes` (a larger tensor is a group of its own), in order."""
+    group: list[str] = []
+    size = 0
+    for name, entry in entries.items():
+        if group and size + entry.num_bytes > limit_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += entry.num_bytes
+    if group:
+        yield group
+
+
+@dataclass
+class Source:
+    """Called by: export.hf, export.layouts.
+
+    Attributes:
+        directory: a verified checkpoint.
+        report: told the bytes done so far, as they lie in the checkpoint.
+        keys: to decrypt it with.
+    """
+
+    directory: Path
+    report: Callable[[int], None] = lambda _: None
+    keys: Keyring | None = None
+    done: int = 0
+    _readers: dict[str, WholeReader] = field(default_factory=dict)
+
+    def has(self, domain: str) -> bool:
+        """Whether the checkpoint holds tensors of the domain: it may have been saved in part."""
+        return (self.directory / domain / INDEX).is_file()
+
+    def read_file(self, path: str) -> bytes:
+        """A small file, as it was before encryption.
+
+        Raises:
+            CheckpointCorrupt: it is not what was committed.
+        """
+        return CheckpointReader(self.directory, self.keys).read(path)
+
+    def entries(self, domain: str) -> dict[str, TensorEntry]:
+        """Name → type and shape of every tensor of a domain.
+
+        Raises:
+            CheckpointCorrupt: it is not what was committed.
+        """
+        return self._reader(domain).index.tensors
+
+    def tensors(
+        self, domain: str, names: Iterable[str], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor, in the order of `names`, in type `dtype` (None: as saved)."""
+        entries = self.entries(domain)
+        for group in groups_of({name: entries[name] for name in names}, _GROUP_BYTES):
+            read = self._reader(domain).read(group)
+            for name in group:
+                # pop: a group and its cast copies need not be in memory together.
+                yield name, read.pop(name).to(cast_dtype(entries[name], dtype))
+                self.done += entries[name].num_bytes
+            self.report(self.done)
+
+    def _reader(self, domain: str) -> WholeReader:
+        if domain not in self._readers:
+            self._readers[domain] = WholeReader(self.directory, domain, self.keys)
+        return self._readers[domain]

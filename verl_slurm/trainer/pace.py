@@ -1,0 +1,207 @@
+"""When this run saves, and what it has to say about its storage: measures, agrees, and asks the pure decisions.
+
+`checkpoint/cadence.py` says when; here is what it is told. What a clock measured is rank 0's alone: it plans the
+interval and all ranks take its number, because a save that some ranks begin and others do not never ends. Nothing
+here draws a random number or touches the state.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from verl_slurm.checkpoint.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
+from verl_slurm.checkpoint.interruptions import (
+    Interruptions,
+    mean_time_between,
+    measured_saves,
+    read_interruptions,
+)
+from verl_slurm.checkpoint.notice import Notice
+from verl_slurm.checkpoint.storage import need_of_next
+from verl_slurm.checkpoint.storage_watch import StorageWatch
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.events import Event, read_events
+from verl_slurm.paths import RunPaths
+from verl_slurm.trainer.cost import CostMeter
+from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.state import TrainState
+
+__all__ = ["Pace"]
+
+_MEASURED = 16
+"""Newest saves that count."""
+_FILES_PER_RANK = 8
+_WORTH_SAYING = 1.25
+"""A measured interval drifts all the time; said is what has changed by this factor since it was last said."""
+
+
+class Pace:
+    """One rank's view of when to save.
+
+    Args:
+        step: whole steps done at the start.
+        state_bytes: about how large the first checkpoint will be.
+        clock: monotonic seconds.
+
+    Called by: trainer.loop, on every rank at every position.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        ranks: Collective,
+        reporter: Reporter,
+        *,
+        step: int,
+        state_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._ranks, self._reporter, self._clock = config, ranks, reporter, clock
+        self._last_save = step
+        self._saving = False
+        self._said: Interval | None = None
+        self._began = clock()
+        self._meter = CostMeter(clock)
+        self._durable_s: deque[float] = deque(maxlen=_MEASURED)
+        self._num_files = _FILES_PER_RANK * ranks.world_size
+        events = _read(paths) if ranks.rank == 0 else []
+        self._past = read_interruptions(events)
+        earlier = measured_saves(events, _MEASURED)
+        basis = "the last save" if earlier else "models and optimizers"
+        self._storage = StorageWatch(
+            "the run's storage",
+            paths.checkpoints,
+            estimate=need_of_next(earlier[-1][0] if earlier else state_bytes, self._num_files, basis=basis),
+            earlier=earlier,
+        )
+        self._looking: threading.Thread | None = None
+        self._seen: tuple[Notice, ...] = ()
+
+    def due(self, state: TrainState) -> Due:
+        """Whether a periodic save is due where `state` stands; `save` is the same on every rank. Collective."""
+        position = state.position
+        if position.phase != "step_end" or position.step == 0:
+            return Due(save=False, reason="in the midst of a step")
+        self._meter.step_end(position.step)
+        return decide(
+            self._config.checkpoint,
+            step=position.step,
+            total_steps=self._config.train.steps,
+            last_save=self._last_save,
+            interval=self._plan(state),
+            under_way=self._saving,
+        )
+
+    def partial_due(self, state: TrainState) -> Due:
+        """The same for a partial save, where no full one is made."""
+        position, none = state.position, Due(save=False, reason="no full save is made here")
+        if position.phase != "step_end":
+            return Due(save=False, reason="in the midst of a step")
+        return is_partial_due(self._config.checkpoint, step=position.step, full=none)
+
+    def partial_starts(self) -> None:
+        """A partial save was begun. It slows steps down, too, but that is not what a full one costs."""
+        self._saving = True
+        self._meter.save_began(counts=False)
+
+    def partial_ends(self) -> None:
+        """It is there, or came to nothing."""
+        self._saving = False
+        self._meter.save_ended()
+
+    def save_starts(self, step: int) -> None:
+        """A save was begun, `step` whole steps done. Asks how much room there is, in the background.
+
+        A file system that has gone away answers no question for as long as it is away, and training must go on.
+        """
+        # Of the attempt, not of the success: where every save fails, not every step shall try.
+        self._last_save, self._saving = step, True
+        self._meter.save_began()
+        if self._ranks.rank == 0 and (self._looking is None or not self._looking.is_alive()):
+            self._looking = threading.Thread(target=self._look, name="storage", daemon=True)
+            self._looking.start()
+
+    def saved(self, *, num_bytes: int, seconds: float) -> None:
+        """A save was made.
+
+        Args:
+            num_bytes: over all ranks.
+            seconds: from its begin until it was durable.
+        """
+        self._end()
+        self._durable_s.append(seconds)
+        if self._ranks.rank == 0:
+            self._tell(self._storage.saved(num_bytes, seconds, self._num_files))
+
+    def save_failed(self, reason: str) -> None:
+        """A save came to nothing."""
+        self._end()
+        if self._ranks.rank == 0:
+            self._tell(self._storage.failed(reason))
+
+    def _look(self) -> None:
+        self._seen = self._storage.before_save()
+
+    def _end(self) -> None:
+        """The save before is over; what was seen when it began is said first."""
+        self._saving = False
+        self._meter.save_ended()
+        # The save itself went to the same file system and came back, so the answer is there but for a moment.
+        if self._looking is not None:
+            self._looking.join(timeout=1.0)
+            self._tell(self._seen)
+            self._seen = ()
+
+    def _plan(self, state: TrainState) -> Interval:
+        config, step = self._config.checkpoint, state.position.step
+        if config.cadence == "young_daly":
+            planned = Interval(steps=0, reason="as rank 0 measured")
+            if self._ranks.rank == 0:
+                planned = plan_interval(config, step=step, history=state.history, costs=self._costs())
+            agreed = Interval(steps=self._ranks.max([planned.steps])[0], reason=planned.reason)
+        else:
+            agreed = plan_interval(config, step=step, history=state.history)
+        self._say_if_changed(agreed)
+        return agreed
+
+    def _costs(self) -> Costs:
+        lived = Interruptions(
+            lossy=self._past.lossy,
+            graceful=self._past.graceful,
+            run_s=self._past.run_s + max(self._clock() - self._began, 0.0),
+        )
+        return Costs(
+            step_s=self._meter.step_s,
+            save_s=self._meter.save_s,
+            durable_s=median(self._durable_s) if self._durable_s else None,
+            mtbi_s=mean_time_between(lived, self._config.checkpoint.expected_mtbi_h * 3600.0),
+        )
+
+    def _say_if_changed(self, interval: Interval) -> None:
+        """A new reason with the same number is no news, and neither is the number of a run that never changes."""
+        before, cadence = self._said, self._config.checkpoint.cadence
+        if cadence == "fixed":
+            return
+        if before is not None:
+            ratio = interval.steps / before.steps
+            small = cadence == "young_daly" and 1 / _WORTH_SAYING < ratio < _WORTH_SAYING
+            if small or interval.steps == before.steps:
+                return
+        self._said = interval
+        text = f"saves once in {interval.steps} steps: {interval.reason}"
+        self._tell((Notice(topic="cadence", text=text, loud=False),))
+
+    def _tell(self, notices: tuple[Notice, ...]) -> None:
+        for notice in notices:
+            self._reporter.notice(notice)
+
+
+def _read(paths: RunPaths) -> list[Event]:
+    try:
+        return read_events(paths)
+    except OSError:
+        return []  # the journal informs; without it there is what was believed

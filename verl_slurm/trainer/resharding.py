@@ -1,0 +1,88 @@
+"""A run that goes on with another number of ranks: what each of them takes over. Pure.
+
+Tensors need nothing: `dcp.loader` fills any rank's boxes from whatever pieces were saved. What is left is the
+running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on (`trainer.step`),
+so those of all former ranks, put back into their global order, are dealt out again:
+
+* generating: a number that all new ranks can have the same share of is kept, the rest is replayed from the ledger;
+* scoring: begins again, with the very weights it began with;
+* advantage and update: every rank gets its share of the scored and whitened rows. Mini-batches of the epoch that
+  runs are drawn anew, so an update in the middle of a step need not be the one that the former ranks would have done.
+
+What a step consumes of the data must stay the same, or positions and prompts would no longer fit together: the
+global batch, the global mini-batch and the size of a generation micro-batch (`config.layout`).
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from verl_slurm.runtime_state.format import Arrays, RuntimeState
+from verl_slurm.trainer.position import Position, StepShape, rollout_offset, safe_point
+
+__all__ = ["reshard"]
+
+_BEFORE_SCORES = frozenset({"step_end", "generate", "score"})
+
+
+def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank: int) -> RuntimeState:
+    """The state of `rank` in the new layout.
+
+    Args:
+        saved: of all former ranks, in their order, all at the same position.
+        old, new: shapes of the same step (`config.layout`).
+
+    Returns:
+        A state that `trainer.state.restore_state` takes. The generators of a rank that is new are not in it.
+    """
+    first = saved[0]
+    position = Position(first.step, first.phase, first.index)
+    blocks = _num_rows(first.rollouts) // old.prompts_per_generation * old.world_size
+    if first.phase == "generate":
+        blocks -= blocks % new.world_size
+        done = blocks // new.world_size
+        position = Position(first.step, "generate", done) if done else Position(first.step)
+    elif first.phase == "score":
+        position = Position(first.step, "score")
+
+    def deal(group: Sequence[Arrays]) -> Arrays:
+        names = group[0].keys()
+        return {name: _deal([arrays[name] for arrays in group], old, new, blocks, rank) for name in names}
+
+    rewards: Arrays = {}
+    if first.phase not in _BEFORE_SCORES:
+        rows = [{k: v for k, v in state.rewards.items() if k != "updates"} for state in saved]
+        rewards = deal(rows)
+        if "updates" in first.rewards:
+            # A rank's row is its share of a mean over ranks: one rank carries the sum, scaled to the new mean.
+            whole = np.stack([state.rewards["updates"] for state in saved]).sum(axis=0, dtype=np.float64)
+            scale = new.world_size / old.world_size if rank == 0 else 0.0
+            rewards["updates"] = np.asarray(whole * scale)
+    consumed = rollout_offset(position, new)
+    return msgspec.structs.replace(
+        first,
+        rank=rank,
+        world_size=new.world_size,
+        phase=position.phase,
+        index=position.index,
+        safe_point=safe_point(position, new),
+        rollout_offset=consumed,
+        episode_id=consumed,
+        rollouts=deal([state.rollouts for state in saved]) if blocks else {},
+        rewards=rewards,
+        rng=saved[rank].rng if rank < len(saved) else {},
+    )
+
+
+def _deal(parts: Sequence[np.ndarray], old: StepShape, new: StepShape, blocks: int, rank: int) -> np.ndarray:
+    """Rows of one column of all former ranks → those of `rank`; a block is one global micro-batch."""
+    size = old.prompts_per_generation
+    by_rank = np.stack(parts).reshape(old.world_size, -1, size, *parts[0].shape[1:])
+    in_order = by_rank.swapaxes(0, 1).reshape(-1, *by_rank.shape[2:])
+    mine = in_order[:blocks][rank :: new.world_size]
+    return np.ascontiguousarray(mine.reshape(-1, *mine.shape[2:]))
+
+
+def _num_rows(columns: Arrays) -> int:
+    return len(next(iter(columns.values()))) if columns else 0
