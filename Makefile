@@ -9,8 +9,11 @@ BIN := $(VENV)/bin
 # Where there is an NVIDIA driver, the CUDA build of torch; else the CPU build (an unpinned torch pulls gigabytes).
 FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
+# The peers of the benchmark, in an environment of their own that sees ours.
+PEERS := .venv-bench
+BENCH ?=
 
-.PHONY: help setup slurm demo test check campaign fuzz clean
+.PHONY: help setup slurm demo test check campaign fuzz bench s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -59,5 +62,23 @@ campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 t
 fuzz: $(BIN)/.ready ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
 
+s3: $(BIN)/.ready ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; }
+	VERL_SLURM_S3=1 $(BIN)/python -m pytest -q -m s3 tests/tiers
+
+# A peer that cannot be installed here is left out, and the benchmark says so.
+$(PEERS)/.ready: constraints/bench.txt $(BIN)/.ready
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	grep -v '^#' constraints/bench.txt | xargs -n 1 sh -c \
+	  '$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps "$$0" || echo "not installable here: $$0"'
+	touch $@
+
+bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
+	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
+
 clean: ## the virtual environment and caches, nothing of a run
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

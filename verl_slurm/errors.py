@@ -20,6 +20,7 @@ __all__ = [
     "SchemaMismatch",
     "SlurmMissing",
     "SlurmRefused",
+    "TierError",
     "VerlSlurmError",
     "WireError",
 ]
@@ -160,3 +161,9 @@ class WireError(VerlSlurmError):
     """The control channel: a frame that is not ours, too large, unauthenticated or out of order."""
 
     exit_code = ExitCode.WIRE
+
+
+class TierError(VerlSlurmError):
+    """A storage tier did not answer, refused, or gave back other bytes than it was given."""
+
+    exit_code = ExitCode.TIER

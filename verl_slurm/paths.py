@@ -7,11 +7,15 @@ RUN/                        0700
   events.jsonl              what happened, append-only
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
+  .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
   orchestration.json        orchestration state: written at the first start, read-only after
-  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once, parts_since
+  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once,
+                            parts_since, tiers.json (what the mover read back in each tier), tiers.lock
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
+  frozen/<digest>/          models that do not train, stored once by content
+  run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
   logs/                     submitit's and the ranks' output
   tensorboard/
 ```
@@ -57,6 +61,10 @@ class RunPaths:
         return self.root / ".dataset_fingerprint"
 
     @property
+    def hash_cache(self) -> Path:
+        return self.root / ".dataset_hashes"
+
+    @property
     def orchestration(self) -> Path:
         return self.root / "orchestration.json"
 
@@ -77,6 +85,10 @@ class RunPaths:
     def parts_since(self) -> Path:
         """The incarnation from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
         return self.control / "parts_since"
+
+    @property
+    def frozen(self) -> Path:
+        return self.root / "frozen"
 
     @property
     def ledger(self) -> Path:
@@ -110,6 +122,23 @@ class RunPaths:
     @property
     def quarantine(self) -> Path:
         return self.checkpoints / "quarantine"
+
+    @property
+    def run_id(self) -> Path:
+        return self.root / "run_id"
+
+    @property
+    def from_nothing(self) -> Path:
+        """There from a start with `resume_from: null` to the first checkpoint: no tier is asked for an older one."""
+        return self.control / "from_nothing"
+
+    @property
+    def tier_records(self) -> Path:
+        return self.control / "tiers.json"
+
+    @property
+    def tier_lock(self) -> Path:
+        return self.control / "tiers.lock"
 
     @property
     def logs(self) -> Path:

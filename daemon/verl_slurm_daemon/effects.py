@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, assert_never
 
 import msgspec
@@ -38,7 +39,9 @@ from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
+from verl_slurm_daemon.scrubbing import scrub_forever
 from verl_slurm_daemon.second_copy import bring_home_argv, collect
+from verl_slurm_daemon.tier_child import TierMover
 
 __all__ = ["Effects"]
 
@@ -79,15 +82,17 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
+        self._mover = TierMover(paths, config, journal)
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
-        """Read the key, where one is configured; listen for agents and publish where.
+        """Read the key, where one is configured; listen for agents; have checkpoints moved to their tiers.
 
         Raises:
             KeyRefused, PermissionRefused: `keys.load_keys`.
         """
         self._keys = load_keys(self._config.checkpoint.encryption)
+        self._spawn(self._mover.run())
         token = secrets.token_bytes(32)
         # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
         links = 2 * self._config.distributed.nodes + 4
@@ -95,6 +100,8 @@ class Effects:
         self._server, port = await serve(host, token, self._epoch, links, self._on_link)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
+        checkpoint = self._config.checkpoint
+        self._spawn(scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home))
 
     def _announce(self, generation: int) -> None:
         """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""
@@ -155,17 +162,7 @@ class Effects:
         self._generation, self._leaving = generation, asyncio.Event()
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
-        resume_from = self._config.checkpoint.resume_from
-        point = await asyncio.to_thread(find_resume_point, self._paths, resume_from, self._epoch, self._keys)
-        for line in point.reasons:
-            self._journal.event("resume", reason=line)
-        named = self._paths.resume_once.exists()
-        if self._config.checkpoint.local_dir and not named and await self._bring_home(point.name):
-            point = await asyncio.to_thread(
-                find_resume_point, self._paths, resume_from, self._epoch, self._keys
-            )
-            for line in point.reasons:
-                self._journal.event("resume", reason=line)
+        point = await self._resume_point()
         self._journal.event(
             "generation", number=generation, resume=point.name or None, progress=point.progress
         )
@@ -184,6 +181,21 @@ class Effects:
         for link in self._links.values():
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
+
+    async def _resume_point(self) -> ResumePoint:
+        checkpoint = self._config.checkpoint
+        find = partial(find_resume_point, self._paths, checkpoint.resume_from, self._epoch, self._keys)
+        told: list[str] = []
+        if checkpoint.local_dir and not self._paths.resume_once.exists():
+            # What the nodes hold is newer than what lies in a tier: it comes home first.
+            point = await asyncio.to_thread(find)
+            told += point.reasons
+            await self._bring_home(point.name)
+        has_tiers = bool(self._config.tiers)
+        point = await asyncio.to_thread(find, has_tiers)
+        for line in dict.fromkeys([*told, *point.reasons]):
+            self._journal.event("resume", reason=line)
+        return point
 
     async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
         try:
@@ -272,6 +284,7 @@ class Effects:
             "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
         )
         if left is not None:
+            self._mover.interrupt()
             self._arm(left)
 
     def _arm(self, seconds_left: float) -> None:
@@ -288,6 +301,8 @@ class Effects:
             if await self._bring_home(""):
                 good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
         self._post(ev.Verified(name, good, detail))
+        if good:
+            self._mover.wake()
 
     async def _bring_home(self, after: str) -> bool:
         """Have every node send what shared storage lacks; whether anything came of it."""

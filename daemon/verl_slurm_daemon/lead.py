@@ -114,7 +114,11 @@ class Lead:
         if stuck >= self._config.daemon.no_progress_limit:
             journal.event("held", stuck=stuck, reason="every start crashed at the same place")
             return ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
-        await asyncio.to_thread(check_dataset, self._paths, Path(self._config.data.root))
+        notices: list[str] = []
+        root = Path(self._config.data.root)
+        await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
+        for text in notices:
+            journal.event("notice", reason=text)
         await effects.open()
         clock = asyncio.create_task(self._watch_the_clock())
         self._events.put_nowait(ev.Ready(self._config.distributed.world_size))

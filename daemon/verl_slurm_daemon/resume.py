@@ -2,6 +2,7 @@
 
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm_daemon.tier_child import restore_newest
 
 __all__ = ["ResumePoint", "find_resume_point", "read_back"]
 
@@ -35,7 +37,11 @@ class ResumePoint(msgspec.Struct, frozen=True):
 
 
 def find_resume_point(
-    paths: RunPaths, resume_from: str | None, epoch: int, keys: Keyring | None = None
+    paths: RunPaths,
+    resume_from: str | None,
+    epoch: int,
+    keys: Keyring | None = None,
+    has_tiers: bool = False,
 ) -> ResumePoint:
     """Verify from the newest back and take the first that is good; sets corrupt ones aside.
 
@@ -44,11 +50,15 @@ def find_resume_point(
     Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
     is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
 
+    Where nothing of the run itself verifies and it has tiers, the newest they have is brought back, unless the run
+    was told to begin from nothing and has saved nothing since.
+
     Args:
         keys: what is resumed from must be signed with one of them.
 
     Raises:
         KeyRefused: what is left to resume from needs a key that is not there.
+        TierError: a tier that has one does not answer.
     """
 
     def checked(path: Path) -> Verdict:
@@ -60,6 +70,14 @@ def find_resume_point(
     sweep(paths)
     sweep(paths.partial)
     choice = choose_resume(paths, resume_from, verifier=checked)
+    if choice.name is not None:
+        paths.from_nothing.unlink(missing_ok=True)
+    elif resume_from is None:
+        write_file(private_dir(paths.control) / paths.from_nothing.name, b"")
+    elif has_tiers and not paths.from_nothing.exists():
+        restore_newest(paths)
+        found = choose_resume(paths, "auto", verifier=checked)
+        choice = replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
     if choice.manifest is not None:
         # Verifying what is encrypted needs no key; to say so now is better than to have every rank fail.
         CheckpointCipher.of(choice.manifest, keys, where=choice.path)

@@ -1,9 +1,11 @@
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
 from verl_slurm.checkpoint import fingerprint as module
+from verl_slurm.checkpoint.data_tree import FileDigest
 from verl_slurm.checkpoint.fingerprint import Drift, check_dataset, drift, fingerprint, read, write
 from verl_slurm.errors import CheckpointCorrupt, DataError, DatasetDrift
 from verl_slurm.paths import RunPaths
@@ -81,31 +83,56 @@ def test_a_root_that_cannot_be_hashed_is_a_data_error_with_a_remedy(
         fingerprint(target)
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module.hash_fd
+def test_a_tree_that_changes_at_each_look_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.hash_files
 
-    def slow(fd: int) -> tuple[int, str]:
-        result = real(fd)
+    def slow(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+        result = real(where, lines, threads=threads)
         with (root / "b.jsonl").open("a") as file:
             file.write("more\n")
         return result
 
-    monkeypatch.setattr(module, "hash_fd", slow)
+    monkeypatch.setattr(module, "hash_files", slow)
     with pytest.raises(DataError, match="changes while it is read"):
-        fingerprint(root, threads=1)
+        fingerprint(root)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_that_changes_once_around_its_reading_is_read_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    real = module.hash_files
+    rounds: list[int] = []
+
+    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+        rounds.append(len(lines))
+        if len(rounds) == 1 and when == "before":
+            (root / "b.jsonl").write_text("B\n")
+        result = real(where, lines, threads=threads)
+        if len(rounds) == 1 and when == "after":
+            (root / "b.jsonl").write_text("B\n")
+        return result
+
+    monkeypatch.setattr(module, "hash_files", once)
+    found = fingerprint(root)
+    assert found.files["b.jsonl"].sha256 == hashlib.sha256(b"B\n").hexdigest()
+    assert rounds == [3, 1]
 
 
 def test_a_file_that_appears_while_the_tree_is_read_is_in_the_result(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = module.hash_fd
+    real = module.hash_files
 
-    def once(fd: int) -> tuple[int, str]:
+    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
         (root / "late.jsonl").write_text("late\n") if not (root / "late.jsonl").exists() else None
-        return real(fd)
+        (root / "a.jsonl").unlink(missing_ok=True) if "a.jsonl" not in "".join(lines) else None
+        return real(where, lines, threads=threads)
 
-    monkeypatch.setattr(module, "hash_fd", once)
-    assert "late.jsonl" in fingerprint(root, threads=1).files
+    monkeypatch.setattr(module, "hash_files", once)
+    found = fingerprint(root).files
+    assert "late.jsonl" in found
+    assert "a.jsonl" not in found
 
 
 def test_it_is_recorded_and_read_back_and_damage_to_the_record_is_noticed(
@@ -133,3 +160,21 @@ def test_a_run_refuses_changed_data_names_it_and_takes_it_when_told(root: Path, 
         check_dataset(paths, root)
     accepted = check_dataset(paths, root, accept=True)
     assert check_dataset(paths, root) == accepted != first
+
+
+def test_the_digest_is_what_it_always_was(tmp_path: Path) -> None:
+    # The recorded fingerprints of running runs depend on it.
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(b"x\n")
+    (tmp_path / "b.y").symlink_to("b/x")
+    (tmp_path / "\u00e9").write_bytes(b"")
+    sha = {data: hashlib.sha256(data).hexdigest() for data in (b"x\n", b"")}
+    text = (
+        "verl-slurm tree 1\n"
+        "link\0b.y\0" + f"2\0{sha[b'x' + bytes([10])]}\n"
+        f"file\0b/x\0" + f"2\0{sha[b'x' + bytes([10])]}\n"
+        "directory\0empty\0" + "0\0\n"
+        "file\0\u00e9\0" + f"0\0{sha[b'']}\n"
+    )
+    assert fingerprint(tmp_path).digest == hashlib.sha256(text.encode()).hexdigest()

@@ -10,7 +10,12 @@ import pytest
 
 from tests.checkpoint.sealed import save_sealed
 from verl_slurm.checkpoint.commit import begin, commit, seal
+from verl_slurm.checkpoint.data_tree import sealed
+from verl_slurm.checkpoint.data_walk import walk
+from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.hash_cache import HashCache, default_path, text_of
+from verl_slurm.checkpoint.hash_cache import save as save_cache
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
 from verl_slurm.config.load import dump
@@ -210,12 +215,38 @@ def test_compare_refuses_a_checkpoint_that_does_not_verify(tmp_path: Path, cli: 
     assert "metadata.json" in result.error
 
 
-def test_fingerprint_of_a_directory_is_its_tree_hash(run: RunPaths, cli: Cli) -> None:
+def test_fingerprint_of_a_directory_is_its_tree_hash(
+    run: RunPaths, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     root = run.root / "data"
     first = cli("fingerprint", root, "--json").json
     assert (len(first["digest"]), first["num_files"]) == (64, 1)
     (root / "a.jsonl").write_text("[]\n")
     assert cli("fingerprint", root, "--json").json["digest"] != first["digest"]
+
+
+def test_fingerprint_full_names_what_no_stamp_shows(
+    run: RunPaths, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    root = run.root / "data"
+    path = default_path(root)
+    true = fingerprint(root)
+    lie = sealed(
+        {name: msgspec.structs.replace(entry, sha256="0" * 64) for name, entry in true.files.items()}
+    )
+    path.parent.mkdir(parents=True)
+    save_cache(path, HashCache(fingerprint=lie, text=text_of(walk(root)), whole=True))
+    cached = cli("fingerprint", root, "--json").json
+    assert (cached["digest"], cached["num_read"]) == (lie.digest, 0)
+    result = cli("fingerprint", root, "--full", "--json")
+    assert (result.json["digest"], result.json["num_read"]) == (true.digest, 1)
+    assert result.json["unnoticed"] == ["a.jsonl"]
+    assert "found by --full" in result.err
+    assert "1 files, 1 read" in cli("fingerprint", root, "--full").out
+    path.write_bytes(b"damaged")
+    assert "is not used and made anew" in cli("fingerprint", root).err
 
 
 def test_fingerprint_of_a_run_without_one_and_of_nothing_is_refused(

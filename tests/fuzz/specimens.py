@@ -19,13 +19,16 @@ from verl_slurm_daemon.lead_address import LeadAddress
 
 from tests.harness import ROOT
 from verl_slurm.checkpoint import manifest, schema
-from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.fence import Epoch
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.container import pack, specify
 from verl_slurm.runtime_state.format import Arrays, RecordHeader, RuntimeState
 from verl_slurm.runtime_state.segment import frame, head
+from verl_slurm.save_path.protocol import Outcome, Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
 
@@ -192,6 +195,7 @@ def manifests() -> Sequence[bytes]:
         FileEntry(path=p, size=3, sha256=_HASH)
         for p in ("config.yaml", "actor/__0_0.distcp", "actor/.metadata")
     ]
+    files.append(entry_of("actor/rank_0000.bin", bytes(CHUNK_BYTES + 1)))
     made = Manifest(
         name="step_000012_sp0007",
         step=12,
@@ -218,6 +222,28 @@ def seal_manifest(data: bytes) -> bytes:
         return json.dumps(raw).encode()
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return data
+
+
+def indexes() -> Sequence[bytes]:
+    halves = (
+        Piece(file=tensor_file(0), at=0, offset=(0, 0), shape=(3, 2)),
+        Piece(file=tensor_file(1), at=64, offset=(3, 0), shape=(1, 2)),
+    )
+    scalar = (Piece(file=tensor_file(0), at=128, offset=(), shape=()),)
+    tensors = {
+        "w": TensorEntry(dtype="bfloat16", shape=(4, 2), pieces=halves),
+        "step": TensorEntry(dtype="float32", shape=(), pieces=scalar),
+    }
+    return [render_index(TensorIndex(tensors=tensors))]
+
+
+def from_saver() -> Sequence[bytes]:
+    entry = FileEntry(path="actor/rank_0000.bin", size=3, sha256=_HASH)
+    outcome = Outcome(directory="/run/checkpoints/x", error="full", errno=28, seconds=0.5)
+    return [
+        msgspec.json.encode(message)
+        for message in (Ready(), Written(save=1, files=(entry,), outcomes=(outcome,)))
+    ]
 
 
 def schemas() -> Sequence[bytes]:

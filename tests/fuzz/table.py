@@ -18,9 +18,11 @@ from verl_slurm_daemon.rank_socket import parse_packet
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
 from verl_slurm.checkpoint import fingerprint, manifest, schema
+from verl_slurm.checkpoint.tensor_index import parse_index
 from verl_slurm.cli.story import Story, outcome, progress
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.errors import (
+    UNREADABLE,
     CheckpointCorrupt,
     ConfigError,
     DataError,
@@ -33,6 +35,7 @@ from verl_slurm.events import read_events
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import codec, ledger
+from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
 from verl_slurm.submit.inputs import check_row
 from verl_slurm.submit.model_files import check_model
@@ -244,6 +247,20 @@ TARGETS = (
         parse=_manifest,
         raises=(CheckpointCorrupt, SchemaMismatch),
         specimens=of.manifests,
+        form="json",
+    ),
+    Target(
+        name="index.json",
+        parse=lambda data: parse_index(data, where="here"),
+        raises=(CheckpointCorrupt,),
+        specimens=of.indexes,
+        form="json",
+    ),
+    Target(
+        name="the saver's answers",
+        parse=msgspec.json.Decoder(FromSaver).decode,
+        raises=(msgspec.MsgspecError, *UNREADABLE),
+        specimens=of.from_saver,
         form="json",
     ),
     Target(

@@ -106,3 +106,22 @@ def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "curves").exists()
     assert report.progress_line(ROW, TIMINGS, 2).startswith("step 1/2")
+
+
+def test_saves_have_curves_of_their_own_and_failures_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[dict[str, float], int]] = []
+    monkeypatch.setattr(Reporter, "_draw", lambda self, curves, step: drawn.append((curves, step)))
+    reporter = _reporter(tmp_path, Line([]))
+    reporter.stalled(0.25)
+    reporter.stalled(0.5)
+    reporter.step_done(ROW, TIMINGS)
+    step = int(ROW["step"])
+    assert drawn.pop()[0]["save/stall_s"] == 0.75
+    reporter.saved(0, SavedCheckpoint(name="step_000001", seconds=0.1, num_bytes=10), "the last step")
+    assert drawn.pop() == ({"save/seconds": 0.1, "save/bytes": 10.0, "save/one_copy": 0.0}, step)
+    for number in (1.0, 2.0):
+        reporter.save_failed(0, "no space")
+        assert drawn.pop() == ({"save/failed": number}, step)
+    reporter.close()

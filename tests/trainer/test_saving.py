@@ -101,6 +101,7 @@ class _Commits:
         contents: Contents,
         then: Callable[[Collective, SavedCheckpoint], None],
         *,
+        seconds_left: float | None = None,
         components: Components = (),
     ) -> Future[SavedCheckpoint]:
         step: Any = contents.runtime

@@ -19,6 +19,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -144,7 +145,13 @@ class _Open:
 
 
 def read_checked(
-    root: int, readings: Sequence[Reading], *, threads: int, on_problem: OnProblem, from_medium: bool = True
+    root: int,
+    readings: Sequence[Reading],
+    *,
+    threads: int,
+    on_problem: OnProblem,
+    from_medium: bool = True,
+    bytes_per_s: float | None = None,
 ) -> int:
     """Read chunks of files below `root`, check each, and copy what is wanted of it to where it goes.
 
@@ -156,11 +163,13 @@ def read_checked(
         threads: that read and hash; each has a buffer of 4 MiB.
         on_problem: told the path and what is wrong with it, or the error; from any thread, one at a time.
         from_medium: go past the page cache where that can be done.
+        bytes_per_s: one thread, which pauses so as to read no faster; None: as fast as it goes.
 
     Returns:
         Bytes read.
     """
-    work = _Work(root, readings, on_problem, from_medium)
+    work = _Work(root, readings, on_problem, from_medium, bytes_per_s)
+    threads = 1 if bytes_per_s else threads
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="read") as pool:
         done = [pool.submit(work.run) for _ in range(threads)]
         return sum(future.result() for future in done)
@@ -170,9 +179,15 @@ class _Work:
     """The queue that the threads share: chunks of one file after the other."""
 
     def __init__(
-        self, root: int, readings: Sequence[Reading], on_problem: OnProblem, from_medium: bool
+        self,
+        root: int,
+        readings: Sequence[Reading],
+        on_problem: OnProblem,
+        from_medium: bool,
+        bytes_per_s: float | None,
     ) -> None:
         self._root, self._on_problem, self._from_medium = root, on_problem, from_medium
+        self._bytes_per_s, self._started = bytes_per_s, time.monotonic()
         self._lock, self._said = threading.Lock(), threading.Lock()
         # The largest first: the last thread to end decides how long it takes.
         self._queue = self._jobs(sorted(readings, key=lambda reading: -reading.entry.size))
@@ -189,12 +204,17 @@ class _Work:
             try:
                 if not file.failed:
                     num_bytes += self._chunk(file, chunk, buffer)
+                    self._pause(num_bytes)
             finally:
                 with file.lock:
                     file.left -= 1
                     last = not file.left
                 if last:
                     file.closing.close()
+
+    def _pause(self, num_bytes: int) -> None:
+        if self._bytes_per_s:  # a speed limit is the one thing that only time can bring about
+            time.sleep(max(0.0, self._started + num_bytes / self._bytes_per_s - time.monotonic()))
 
     def _jobs(self, readings: Sequence[Reading]) -> Iterator[tuple[_Open, int]]:
         for reading in readings:

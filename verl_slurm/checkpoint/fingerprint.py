@@ -1,110 +1,146 @@
-"""The data set's fingerprint: a SHA-256 over every file of a tree, and what differs between two.
+"""The data set's fingerprint: taken of a tree, recorded for a run, and held against what is there now.
 
-Each entry is one line `kind NUL path NUL size NUL sha256 LF`, sorted by the path's UTF-8 bytes; the digest
-is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Kinds: `file`; `link`, a link to a file,
-hashed by the file's content (a cache may move its blobs); `directory`, an empty one. Links to directories
-are followed. Mode, owner and times do not count; content, name and kind do.
+What it is: `data_tree`. A look is full (every byte is read) or cached (a file with the same path, device, inode,
+size, mtime and ctime is taken to hash as before; what that cannot see is said in `hash_cache`). Which one:
+
+* What is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a change that
+  is accepted (`--force-resume`), a first start without a submission.
+* What is only compared with the record is cached: a later submission and its dry run, the daemon before each
+  start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
 """
 
-import hashlib
-import os
-import stat
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
 
-from verl_slurm.checkpoint.digest import hash_fd, num_threads
+from verl_slurm.checkpoint import hash_cache
+from verl_slurm.checkpoint.data_hash import hash_files
+from verl_slurm.checkpoint.data_tree import (
+    FORMAT,
+    Drift,
+    FileDigest,
+    Fingerprint,
+    drift,
+    sealed,
+    tree_digest,
+)
+from verl_slurm.checkpoint.data_walk import data_error, glance, lines_of, walk
 from verl_slurm.checkpoint.manifest import strict_json
-from verl_slurm.errors import CheckpointCorrupt, DataError, DatasetDrift
+from verl_slurm.errors import CheckpointCorrupt, DatasetDrift
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 
-__all__ = ["Drift", "FileDigest", "Fingerprint", "check_dataset", "drift", "fingerprint", "read", "write"]
+__all__ = [
+    "Drift",
+    "FileDigest",
+    "Fingerprint",
+    "Survey",
+    "check_dataset",
+    "drift",
+    "fingerprint",
+    "look",
+    "read",
+    "remember",
+    "survey",
+    "write",
+]
 
-_Kind = Literal["file", "link", "directory"]
-_HEAD = b"verl-slurm tree 1\n"
-_FORMAT = 1
-# A file or listing that changes this often while it is read is being written to.
+# A tree that changes this often while it is read is being written to.
 _ATTEMPTS = 3
 
 
-class FileDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of a tree; `size` in bytes."""
-
-    size: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: str
-    kind: _Kind = "file"
-
-
-class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tree: its digest, and its entries by relative path."""
-
-    digest: str
-    files: dict[str, FileDigest]
-    format: int = _FORMAT
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(f.size for f in self.files.values())
-
-
 @dataclass(frozen=True, kw_only=True)
-class Drift:
-    """What differs between two trees: relative paths, sorted. False when nothing does."""
+class Survey:
+    """What a look at a tree found, and how."""
 
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed)
-
-    def one_line(self, limit: int = 5) -> str:
-        """`1 changed (a.jsonl), 2 added (b.jsonl, c.jsonl)`."""
-        parts = []
-        for word, names in (("changed", self.changed), ("added", self.added), ("removed", self.removed)):
-            if names:
-                more = ", ..." if len(names) > limit else ""
-                parts.append(f"{len(names)} {word} ({', '.join(names[:limit])}{more})")
-        return ", ".join(parts) or "no difference"
+    root: Path
+    found: Fingerprint
+    num_read: int
+    """Files whose content was read now; the others are as the cache knew them."""
+    unnoticed: tuple[str, ...] = ()
+    """Full looks only: files of other content than the cache says, though their stamp is the same."""
+    notices: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None
+    """None: the cache is good as it is."""
+    trusted: frozenset[str] = frozenset()
+    began_ns: int = 0
 
 
 def fingerprint(root: Path | str, *, threads: int | None = None) -> Fingerprint:
-    """Hash the whole tree below `root`.
+    """Read and hash the whole tree below `root`.
 
     Args:
-        threads: that hash; default: one a core.
+        threads: that hash; default: as many as help.
 
     Raises:
         DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of
             links, a device, socket or pipe, a name that is no UTF-8, or keeps changing while it is read.
 
-    Called by: submit at the first start, the daemon before each later one, cli.
+    Called by: trainer.
+    """
+    return survey(root, threads=threads).found
+
+
+def survey(
+    root: Path | str,
+    *,
+    cache: Path | None = None,
+    full: bool = False,
+    threads: int | None = None,
+    clock_ns: Callable[[], int] = time.time_ns,
+) -> Survey:
+    """Look at the tree below `root`. Writes nothing: that is `remember`.
+
+    Args:
+        cache: of an earlier look; None: every file is read.
+        full: read every file all the same, and say where the cache was wrong.
+        threads: that hash; default: as many as help.
+        clock_ns: the wall clock, ns since 1970.
+
+    Raises:
+        DataError: as `fingerprint`.
+
+    Called by: submit, cli.
     """
     root = Path(root)
-    for _ in range(_ATTEMPTS):
-        before = _list(root)
-        if not any(kind != "directory" for kind in before.values()):
-            raise _error("the data set is empty", root, "no file below it", "at least one file")
-        with ThreadPoolExecutor(max_workers=threads or num_threads(), thread_name_prefix="tree") as pool:
-            digests = pool.map(lambda item: _digest(root / item[0], item[1]), before.items())
-            files = dict(zip(before, digests, strict=True))
-        if _list(root) == before:
-            return Fingerprint(digest=_tree_digest(files), files=files)
-    raise _error("the data set changes while it is read", root, "files come and go", "files at rest")
-
-
-def drift(old: Fingerprint, new: Fingerprint) -> Drift:
-    """What of `old` is not as it was in `new`; pure."""
-    return Drift(
-        added=tuple(sorted(new.files.keys() - old.files.keys())),
-        removed=tuple(sorted(old.files.keys() - new.files.keys())),
-        changed=tuple(sorted(p for p in old.files.keys() & new.files.keys() if old.files[p] != new.files[p])),
+    began_ns = clock_ns()
+    seen, (old, notice) = glance(root, lambda: hash_cache.load(cache) if cache else (None, None))
+    lines = None
+    if not full and old is not None and old.whole and seen is not None:
+        if seen == old.text:
+            return Survey(root=root, found=old.fingerprint, num_read=0)
+        lines = lines_of(root, seen)  # where there are links, or in another order
+        if lines is not None and set(lines) == set(old.lines()):
+            return Survey(root=root, found=old.fingerprint, num_read=0)
+    cached = old.known() if old is not None else {}
+    lines = lines or lines_of(root, seen) or walk(root)
+    found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached), threads)
+    unnoticed = [_path(line) for line in lines if full and line in cached and known[line] != cached[line]]
+    return Survey(
+        root=root,
+        found=found,
+        num_read=num_read,
+        unnoticed=tuple(sorted(unnoticed)),
+        notices=(notice,) if notice else (),
+        lines=tuple(lines),
+        trusted=frozenset() if full else frozenset(cached),
+        began_ns=began_ns,
     )
+
+
+def remember(path: Path, seen: Survey) -> str | None:
+    """Keep what `seen` found as the hash cache `path`; what went wrong with that, in one line.
+
+    Called by: submit, cli.
+    """
+    if seen.lines is None:
+        return None
+    kept = hash_cache.settled(seen.root, seen.found, seen.lines, seen.trusted, began_ns=seen.began_ns)
+    return hash_cache.save(path, kept)
 
 
 def read(paths: RunPaths) -> Fingerprint | None:
@@ -119,9 +155,9 @@ def read(paths: RunPaths) -> Fingerprint | None:
         return None
     try:
         found = msgspec.convert(strict_json(data), Fingerprint)
-        if found.format != _FORMAT:
-            raise ValueError(f"format {found.format}, expected {_FORMAT}")
-        if found.digest != _tree_digest(found.files):
+        if found.format != FORMAT:
+            raise ValueError(f"format {found.format}, expected {FORMAT}")
+        if found.digest != tree_digest(found.files):
             raise ValueError("its digest is not that of its entries")
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointCorrupt(
@@ -143,23 +179,54 @@ def write(paths: RunPaths, found: Fingerprint) -> None:
     write_file(paths.fingerprint, msgspec.json.format(text, indent=1) + b"\n")
 
 
-def check_dataset(paths: RunPaths, root: Path | str, *, accept: bool = False) -> Fingerprint:
+def look(
+    paths: RunPaths, root: Path | str, recorded: Fingerprint | None, *, may_record: bool = False
+) -> Survey:
+    """Look at the data of a run, in full where what is found may be recorded. Writes nothing.
+
+    Args:
+        recorded: what to compare with; None: what is found will be recorded.
+        may_record: a difference may be accepted, and recorded then.
+
+    Raises:
+        DataError: as `fingerprint`.
+
+    Called by: submit, `check_dataset`.
+    """
+    if recorded is None:
+        return survey(root)
+    seen = survey(root, cache=paths.hash_cache)
+    if may_record and drift(recorded, seen.found):
+        return survey(root)
+    return seen
+
+
+def check_dataset(
+    paths: RunPaths,
+    root: Path | str,
+    *,
+    accept: bool = False,
+    notice: Callable[[str], None] = lambda text: None,
+) -> Fingerprint:
     """Hold the data at `root` to what the run started with; records it where nothing is recorded yet.
 
     Args:
         accept: take changed data and record it (`--force-resume`).
+        notice: told of a hash cache that cannot be read or kept.
 
     Raises:
         DatasetDrift: it is not the same; the differing files are in `found`.
         DataError: it cannot be hashed.
 
-    Called by: daemon, at every start.
+    Called by: daemon, at every start; trainer, where there is no daemon.
     """
-    recorded, found = read(paths), fingerprint(root)
-    if recorded is None:
-        write(paths, found)
-        return found
-    difference = drift(recorded, found)
+    recorded = read(paths)
+    seen = look(paths, root, recorded, may_record=accept)
+    found = seen.found
+    difference = drift(recorded, found) if recorded is not None else None
+    for text in (*seen.notices, remember(paths.hash_cache, seen)):
+        if text:
+            notice(text)
     if difference and not accept:
         raise DatasetDrift(
             "the data set is not the one the run started with",
@@ -168,84 +235,49 @@ def check_dataset(paths: RunPaths, root: Path | str, *, accept: bool = False) ->
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
         )
-    if difference:
+    if recorded is None or difference:
         write(paths, found)
     return found
 
 
-def _tree_digest(files: Mapping[str, FileDigest]) -> str:
-    digest = hashlib.sha256(_HEAD)
-    for path in sorted(files, key=lambda p: p.encode()):
-        entry = files[path]
-        digest.update(f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n".encode())
-    return digest.hexdigest()
+def _read_tree(
+    root: Path, lines: list[str], known: dict[str, FileDigest], threads: int | None
+) -> tuple[Fingerprint, list[str], int, dict[str, FileDigest]]:
+    """Read what is not known, and walk again until a walk shows nothing new.
+
+    Returns:
+        What was found, the lines it was found of, how many files were read, and `known` with these.
+    """
+    read_now: set[str] = set()
+    for _ in range(_ATTEMPTS + 1):
+        unknown = [line for line in lines if line not in known and not line.startswith("d ")]
+        if not unknown and (found := _assemble(root, lines, known)) is not None:
+            return found, lines, len(read_now), known
+        hashed = hash_files(root, unknown, threads=threads)
+        known.update(hashed)
+        read_now.update(hashed)
+        before = lines
+        # Most often nothing changed meanwhile: so it is put together while find looks.
+        seen, found = glance(root, partial(_assemble, root, before, known))
+        lines = lines_of(root, seen) or walk(root)
+        if found is not None and (lines == before or set(lines) == set(before)):
+            return found, lines, len(read_now), known
+    raise data_error("the data set changes while it is read", root, "files come and go", "files at rest")
 
 
-def _list(root: Path) -> dict[str, _Kind]:
-    """Relative path → kind, sorted."""
-    found: dict[str, _Kind] = {}
+def _assemble(root: Path, lines: list[str], known: dict[str, FileDigest]) -> Fingerprint | None:
+    """None: there is a line that is not known."""
     try:
-        _descend(root, "", found, frozenset())
-    except OSError as error:
-        raise _error(
-            "the data set cannot be read", error.filename or root, error.strerror, "a directory of files"
-        ) from error
-    return dict(sorted(found.items()))
+        files = {_path(line): known[line] for line in lines if not line.startswith("d ")}
+    except KeyError:
+        return None
+    if not files:
+        raise data_error("the data set is empty", root, "no file below it", "at least one file")
+    folders = [line[2:] for line in lines if line.startswith("d ")]
+    parents = {path.rpartition("/")[0] for path in (*folders, *files)}
+    empty = FileDigest(size=0, sha256="", kind="directory")
+    return sealed(files | {path: empty for path in folders if path not in parents})
 
 
-def _descend(folder: Path, prefix: str, found: dict[str, _Kind], above: frozenset[tuple[int, int]]) -> None:
-    info = os.stat(folder)
-    here = (info.st_dev, info.st_ino)
-    if here in above:
-        raise _error("the data set has a loop of links", folder, "a link to a directory above it", "a tree")
-    empty = True
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            empty = False
-            path = prefix + entry.name
-            try:
-                path.encode()
-            except UnicodeEncodeError:
-                raise _error("a data file's name is no UTF-8", ascii(path), None, "a UTF-8 name") from None
-            mode = entry.stat().st_mode  # of what a link points to; a broken one is an OSError
-            if stat.S_ISDIR(mode):
-                _descend(folder / entry.name, path + "/", found, above | {here})
-            elif stat.S_ISREG(mode):
-                found[path] = "link" if entry.is_symlink() else "file"
-            else:
-                raise _error("the data set holds a special file", path, f"mode {mode:o}", "files and folders")
-    if empty and prefix:
-        found[prefix[:-1]] = "directory"
-
-
-def _digest(path: Path, kind: _Kind) -> FileDigest:
-    if kind == "directory":
-        return FileDigest(size=0, sha256="", kind=kind)
-    for _ in range(_ATTEMPTS):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                before = os.fstat(fd)
-                if not stat.S_ISREG(before.st_mode):
-                    break
-                size, digest = hash_fd(fd)
-                after = os.fstat(fd)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            break
-        except OSError as error:
-            raise _error("a data file cannot be read", path, error.strerror, "a readable file") from error
-        if size == after.st_size and _stamp(before) == _stamp(after):
-            return FileDigest(size=size, sha256=digest, kind=kind)
-    raise _error("the data set changes while it is read", path, "another content each time", "files at rest")
-
-
-def _stamp(info: os.stat_result) -> tuple[int, int, int, int]:
-    return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
-
-
-def _error(what: str, where: object, found: object, expected: str) -> DataError:
-    return DataError(
-        what, where=where, found=found, expected=expected, remedy="set data.root to a directory of data files"
-    )
+def _path(line: str) -> str:
+    return line.split(" ", 6)[6]

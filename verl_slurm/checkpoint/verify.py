@@ -36,6 +36,7 @@ def verify(
     require_owner: bool = True,
     keys: Keyring | None = None,
     threads: int | None = None,
+    bytes_per_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Verdict:
     """Check one checkpoint directory in full.
@@ -47,6 +48,7 @@ def verify(
             (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
         keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
         threads: that hash; default: one a core.
+        bytes_per_s: read no faster, with one thread; None: as fast as it goes.
 
     Returns:
         The verdict. Never raises for what it finds, not even for a directory that is not there.
@@ -69,7 +71,7 @@ def verify(
                 if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
                 problems.extend(_tree_problems(manifest, entries))
-                num_bytes = _check_files(root, manifest, problems, threads or num_threads())
+                num_bytes = _check_files(root, manifest, problems, threads or num_threads(), bytes_per_s)
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
@@ -178,7 +180,9 @@ def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
     return problems
 
 
-def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads: int) -> int:
+def _check_files(
+    root: int, manifest: Manifest, problems: list[Problem], threads: int, bytes_per_s: float | None
+) -> int:
     """Read and check every file the manifest names; returns the bytes read."""
 
     def found(path: str, what: str | OSError) -> None:
@@ -186,7 +190,13 @@ def _check_files(root: int, manifest: Manifest, problems: list[Problem], threads
             _os_problem(path, what) if isinstance(what, OSError) else Problem(path=path, what=what)
         )
 
-    return read_checked(root, [Reading(entry) for entry in manifest.files], threads=threads, on_problem=found)
+    return read_checked(
+        root,
+        [Reading(entry) for entry in manifest.files],
+        threads=threads,
+        on_problem=found,
+        bytes_per_s=bytes_per_s,
+    )
 
 
 def _shown(problem: Problem) -> Problem:

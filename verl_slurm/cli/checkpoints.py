@@ -141,21 +141,37 @@ def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
 @click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
 @click.argument("place", type=PLACE)
 @click.option("--against", type=RUN, help="Compare with the data that this run started with.")
+@click.option("--full", is_flag=True, help="Read every file, whatever is remembered of it.")
 @json_option
-def fingerprint(place: Path, against: RunPaths | None, as_json: bool) -> int:
+def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool) -> int:
     """The SHA-256 tree hash of a data set; of a run, whether its data has changed since its first start.
 
     PLACE is a data directory, or a run: then its data root is hashed and compared. On drift every added,
     removed and changed file is listed, and the exit code is 16.
+
+    A file with the same path, device, inode, size, mtime and ctime as at the last look is not read again
+    (remembered in RUN/.dataset_hashes, or below ~/.cache/verl-slurm for a directory), unless it was younger than
+    a minute then, or lies on a file system whose ctime proves nothing (FUSE, SMB, images). To set an old mtime
+    after a change does not hide it, as that moves ctime. What can hide it: a clock set back, bytes changed
+    below the file system (bad disk, restored image), a write through a mapping on tmpfs, and on NFS, for a
+    minute, another node's write. --full reads every byte all the same, and names the files whose content
+    changed behind an unchanged stamp.
     """
     from verl_slurm.checkpoint import fingerprint as prints
+    from verl_slurm.checkpoint.hash_cache import default_path
     from verl_slurm.config.load import load_resolved
 
-    root = place
+    root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
         against = against or RunPaths(place.resolve())
-        root = Path(load_resolved(place / "run.yaml").data.root)
-    now = prints.fingerprint(root)
+        root, cache = Path(load_resolved(place / "run.yaml").data.root), RunPaths(place.resolve()).hash_cache
+    seen = prints.survey(root, cache=cache, full=full)
+    now = seen.found
+    for notice in (*seen.notices, prints.remember(cache, seen)):
+        if notice:
+            render.warning(notice)
+    for name in seen.unnoticed:
+        render.warning(f"{name}: the content changed, its size and times did not (found by --full)")
     old = None if against is None else prints.read(against)
     if against is not None and old is None:
         raise NotFound(
@@ -171,10 +187,16 @@ def fingerprint(place: Path, against: RunPaths | None, as_json: bool) -> int:
     )
     same = not any(changes.values())
     if as_json:
-        answer: dict[str, Any] = {"root": str(root), "digest": now.digest, "num_files": len(now.files)}
+        answer: dict[str, Any] = {
+            "root": str(root),
+            "digest": now.digest,
+            "num_files": len(now.files),
+            "num_read": seen.num_read,
+            "unnoticed": list(seen.unnoticed),
+        }
         render.json_value(answer if old is None else answer | {"same": same} | changes)
     else:
-        render.line(f"{now.digest}  {root}  {len(now.files)} files")
+        render.line(f"{now.digest}  {root}  {len(now.files)} files, {seen.num_read} read")
         for kind, names in changes.items():
             for name in names:
                 render.line(f"{kind:<8} {name}")

@@ -40,6 +40,16 @@ COMMANDS: dict[str, Entry] = {
     "diff": Entry("inspection", "diff", "How two checkpoints differ: schema, config, topology, data."),
     "export": Entry("export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
     "prune": Entry("prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."),
+    "scrub": Entry(
+        "scrub", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
+    ),
+    "tiers": Entry(
+        "tiers", "tiers", "What of a run lies in which storage tier, and whether it was read back."
+    ),
+    "offload": Entry(
+        "tiers", "offload", "Copy verified checkpoints on to the run's tiers, drop what is too old."
+    ),
+    "fetch-back": Entry("tiers", "fetch_back", "Bring a checkpoint back from a tier, verified."),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "key": Entry("key", "key", "Make a key to encrypt and sign checkpoints with, or show its id."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),

@@ -169,6 +169,11 @@ def _drift(event: Event) -> str:
     return f"goes on with changed data, as asked: {', '.join(counts)}"
 
 
+def _scrubbed(event: Event) -> str:
+    found = "good" if event.get("good") is True else f"BAD: {event.get('detail')}"
+    return f"scrub of {event.get('name')}: {found}"
+
+
 _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "submitted": _submitted,
     "started": _started,
@@ -196,5 +201,6 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",
     "resume": lambda event: f"resume: {event.get('reason')}",
+    "scrubbed": _scrubbed,
     "second_copy": lambda event: f"second copy: {event.get('reason')}",
 }

@@ -97,6 +97,8 @@ def submit(
     paths = RunPaths(plan.run_dir)
     offset = paths.events.stat().st_size if paths.events.exists() else 0
     done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)
+    for note in done.notes[len(plan.notes) :]:
+        render.warning(note)
     if as_json:
         render.json_value(done)
     elif done.job_id is None:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
+from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.errors import ConfigError
 
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
@@ -40,15 +41,6 @@ OWN_OPTIONS = {
 }
 
 
-class Complaint(NamedTuple):
-    """One thing that does not fit: which key, what it has, what it should have, what to do."""
-
-    key: str
-    found: str
-    expected: str
-    remedy: str
-
-
 def check(config: RunConfig, source: str) -> None:
     """Refuse a config whose values do not go together.
 
@@ -72,7 +64,8 @@ def check(config: RunConfig, source: str) -> None:
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
     parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _keys, _slurm)
-    return [complaint for part in parts for complaint in part(config)]
+    found = [complaint for part in parts for complaint in part(config)]
+    return [*found, *tier_complaints(config.tiers)]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:

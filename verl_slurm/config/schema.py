@@ -19,6 +19,7 @@ __all__ = [
     "RunConfig",
     "SlurmConfig",
     "StepInterval",
+    "TierConfig",
     "TrainConfig",
 ]
 
@@ -178,6 +179,12 @@ class CheckpointConfig(_Section, frozen=True):
     """A partial save holds the optimizer state too, that of all that trains. It makes it no more resumable."""
     partial_every_steps: NonNegative = 0
     """How often a partial save is made, in steps; where a full save is due as well, that one serves. 0: never."""
+    store_frozen: bool = True
+    """Keep a copy of the reference and the reward model in RUN/frozen, once, by content."""
+    scrub_every_h: NonNegativeFloat = 24.0
+    """The daemon reads each checkpoint back this often, one after the other. 0: never."""
+    scrub_mb_per_s: PositiveFloat = 50.0
+    """How fast it reads for that."""
     local_dir: str | None = None
     """A directory on each node's own disk (NVMe) for a second copy, written at the same time. With shared
     storage gone, training goes on with that copy alone, and the next start brings it home."""
@@ -221,6 +228,38 @@ class DaemonConfig(_Section, frozen=True):
     """From the start of the ranks to their first word."""
 
 
+class TierConfig(_Section, frozen=True):
+    """One more place for verified checkpoints, behind the run's own `checkpoints/` (`verl_slurm.tiers.layout`).
+
+    Credentials never stand here: an S3 tier takes them where every AWS tool does (environment, `~/.aws`, the
+    instance's role).
+    """
+
+    name: str
+    kind: str
+    """`posix`, `s3`, `archive` (either of the two, by `path` or `bucket`; never pruned) or `plugin:NAME`."""
+    path: str | None = None
+    """Of a directory tier, seen by the job's first node. Must exist, so that a place that is not mounted is noticed;
+    what is made below it is 0700."""
+    bucket: str | None = None
+    prefix: str = "verl-slurm"
+    """What all of this tier's names begin with, below `path` or in `bucket`."""
+    endpoint: str | None = None
+    """Of an S3 server that is not Amazon's: https://HOST[:PORT]."""
+    region: str | None = None
+    storage_class: str | None = None
+    """An S3 storage class, e.g. STANDARD_IA or DEEP_ARCHIVE."""
+    keep_days: Positive | None = None
+    """Older ones go, where the next tier has them (`verl_slurm.tiers.plan`). null: for ever."""
+    verify: Literal["reread", "checksum"] = "reread"
+    """reread: every object is fetched again and hashed. checksum: the server's own checksum (its ETag, an MD5) is
+    compared; needs no second transfer, and believes the server that it stored what it hashed."""
+    insecure: bool = False
+    """Allow an http:// endpoint that is not on this machine. TLS certificates are always checked."""
+    options: dict[str, str] = {}
+    """What a plug-in wants to know."""
+
+
 class RunConfig(_Section, frozen=True):
     """A whole run."""
 
@@ -237,3 +276,7 @@ class RunConfig(_Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     slurm: SlurmConfig = SlurmConfig()
     daemon: DaemonConfig = DaemonConfig()
+    tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
+    """Where verified checkpoints move by themselves, nearest first, e.g. node NVMe, object store, archive."""
+    tiers_every_min: Positive = 15
+    """The daemon has the mover look this often, besides after every verified checkpoint."""

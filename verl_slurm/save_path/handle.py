@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.errors import UNREADABLE
 from verl_slurm.save_path.arena import Arena
 from verl_slurm.save_path.protocol import ArenaFile, FromSaver, Ready, Sealing, Write, Written
 
@@ -93,7 +94,7 @@ class SaverProcess:
         line, _, self._pending = self._pending.partition(b"\n")
         try:
             message: FromSaver = self._decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise self._died(f"{line[:200]!r}") from error
         return message
 

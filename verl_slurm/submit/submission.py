@@ -154,8 +154,8 @@ def carry_out(
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
-    seen = prints.fingerprint(Path(config.data.root))
-    drift = _confirmed_drift(plan, seen, confirm_drift)
+    seen, drift = _confirmed_drift(plan, Path(config.data.root), confirm_drift)
+    notices = list(seen.notices)
     job_id: str | None = None
     with ExitStack() as held:
         with ExitStack() as undo:
@@ -181,7 +181,9 @@ def carry_out(
                 paths.orchestration.unlink()
             if drift is not None or not plan.begun or not paths.fingerprint.exists():
                 _keep(undo, paths.fingerprint)
-                prints.write(paths, seen)
+                prints.write(paths, seen.found)
+            if forgotten := prints.remember(paths.hash_cache, seen):
+                notices.append(forgotten)
             if not prepare_only:
                 job_id = submit_job(msgspec.structs.replace(plan, config=config))
             undo.pop_all()  # a job exists: from here on nothing is undone
@@ -195,7 +197,7 @@ def carry_out(
         job_id=job_id,
         new_run=plan.new_run,
         changed=tuple(changed),
-        notes=plan.notes,
+        notes=(*plan.notes, *notices),
     )
 
 
@@ -228,15 +230,17 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
     Called by: cli.submit, for a dry run.
     """
     if plan.begun:
-        _confirmed_drift(plan, prints.fingerprint(Path(plan.config.data.root)), confirm_drift)
+        _confirmed_drift(plan, Path(plan.config.data.root), confirm_drift)
 
 
 def _confirmed_drift(
-    plan: SubmissionPlan, seen: prints.Fingerprint, confirm_drift: Confirm | None
-) -> prints.Drift | None:
+    plan: SubmissionPlan, root: Path, confirm_drift: Confirm | None
+) -> tuple[prints.Survey, prints.Drift | None]:
     """What has changed in the data of a run that has begun; one that has not may start on other data."""
-    old = prints.read(RunPaths(plan.run_dir)) if plan.begun else None
-    drift = (prints.drift(old, seen) or None) if old is not None else None
+    paths = RunPaths(plan.run_dir)
+    old = prints.read(paths) if plan.begun else None
+    seen = prints.look(paths, root, old, may_record=confirm_drift is not None)
+    drift = (prints.drift(old, seen.found) or None) if old is not None else None
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
         raise DatasetDrift(
             "the data has changed since the run started",
@@ -245,7 +249,7 @@ def _confirmed_drift(
             expected="the files of the first start",
             remedy="restore them, start a new run, or accept the change with --force-resume",
         )
-    return drift
+    return seen, drift
 
 
 def _changes(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:

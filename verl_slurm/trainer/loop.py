@@ -183,6 +183,7 @@ class Loop:
         started = time.perf_counter()
         self._settle()
         waited = time.perf_counter() - started
+        self._reporter.stalled(waited)
         self._reporter.say(f"training waited {waited:.2f} s: the save before was still being written")
 
     def _settle(self) -> None:

@@ -54,6 +54,8 @@ class Reporter:
     ) -> None:
         self._rank, self._line, self._total_steps = rank, line, total_steps
         self._safe_points = 0
+        self._step, self._stall_s = first_step, 0.0
+        self._num_failed = 0
         self._writer: tb.SummaryWriter | None = None
         if rank == 0:
             self._curves(lambda: self._open_curves(tensorboard, first_step))
@@ -78,7 +80,13 @@ class Reporter:
         self.say(progress_line(row, timings, self._total_steps))
         curves = {f"train/{name}": value for name, value in row.items() if name != "step"}
         curves |= {f"time/{name}": value for name, value in timings.items()}
-        self._curves(lambda: self._draw(curves, int(row["step"])))
+        curves["save/stall_s"], self._stall_s = self._stall_s, 0.0
+        self._step = int(row["step"])
+        self._curves(lambda: self._draw(curves, self._step))
+
+    def stalled(self, seconds: float) -> None:
+        """Training waited for a save: a copy that was not done, or a save before that was still being written."""
+        self._stall_s += seconds
 
     def save_started(self, request_id: int, step: int, safe_point: int) -> None:
         self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
@@ -101,11 +109,16 @@ class Reporter:
             self.say(f"saved {done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {why}")
             if done.problem:
                 self.complain(f"degraded: {done.name} is {done.problem}")
+            curves = {"save/seconds": done.seconds, "save/bytes": float(done.num_bytes)}
+            curves["save/one_copy"] = float(bool(done.problem))
+            self._curves(lambda: self._draw(curves, self._step))
 
     def save_failed(self, request_id: int, reason: str) -> None:
         if self._rank == 0:
             self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason))
             self.complain(f"save failed: {reason}")
+            self._num_failed += 1
+            self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))
 
     def notice(self, notice: Notice) -> None:
         """Tell the daemon, who writes it into the journal, and the log; from rank 0."""

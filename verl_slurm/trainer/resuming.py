@@ -113,7 +113,7 @@ def check_manifest(
             where=directory,
             found=", ".join(frozen.get(role, "none") for role in changed),
             expected=", ".join(manifest.frozen.get(role, "none") for role in changed),
-            remedy="put the former model back, or start a new run",
+            remedy="put the former model back (RUN/frozen has it by digest), or start a new run",
         )
     return manifest
 

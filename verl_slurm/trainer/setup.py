@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl_slurm.checkpoint.fingerprint import check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
@@ -150,8 +151,9 @@ def build_loop(
         encryption=config.checkpoint.encryption,
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
+    # The tensors that a save copies must not change before it has.
     for optimizer in (optimizers.actor, optimizers.critic):
-        optimizer.register_step_pre_hook(lambda *_: _wait_for_copy(saver))
+        optimizer.register_step_pre_hook(lambda *_: reporter.stalled(saver.fence()))
     return Loop(
         config=config,
         shape=shape,
@@ -213,10 +215,15 @@ def _first_look(
     # A daemon has held the data set against its fingerprint just now, and may have accepted a change.
     recorded = None if isinstance(line, NoDaemon) else read_fingerprint(paths)
     data = recorded or check_dataset(paths, data_root)
-    frozen = {"reference": fingerprint(model_path).digest}
+    models = {"reference": model_path}
     kind, _, name = config.model.reward.partition(":")
     if kind == "classifier":
-        frozen["reward"] = fingerprint(Path(name)).digest
+        models["reward"] = Path(name)
+    seen = {role: fingerprint(path) for role, path in models.items()}
+    if config.checkpoint.store_frozen:
+        for role, path in models.items():
+            store_frozen(paths, path, seen[role])
+    frozen = {role: found.digest for role, found in seen.items()}
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
@@ -227,11 +234,6 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
     if directory is None:
         return None
     return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
-
-
-def _wait_for_copy(saver: CheckpointSaver) -> None:
-    """The tensors that a save copies must not change before it has."""
-    saver.fence()
 
 
 def _state_bytes(models: Models) -> int:

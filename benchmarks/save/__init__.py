@@ -1,0 +1,1 @@
+"""Saving and loading measured: this project beside its peers, interleaved in one run. See `__main__`."""

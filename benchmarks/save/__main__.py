@@ -1,0 +1,152 @@
+"""Saving and loading measured, this project beside its peers, interleaved in one run.
+
+    python -m benchmarks.save                                     everything, 1 GiB, 5 repetitions (make bench)
+    python -m benchmarks.save --quick                             1/8 GiB, 2 repetitions: no figures to quote
+    python -m benchmarks.save --what stall --peers ours,dcp,nvrx_fork --json RUN.json
+    python -m benchmarks.save --show RUN.json                     the tables of a run again
+    python -m benchmarks.save --page RUN.json > RUN.md
+
+Peers that are not installed are left out, and said. As root the page cache is dropped before every cold read;
+else reads are warm, and that is said. Compare within one run only: page cache, balloon and neighbours of a
+virtual machine move all figures together.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.save.launcher import Launcher
+from benchmarks.save.machine import environment
+from benchmarks.save.page import page
+from benchmarks.save.records import MODES, Run
+from benchmarks.save.registry import DEFAULT, PEERS, absent, entry
+from benchmarks.save.report import text
+
+__all__ = ["main"]
+
+_QUICK = {"gib": 0.125, "reps": 2, "generation_s": 0.3, "busy_s": 0.8, "quiet_s": 0.0}
+_EVERYTHING = tuple(MODES)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0: measured (whether targets were met or not); 1: a group of processes failed; 2: usage."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.quick:
+        parser.set_defaults(**_QUICK)
+        options = parser.parse_args(argv)
+    for path, render in ((options.show, text), (options.page, page)):
+        if path is not None:
+            print(render(msgspec.json.decode(path.read_bytes(), type=Run)), end="")
+            return 0
+    plugins = dict(item.split("=", 1) for item in options.plugin)
+    asked = tuple(dict.fromkeys((*options.peers, *plugins)))
+    missing = {name: reason for name in asked if (reason := absent(name, plugins))}
+    peers = tuple(name for name in asked if name not in missing)
+    for name, reason in missing.items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="vs-bench-") as scratch:
+        # Made with a name of their own, so that nothing that lies there is touched.
+        media = (options.dir, options.second_dir or options.dir)
+        first, second = (Path(tempfile.mkdtemp(prefix="vs-bench-", dir=medium)) for medium in media)
+        launcher = Launcher(
+            ranks=options.ranks,
+            gib=options.gib,
+            reps=options.reps,
+            peers=peers,
+            plugins=plugins,
+            directories=(first, second),
+            scratch=Path(scratch),
+            generation_s=options.generation_s,
+            busy_s=options.busy_s,
+            quiet_s=options.quiet_s,
+            until=time.monotonic() + 60 * options.minutes,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        try:
+            machine = environment((first, second))
+            same = first.stat().st_dev == second.stat().st_dev
+            launcher.run(options.what)
+        finally:
+            shutil.rmtree(first)
+            shutil.rmtree(second)
+    run = Run(
+        command=shlex.join(["python", "-m", "benchmarks.save", *(sys.argv[1:] if argv is None else argv)]),
+        environment=msgspec.structs.replace(machine, load_after=os.getloadavg()),
+        ranks=options.ranks,
+        gib=options.gib,
+        reps=options.reps,
+        what=options.what,
+        peers=peers,
+        labels={name: entry(name, plugins).label for name in peers},
+        kinds={name: entry(name, plugins).kind for name in peers},
+        absent=missing,
+        state_bytes=launcher.state_bytes,
+        num_tensors=launcher.num_tensors,
+        same_medium=same,
+        samples=launcher.samples,
+    )
+    data = msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n"
+    if options.json == Path("-"):
+        print(data.decode(), end="")
+    else:
+        if options.json:
+            options.json.write_bytes(data)
+        print(text(run), end="")
+    return int(launcher.failed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.save",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="peers: " + ", ".join(f"{name} ({known.label})" for name, known in PEERS.items()),
+    )
+    add = parser.add_argument
+    add("--gib", type=float, default=1.0, help="size of model and optimizer state over all ranks (default 1)")
+    add("--reps", type=int, default=5, help="timed repetitions, a cold one before them (default 5)")
+    add("--ranks", type=int, default=2, help="processes the model is sharded over (default 2)")
+    add("--what", type=_among(tuple(MODES)), default=_EVERYTHING, help=f"some of {','.join(MODES)}")
+    add("--peers", type=_among(tuple(PEERS)), default=DEFAULT, help="some of those below (default: all)")
+    add("--plugin", action="append", default=[], metavar="NAME=MODULE:CLASS", help="one more, a Peer")
+    add("--dir", type=Path, default=Path.cwd(), help="medium to write to (default: here)")
+    add("--second-dir", type=Path, default=None, help="second medium of the dual write (default: the same)")
+    add("--generation-s", type=float, default=1.0, help="length of the phase that only reads (default 1 s)")
+    add(
+        "--busy-s", type=float, default=3.0, help="how long training goes on during a busy save (default 3 s)"
+    )
+    add("--quiet-s", type=float, default=3.0, help="wait so long for an idle machine, at most (default 3 s)")
+    add(
+        "--quick",
+        action="store_true",
+        help="other defaults: " + ", ".join(f"{k} {v}" for k, v in _QUICK.items()),
+    )
+    add("--minutes", type=float, default=90.0, help="begin nothing further after that (default 90)")
+    add("--json", type=Path, metavar="OUT", help="write the whole run there; -: instead of the tables")
+    add("--show", type=Path, metavar="RUN", help="print the tables of a run, measure nothing")
+    add("--page", type=Path, metavar="RUN", help="print a run as Markdown, measure nothing")
+    return parser
+
+
+def _among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def parse(value: str) -> tuple[str, ...]:
+        names = tuple(value.split(","))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+        return names
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""`tiers`, `offload` and `fetch-back` on checkpoints made through the real commit."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from verl_slurm.checkpoint.commit import commit
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import DataConfig, RunConfig, TierConfig
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """One checkpoint, and an archive."""
+    paths = RunPaths(tmp_path / "run")
+    private_dir(paths.root)
+    private_dir(tmp_path / "cold")
+    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
+    config = RunConfig(name="run", data=DataConfig(root=str(tmp_path)), tiers=(cold,))
+    paths.run_yaml.write_bytes(dump(config))
+    staging = stage(paths, 10)
+    commit(staging, manifest_of(staging), epoch_check=owns_it)
+    return paths
+
+
+def test_a_checkpoint_goes_out_and_comes_back(cli: Cli, run: RunPaths) -> None:
+    plan = cli("offload", run.root, "--dry-run", "--json").json
+    assert [(a["name"], a["tier"], a["reason"]) for a in plan["copy"]] == [
+        ("step_000010", "cold", "not here yet")
+    ]
+    assert plan["drop"] == []
+    assert "would copy 1 and drop 0" in cli("offload", run.root, "--dry-run").out
+    assert cli("tiers", run.root, "--json").json["last_good"] is None
+    assert "copied 1, dropped 0" in cli("offload", run.root).out
+    shown = cli("tiers", run.root)
+    assert shown.code == ExitCode.OK
+    assert shown.out.count("the last good one") == 2
+    assert "incomplete" not in shown.out
+    shutil.rmtree(run.checkpoints / "step_000010")
+    back = cli("fetch-back", run.root, "--json").json
+    assert (back["name"], back["tier"]) == ("step_000010", "cold")
+    assert verify(Path(back["path"])).ok
+    assert "is there and verifies" in cli("fetch-back", run.root, "step_000010").out
+
+
+def test_a_tier_that_is_not_mounted_is_said_with_its_own_exit_code(cli: Cli, run: RunPaths) -> None:
+    (run.root.parent / "cold").rmdir()
+    for words in (("tiers",), ("offload",), ("offload", "--dry-run")):
+        result = cli(words[0], run.root, *words[1:])
+        assert result.code == ExitCode.TIER
+        assert "tier cold does not answer" in result.error
+    answer = cli("tiers", run.root, "--json")
+    assert (answer.code, answer.json["ok"], answer.json["tiers"][1]["reachable"]) == (
+        ExitCode.TIER,
+        False,
+        False,
+    )
+
+
+def test_what_no_tier_has_is_not_found(cli: Cli, run: RunPaths) -> None:
+    result = cli("fetch-back", run.root)
+    assert result.code == ExitCode.NOT_FOUND
+    assert "no tier has a checkpoint of this run" in result.error
+
+
+def test_a_run_without_tiers_is_told_how_to_have_some(cli: Cli, run: RunPaths) -> None:
+    run.run_yaml.write_bytes(dump(RunConfig(name="run", data=DataConfig(root=str(run.root)))))
+    result = cli("tiers", run.root)
+    assert result.code == ExitCode.OK
+    assert "no tiers in" in result.out

@@ -1,0 +1,81 @@
+"""The daemon's slow scrub: what is due by the journal, and what a damaged checkpoint leads to."""
+
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon.scrubbing import last_read, scrub_next
+
+from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.config.schema import CheckpointConfig
+from verl_slurm.errors import Fenced
+from verl_slurm.events import append_event
+from verl_slurm.fence import take_epoch
+from verl_slurm.paths import RunPaths
+
+CONFIG = CheckpointConfig(scrub_every_h=1.0, scrub_mb_per_s=1000.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = make_run(tmp_path / "run")
+    save(paths, 10)
+    save(paths, 20)
+    return paths
+
+
+def _epoch(run: RunPaths) -> int:
+    return take_epoch(run, job_id="1", restart=0).epoch
+
+
+def test_each_is_read_back_once_and_then_not_before_its_time(run: RunPaths) -> None:
+    epoch = _epoch(run)
+    now = 2_000_000_000.0
+    names = []
+    for _ in range(2):
+        pause, told = scrub_next(run, CONFIG, epoch, now)
+        assert (pause, told["good"]) == (0.0, True)
+        names.append(told["name"])
+        append_event(run, "scrubbed", **told)
+    assert names == ["step_000020", "step_000010"]
+    now = max(last_read(run).values())
+    pause, told = scrub_next(run, CONFIG, epoch, now)
+    assert told == {}
+    assert 3000 < pause <= 3600
+
+
+def test_a_checkpoint_that_rotted_is_set_aside_and_the_next_is_read(run: RunPaths) -> None:
+    epoch = _epoch(run)
+    (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
+    pause, told = scrub_next(run, CONFIG, epoch, 2e9)
+    assert (told["name"], told["good"], pause) == ("step_000020", False, 0.0)
+    assert "metadata.json" in str(told["detail"])
+    assert not run.checkpoint(20).exists()
+    assert any(run.quarantine.iterdir())
+    assert scrub_next(run, CONFIG, epoch, 2e9)[1]["name"] == "step_000010"
+
+
+def test_what_others_may_write_is_said_and_left(run: RunPaths) -> None:
+    epoch = _epoch(run)
+    (run.checkpoint(20) / "metadata.json").chmod(0o666)
+    pause, told = scrub_next(run, CONFIG, epoch, 2e9)
+    assert told["good"] is False
+    assert pause > 0
+    assert run.checkpoint(20).exists()
+
+
+def test_a_fenced_lead_sets_nothing_aside(run: RunPaths) -> None:
+    epoch = _epoch(run)
+    take_epoch(run, job_id="2", restart=0)
+    (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
+    with pytest.raises(Fenced):
+        scrub_next(run, CONFIG, epoch, 2e9)
+    assert run.checkpoint(20).exists()
+
+
+def test_lines_of_the_journal_that_make_no_sense_are_passed_over(run: RunPaths) -> None:
+    append_event(run, "scrubbed", name=3, good=True)
+    append_event(run, "scrubbed", name="step_000010", good="yes")
+    run.events.write_bytes(
+        run.events.read_bytes() + b'{"event":"verified","name":"step_000010","time":"?"}\n'
+    )
+    assert last_read(run) == {}

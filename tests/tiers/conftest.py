@@ -1,0 +1,165 @@
+"""A run with checkpoints made through the real commit, and storages to move them to."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import botocore.endpoint
+import botocore.session
+import pytest
+
+from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
+from tests.tiers.s3_stand_in import BUCKET, StandIn
+from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.commit import commit
+from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.config.schema import RunConfig, TierConfig
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers import multipart
+from verl_slurm.tiers.backend import Backend
+from verl_slurm.tiers.census import OpenTier
+from verl_slurm.tiers.layout import run_prefix
+from verl_slurm.tiers.opening import open_backend, run_id
+
+_LOADER = botocore.session.create_loader()  # reading what S3 is takes half a second each time
+NOW = datetime(2026, 1, 31, tzinfo=UTC)
+PART = 64 << 10
+
+
+@dataclass
+class Bytes:
+    """A `Source` in memory; dies at read number `die_at`."""
+
+    data: bytes
+    die_at: int = 0
+    reads: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self, offset: int, size: int) -> bytes:
+        self.reads += 1
+        if self.reads == self.die_at:
+            raise KeyboardInterrupt
+        return self.data[offset : offset + size]
+
+
+def content(size: int, seed: int = 1) -> bytes:
+    """Bytes of which no two blocks are alike."""
+    return hashlib.shake_128(b"%d" % seed).digest(size)
+
+
+def entry(data: bytes, path: str = "actor/rank_0000.bin") -> FileEntry:
+    return entry_of(path, data)
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The standard chain finds these, and nothing of this machine's; botocore's pauses take no time."""
+    for name in [n for n in os.environ if n.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testkey")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(botocore.session, "create_loader", lambda search_path_string=None: _LOADER)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "MIN_PART_BYTES", PART)
+    monkeypatch.setattr(multipart, "_ROUND", PART)
+
+
+@pytest.fixture
+def server(small_parts: None) -> Iterator[StandIn]:
+    stand_in = StandIn().start()
+    yield stand_in
+    stand_in.stop()
+
+
+def s3_config(server: StandIn, **changes: Any) -> TierConfig:
+    fields: dict[str, Any] = {"name": "store", "kind": "s3", "bucket": BUCKET, "endpoint": server.endpoint}
+    return TierConfig(**(fields | {"region": "us-east-1"} | changes))
+
+
+def posix_config(path: Path, **changes: Any) -> TierConfig:
+    path.mkdir(exist_ok=True)
+    return TierConfig(**({"name": path.name, "kind": "posix", "path": str(path)} | changes))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "run")
+    private_dir(paths.root)
+    return paths
+
+
+@pytest.fixture
+def save(paths: RunPaths) -> Callable[..., Path]:
+    """`save(step, days_ago, **manifest_changes)` → the committed directory."""
+
+    def make(step: int, days_ago: float = 0, files: dict[str, bytes] = FILES, **changes: Any) -> Path:
+        staging = stage(paths, step, 0, files)
+        saved = (NOW - timedelta(days=days_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return commit(
+            staging, manifest_of(staging, **({"created_utc": saved} | changes)), epoch_check=owns_it
+        )
+
+    return make
+
+
+@pytest.fixture
+def save_small(paths: RunPaths) -> Callable[..., Path]:
+    """`save_small(step, days_ago)` → a directory with a manifest of two files: less than a trainer would accept."""
+
+    def make(step: int, days_ago: float = 0) -> Path:
+        files = {"config.yaml": b"name: run\n", "actor/rank_0000.bin": content(150 << 10, seed=step)}
+        final = private_dir(paths.checkpoints / f"step_{step:06d}")
+        for name, data in files.items():
+            private_dir((final / name).parent)
+            (final / name).write_bytes(data)
+        manifest = Manifest(
+            name=final.name,
+            step=step,
+            safe_point=0,
+            phase="step_end",
+            epoch=1,
+            parent=None,
+            schema_id="x",
+            dataset_fingerprint="0" * 64,
+            world_size=1,
+            topology=Topology(dp=1),
+            files=tuple(entry_of(name, data) for name, data in files.items()),
+            created_utc=(NOW - timedelta(days=days_ago)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            save_seconds=0.5,
+        )
+        (final / MANIFEST).write_bytes(render(sealed(manifest)))
+        return final
+
+    return make
+
+
+def opened(
+    paths: RunPaths, *tiers: TierConfig, wrap: Callable[[Backend], Backend] = lambda backend: backend
+) -> list[OpenTier]:
+    """As `open_tiers`, each backend wrapped."""
+    number = run_id(paths)
+    return [
+        OpenTier(config=t, run=run_prefix(t.prefix, "run", number), backend=wrap(open_backend(t)))
+        for t in tiers
+    ]
+
+
+def config_of(*tiers: TierConfig) -> RunConfig:
+    return RunConfig(name="run", tiers=tiers)

@@ -1,0 +1,133 @@
+"""A checkpoint back from a tier: whole under its name, or nothing under it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.conftest import FILES
+from tests.tiers.conftest import config_of, content, opened, posix_config, s3_config
+from tests.tiers.s3_stand_in import StandIn
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config.schema import TierConfig
+from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers.census import OpenTier
+from verl_slurm.tiers.fetch import fetch, fetch_newest
+from verl_slurm.tiers.mover import sync
+
+Save = Callable[..., Path]
+
+
+def gone(path: Path) -> Path:
+    """Out of the run, whole."""
+    return path.rename(path.parents[2] / f"kept.{path.name}")
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> TierConfig:
+    return posix_config(tmp_path / "cold", kind="archive")
+
+
+@pytest.fixture
+def tiers(paths: RunPaths, save: Save, cold: TierConfig) -> list[OpenTier]:
+    """step_000010 and step_000020, in the archive and nowhere else."""
+    saved = [save(10), save(20)]
+    tiers = opened(paths, cold)
+    assert sync(paths, config_of(), tiers=tiers).ok
+    for path in saved:
+        gone(path)
+    return tiers
+
+
+def stored(cold: TierConfig, name: str) -> Path:
+    return next(Path(str(cold.path)).rglob(name))
+
+
+def left(paths: RunPaths) -> list[str]:
+    """The hint of the newest commit aside."""
+    return sorted(path.name for path in paths.checkpoints.iterdir() if path != paths.latest)
+
+
+def test_the_newest_that_verifies_comes_back(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig
+) -> None:
+    (stored(cold, "step_000020") / "config.yaml").write_bytes(b"name: rUn\n")
+    fetched = fetch_newest(paths, config_of(), tiers=tiers)
+    assert (fetched.name, fetched.tier) == ("step_000010", "cold")
+    assert "step_000020: the tier gave back other bytes" in fetched.reasons[0]
+    assert verify(paths.checkpoints / "step_000010").ok
+    assert left(paths) == ["step_000010"]
+
+
+def test_one_that_is_there_and_verifies_is_left_alone(
+    paths: RunPaths, tiers: list[OpenTier], save: Save
+) -> None:
+    before = save(20).stat()
+    assert fetch(paths, config_of(), "step_000020", tiers=tiers).tier == ""
+    assert (paths.checkpoints / "step_000020").stat() == before
+
+
+@pytest.mark.parametrize("harm", ["longer", "shorter", "other", "missing"])
+def test_what_does_not_verify_leaves_nothing(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig, harm: str
+) -> None:
+    file = stored(cold, "step_000020") / "actor" / "__0_0.distcp"
+    data = file.read_bytes()
+    changed = {"longer": data + b"x", "shorter": data[:-1], "other": data[:-1] + b"x"}.get(harm)
+    file.unlink() if changed is None else file.write_bytes(changed)
+    with pytest.raises((CheckpointCorrupt, NotFound)):
+        fetch(paths, config_of(), "step_000020", tiers=tiers)
+    assert left(paths) == []
+
+
+def test_a_link_in_a_tier_is_not_followed(paths: RunPaths, tiers: list[OpenTier], cold: TierConfig) -> None:
+    file = stored(cold, "step_000020") / "config.yaml"
+    target = file.rename(file.parents[4] / "elsewhere")
+    file.symlink_to(target)
+    with pytest.raises((CheckpointCorrupt, NotFound, TierError)):
+        fetch(paths, config_of(), "step_000020", tiers=tiers)
+    assert left(paths) == []
+
+
+def test_what_no_tier_has_is_not_found(paths: RunPaths, tiers: list[OpenTier]) -> None:
+    with pytest.raises(NotFound, match="no tier that answers"):
+        fetch(paths, config_of(), "step_000099", tiers=tiers)
+    with pytest.raises(NotFound, match="not a checkpoint's name"):
+        fetch(paths, config_of(), "../../etc", tiers=tiers)
+
+
+def test_a_run_is_not_begun_afresh_while_a_tier_that_has_its_checkpoints_is_away(
+    paths: RunPaths, tiers: list[OpenTier], cold: TierConfig
+) -> None:
+    Path(str(cold.path)).rename(f"{cold.path}.unmounted")
+    with pytest.raises(TierError, match="does not answer") as caught:
+        fetch_newest(paths, config_of(), tiers=tiers)
+    assert caught.value.expected == "step_000020"
+    paths.tier_records.unlink()
+    assert fetch_newest(paths, config_of(), tiers=tiers).name is None
+
+
+def test_a_stream_that_breaks_off_is_taken_up_again(paths: RunPaths, save: Save, server: StandIn) -> None:
+    path = save(10, files=FILES | {"actor/big": content(200 << 10)})
+    tiers = opened(paths, s3_config(server))
+    assert sync(paths, config_of(), tiers=tiers).ok
+    gone(path)
+    server.fault = lambda call: "short" if call.op == "GetObject" and call.key.endswith("big") else None
+    assert fetch(paths, config_of(), "step_000010", tiers=tiers).tier == "store"
+    assert verify(path).ok
+
+
+@pytest.mark.parametrize("fault", ["flip_down", "cut", "denied"])
+def test_a_server_that_gives_back_something_else_gives_nothing(
+    paths: RunPaths, save: Save, server: StandIn, fault: str
+) -> None:
+    path = save(10)
+    tiers = opened(paths, s3_config(server))
+    assert sync(paths, config_of(), tiers=tiers).ok
+    gone(path)
+    server.fault = lambda call: fault if call.op == "GetObject" and call.key.endswith(".distcp") else None
+    with pytest.raises((CheckpointCorrupt, TierError)) as caught:
+        fetch(paths, config_of(), "step_000010", tiers=tiers)
+    assert "secret prose" not in caught.value.one_line()
+    assert left(paths) == []

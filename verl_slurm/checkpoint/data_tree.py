@@ -1,0 +1,96 @@
+"""What a data set's fingerprint is: its entries, its digest, and what differs between two. Pure.
+
+Each entry is one line `kind NUL path NUL size NUL sha256 LF`, sorted by the path's UTF-8 bytes; the digest
+is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Kinds: `file`; `link`, a link to a file,
+hashed by the file's content (a cache may move its blobs); `directory`, an empty one. Links to directories
+are followed. Mode, owner and times do not count; content, name and kind do.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+__all__ = ["FORMAT", "Drift", "FileDigest", "Fingerprint", "Kind", "drift", "sealed", "tree_digest"]
+
+Kind = Literal["file", "link", "directory"]
+FORMAT = 1
+_HEAD = b"verl-slurm tree 1\n"
+
+
+class FileDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a tree; `size` in bytes."""
+
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: str
+    kind: Kind = "file"
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tree: its digest, and its entries by relative path."""
+
+    digest: str
+    files: dict[str, FileDigest]
+    format: int = FORMAT
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(f.size for f in self.files.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """What differs between two trees: relative paths, sorted. False when nothing does."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+    def one_line(self, limit: int = 5) -> str:
+        """`1 changed (a.jsonl), 2 added (b.jsonl, c.jsonl)`."""
+        parts = []
+        for word, names in (("changed", self.changed), ("added", self.added), ("removed", self.removed)):
+            if names:
+                more = ", ..." if len(names) > limit else ""
+                parts.append(f"{len(names)} {word} ({', '.join(names[:limit])}{more})")
+        return ", ".join(parts) or "no difference"
+
+
+def drift(old: Fingerprint, new: Fingerprint) -> Drift:
+    """What of `old` is not as it was in `new`."""
+    return Drift(
+        added=tuple(sorted(new.files.keys() - old.files.keys())),
+        removed=tuple(sorted(old.files.keys() - new.files.keys())),
+        changed=tuple(sorted(p for p in old.files.keys() & new.files.keys() if old.files[p] != new.files[p])),
+    )
+
+
+def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
+    """The fingerprint of these entries, sorted."""
+    ordered = dict(sorted(files.items(), key=_path))
+    return Fingerprint(digest=tree_digest(ordered), files=ordered)
+
+
+def tree_digest(files: Mapping[str, FileDigest]) -> str:
+    """SHA-256 (hex) over the entries, as the module says.
+
+    Raises:
+        UnicodeEncodeError: a path is no UTF-8.
+    """
+    # UTF-8 keeps the order of code points, so sorting the text sorts its bytes.
+    lines = [
+        f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n"
+        for path, entry in sorted(files.items(), key=_path)
+    ]
+    digest = hashlib.sha256(_HEAD)
+    digest.update("".join(lines).encode())
+    return digest.hexdigest()
+
+
+def _path(item: tuple[str, FileDigest]) -> str:
+    return item[0]

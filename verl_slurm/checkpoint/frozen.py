@@ -1,0 +1,72 @@
+"""Models that do not train (reference, reward), stored once by content: `RUN/frozen/<digest>/`.
+
+Every checkpoint names them by digest and holds no copy. The copy here is made at the first start, from what was read
+and hashed just then, and is complete once it has its name: written aside, fsynced, hashed again, renamed. So a run
+can always be put back together, whatever becomes of the directory that it was started with.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from verl_slurm.checkpoint.fingerprint import FileDigest, Fingerprint, fingerprint
+from verl_slurm.errors import DataError
+from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.paths import RunPaths
+
+__all__ = ["store_frozen"]
+
+
+def store_frozen(paths: RunPaths, source: Path, seen: Fingerprint) -> Path:
+    """Have a copy of the model directory `source` under its digest; returns where it lies.
+
+    Args:
+        seen: `fingerprint(source)`, taken just before.
+
+    Raises:
+        DataError: the copy does not hash to it: the model is being changed, or a disk lies.
+        OSError: no room, or no permission.
+
+    Called by: trainer.setup, rank 0. A copy that is there costs a look at its name.
+    """
+    final = paths.frozen / seen.digest
+    if final.is_dir():
+        return final
+    private_dir(paths.frozen)
+    for left in paths.frozen.glob(".*.tmp"):  # of a start that died; we are the only one that may write here
+        shutil.rmtree(left)
+    staging = paths.frozen / f".{seen.digest}.{secrets.token_hex(8)}.tmp"
+    try:
+        # Links are followed: Hugging Face's cache is made of them, and their targets are the content.
+        shutil.copytree(source, staging, copy_function=shutil.copyfile)
+        for folder, _, files in os.walk(staging, topdown=False):
+            for name in files:
+                path = Path(folder, name)
+                path.chmod(0o600)
+                fsync_path(path)
+            Path(folder).chmod(0o700)
+            fsync_path(Path(folder))
+        # Not the tree's digest: that also tells links from files, and here there are no links any more.
+        copied = fingerprint(staging).files
+        different = [name for name, entry in seen.files.items() if _sha256(copied, name) != entry.sha256]
+        if different or len(copied) != len(seen.files):
+            raise DataError(
+                "the copy of a model that does not train is not what was read",
+                where=source,
+                found=f"{len(copied)} files, of which {len(different)} differ: {', '.join(different[:3])}",
+                expected=f"the {len(seen.files)} files of {seen.digest}",
+                remedy="start again when nobody writes to the model's directory",
+            )
+        staging.rename(final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    fsync_path(paths.frozen)
+    return final
+
+
+def _sha256(files: Mapping[str, FileDigest], name: str) -> str:
+    entry = files.get(name)
+    return "" if entry is None else entry.sha256

@@ -1,0 +1,82 @@
+"""Reading back what nobody has asked for: disks lose bits in silence, and a resume is a bad moment to find out.
+
+`next_due` says which checkpoint comes next, and why: pure. `scrub_one` reads it, every byte, slowly if asked, and
+sets aside what is damaged beyond doubt. What the system would not read, or others may write, is reported and left.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.checkpoint.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.verify import verify
+
+__all__ = ["Due", "Scrubbed", "next_due", "scrub_one"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """The next thing to scrub.
+
+    Attributes:
+        name: None: there is nothing to scrub at all.
+        in_s: seconds until then; 0: now.
+        reason: one line.
+    """
+
+    name: str | None
+    in_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scrubbed:
+    """What one scrub found. `set_aside`: where a damaged one was moved; None: it was not."""
+
+    verdict: Verdict
+    set_aside: Path | None
+
+
+def next_due(
+    infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
+) -> Due:
+    """Which committed checkpoint is read next, and when.
+
+    Args:
+        read_at: name → when it was read back last, in seconds of the same clock as `now`. One that is missing
+            there was not read in this clock's life, and is due.
+        every_s: how old the last look may become.
+    """
+    committed = [info for info in infos if info.kind == "committed"]
+    if not committed:
+        return Due(name=None, in_s=every_s, reason="there is no checkpoint yet")
+    # The newest first among those that were never read: it is the one that a resume would take.
+    oldest = min(committed, key=lambda info: (read_at.get(info.name, -1.0), -info.step, -info.safe_point))
+    last = read_at.get(oldest.name)
+    if last is None:
+        return Due(name=oldest.name, in_s=0.0, reason="not read back yet")
+    age = now - last
+    return Due(name=oldest.name, in_s=max(0.0, every_s - age), reason=f"read back {age:.0f} s ago")
+
+
+def scrub_one(
+    path: Path,
+    *,
+    set_aside: bool,
+    bytes_per_s: float | None = None,
+    verifier: Callable[..., Verdict] = verify,
+) -> Scrubbed:
+    """Read one checkpoint back.
+
+    Args:
+        set_aside: move it to quarantine where it is damaged.
+        bytes_per_s: read no faster; None: as fast as it goes.
+
+    Called by: cli, and the daemon now and then.
+    """
+    verdict = verifier(path, bytes_per_s=bytes_per_s)
+    moved = None
+    if set_aside and not verdict.ok and verdict.damaged:
+        moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
+    return Scrubbed(verdict=verdict, set_aside=moved)

@@ -1,0 +1,93 @@
+"""`verl-slurm scrub`."""
+
+from pathlib import Path
+
+import click
+
+from verl_slurm.cli import render
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+__all__ = ["scrub"]
+
+
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
+@click.argument("run", type=RUN)
+@click.option("--dry-run", is_flag=True, help="Read everything, set nothing aside.")
+@click.option("--no-data", is_flag=True, help="Leave the data set out.")
+@click.option("--rate", type=click.FloatRange(min=0.1), metavar="MB/S", help="Read no faster than this.")
+@json_option
+def scrub(run: RunPaths, dry_run: bool, no_data: bool, rate: float | None, as_json: bool) -> int:
+    """Read back all that RUN would need one day: every checkpoint, partial ones too, and the data set.
+
+    Every byte is read from the medium and held against its digest. A checkpoint that is damaged beyond doubt is
+    set aside (checkpoints/quarantine), so that a resume takes the one before it at once; one that cannot be read
+    or that others may write is named and left. The data set is read in full, so a change behind an unchanged
+    size and mtime is found, too.
+
+    The daemon of a running job does the same with one checkpoint after the other (checkpoint.scrub_every_h), and
+    brings the second copy of a damaged one home where the nodes have one (checkpoint.local_dir).
+
+    \b
+    verl-slurm scrub runs/big --rate 200
+    verl-slurm scrub runs/big --dry-run --no-data --json
+    """
+    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.checkpoint.scrub import Scrubbed, scrub_one
+
+    infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
+    found: list[tuple[Path, Scrubbed]] = []
+    bar, done, total = render.Bar(enabled=not as_json), 0, sum(info.num_bytes for info in infos)
+    for info in infos:
+        bar.show("reading back", done, total)
+        one = scrub_one(info.path, set_aside=not dry_run, bytes_per_s=rate and rate * 1e6)
+        found.append((info.path, one))
+        done += info.num_bytes
+    bar.close()
+    drifted = [] if no_data else _drift(run)
+    good = all(one.verdict.ok for _, one in found)
+    if as_json:
+        render.json_value(
+            {
+                "ok": good and not drifted,
+                "checkpoints": [
+                    {
+                        "path": str(path),
+                        "ok": one.verdict.ok,
+                        "problems": [str(problem) for problem in one.verdict.problems],
+                        "set_aside": one.set_aside and str(one.set_aside),
+                        "num_bytes": one.verdict.num_bytes,
+                    }
+                    for path, one in found
+                ],
+                "data": drifted,
+            }
+        )
+    else:
+        for path, one in found:
+            name = path.relative_to(run.root)
+            render.line(f"{name}  {'ok' if one.verdict.ok else 'BAD'}, {one.verdict.num_bytes / 1e6:.1f} MB")
+            for problem in one.verdict.problems:
+                render.line(f"  {problem}")
+            if one.set_aside is not None:
+                render.line(f"  set aside: {one.set_aside.relative_to(run.root)}")
+        for line in drifted:
+            render.line(f"data: {line}")
+    if not good:
+        return ExitCode.CORRUPT
+    return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
+
+
+def _drift(run: RunPaths) -> list[str]:
+    """How the data set differs from that of the first start, every file read; empty: it does not."""
+    from verl_slurm.checkpoint import fingerprint as prints
+    from verl_slurm.config.load import load_resolved
+
+    old = prints.read(run)
+    if old is None:
+        return []  # not submitted yet
+    seen = prints.survey(Path(load_resolved(run.run_yaml).data.root), cache=run.hash_cache, full=True)
+    drift = prints.drift(old, seen.found)
+    kinds = {"added": drift.added, "removed": drift.removed, "changed": drift.changed}
+    return [f"{kind} {name}" for kind, names in kinds.items() for name in names]

@@ -1,0 +1,51 @@
+"""`python -m verl_slurm.tiers sync|restore --run RUN`: what the daemon starts as a child. One JSON value on stdout.
+
+A process of its own, so that boto3 is not in the daemon's memory, and so that it can be killed at any moment: an
+emergency save does not wait for an upload.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers.fetch import fetch_newest
+from verl_slurm.tiers.mover import lower_priority, sync
+
+
+def main(args: list[str] | None = None) -> int:
+    """Returns the exit code; errors of ours are one line on standard error."""
+    parser = argparse.ArgumentParser(prog="python -m verl_slurm.tiers", description=__doc__)
+    parser.add_argument("what", choices=("sync", "restore"), help="one pass; or the newest checkpoint back")
+    parser.add_argument("--run", required=True, type=Path, help="the run's directory")
+    chosen = parser.parse_args(args)
+    paths = RunPaths(chosen.run.resolve())
+    try:
+        config = load_resolved(paths.run_yaml)
+        if chosen.what == "restore":  # somebody waits for it: no low priority
+            fetched = fetch_newest(paths, config)
+            _say({"name": fetched.name, "reasons": fetched.reasons})
+            return ExitCode.OK
+        lower_priority()
+        done = sync(paths, config)
+    except VerlSlurmError as error:
+        sys.stderr.write(error.one_line() + "\n")
+        return int(error.exit_code)
+    copied = sum(1 for item in done.done if item.action.kind == "copy" and not item.problem)
+    removed = sum(1 for item in done.done if item.action.kind == "drop" and not item.problem)
+    _say({"ok": done.ok, "copied": copied, "removed": removed})
+    return ExitCode.OK if done.ok else ExitCode.TIER
+
+
+def _say(value: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What lies where: every tier's checkpoints as the planner wants to know them, and the memory of what was read back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import msgspec
+
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.config.schema import TierConfig
+from verl_slurm.config.tier_checks import LOCAL_TIER
+from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch, VerlSlurmError
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers.backend import Backend, ObjectInfo
+from verl_slurm.tiers.layout import TierRecord, TierRecords, checkpoint_prefix, parse_key
+from verl_slurm.tiers.plan import TierCopy, TierState
+
+__all__ = ["Memory", "OpenTier", "local_stamp", "local_state", "record_of", "survey", "tier_state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenTier:
+    """A configured tier and its storage.
+
+    Attributes:
+        run: this run's `layout.run_prefix` in it.
+        backend: None: it could not be opened; `problem` says why.
+    """
+
+    config: TierConfig
+    run: str
+    backend: Backend | None
+    problem: str = ""
+
+
+@dataclass
+class Memory:
+    """`RUN/control/tiers.json`: read once, written after every change (a few KB). Called by: mover, cli, fetch."""
+
+    paths: RunPaths
+    records: dict[str, dict[str, TierRecord]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, paths: RunPaths) -> "Memory":
+        """What is there; nothing where it is missing or damaged (it is a memory, not the truth)."""
+        try:
+            data = paths.tier_records.read_bytes()
+            return cls(paths, dict(msgspec.json.decode(data, type=TierRecords).tiers))
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return cls(paths)
+
+    def get(self, tier: str, name: str) -> TierRecord | None:
+        return self.records.get(tier, {}).get(name)
+
+    def set(self, tier: str, name: str, record: TierRecord | None) -> None:
+        """Remember, or forget, durably."""
+        if record is None:
+            self.records.get(tier, {}).pop(name, None)
+        else:
+            self.records.setdefault(tier, {})[name] = record
+        private_dir(self.paths.control)
+        write_file(self.paths.tier_records, msgspec.json.encode(TierRecords(self.records)) + b"\n")
+
+
+def local_state(paths: RunPaths, memory: Memory) -> TierState:
+    """Tier 0. Its checkpoints count as verified where the mover has read them back, by copying or otherwise."""
+    copies = []
+    for info in list_checkpoints(paths):
+        if info.kind != "committed":
+            continue
+        try:
+            manifest = read_manifest(info.path)
+        except (OSError, VerlSlurmError):
+            continue  # gone since: pruned
+        stamp = local_stamp(paths, info.name)
+        record = memory.get(LOCAL_TIER, info.name)
+        known = record is not None and (record.digest, record.stamp) == (manifest.digest, stamp)
+        copies.append(
+            TierCopy(
+                name=info.name,
+                committed=True,
+                verified=record.ok if known and record is not None else None,
+                digest=manifest.digest,
+                epoch=manifest.epoch,
+                saved=_time(manifest.created_utc),
+                num_bytes=manifest.num_bytes,
+                detail=record.detail if known and record is not None else "",
+            )
+        )
+    return TierState(name=LOCAL_TIER, local=True, copies=tuple(copies))
+
+
+def local_stamp(paths: RunPaths, name: str) -> str:
+    """Tier 0's mark of a manifest."""
+    try:
+        info = (paths.checkpoints / name / MANIFEST).stat()
+    except OSError:
+        return ""
+    return f"{info.st_ino}.{info.st_mtime_ns}"
+
+
+def tier_state(tier: OpenTier, memory: Memory) -> TierState:
+    """One tier: a single listing, and the manifests that are not remembered.
+
+    Raises:
+        TierError: it did not answer.
+    """
+    assert tier.backend is not None
+    found: dict[str, dict[str, ObjectInfo]] = {}
+    for info in tier.backend.list(tier.run):
+        if (parsed := parse_key(tier.run, info.key)) is not None:
+            name, path = parsed
+            found.setdefault(name, {})[path] = info
+    copies = tuple(_copy(tier, tier.backend, name, objects, memory) for name, objects in found.items())
+    return TierState(name=tier.config.name, keep_days=tier.config.keep_days, copies=copies)
+
+
+def _copy(
+    tier: OpenTier, backend: Backend, name: str, objects: dict[str, ObjectInfo], memory: Memory
+) -> TierCopy:
+    record_object = objects.get(MANIFEST)
+    if record_object is None:
+        detail = f"{len(objects)} objects without a manifest"
+        return TierCopy(name=name, committed=False, litter=True, detail=detail)
+    num_bytes = sum(info.size for info in objects.values())
+    record = memory.get(tier.config.name, name)
+    if record is not None and (record.stamp, record.num_bytes, record.num_objects) == (
+        record_object.stamp,
+        num_bytes,
+        len(objects),
+    ):
+        return TierCopy(
+            name=name,
+            committed=True,
+            verified=record.ok,
+            digest=record.digest,
+            epoch=record.epoch,
+            saved=_time(record.created_utc),
+            num_bytes=num_bytes,
+            detail=record.detail,
+        )
+    data = backend.read(record_object.key, 0, min(record_object.size, MAX_MANIFEST_BYTES + 1))
+    try:
+        manifest = parse(data, where=record_object.key)
+    except (CheckpointCorrupt, SchemaMismatch) as error:
+        return TierCopy(name=name, committed=False, detail=error.what)
+    problem = _incomplete(manifest, name, objects)
+    return TierCopy(
+        name=name,
+        committed=not problem,
+        digest=manifest.digest,
+        epoch=manifest.epoch,
+        saved=_time(manifest.created_utc),
+        num_bytes=num_bytes,
+        detail=problem,
+    )
+
+
+def _incomplete(manifest: Manifest, name: str, objects: dict[str, ObjectInfo]) -> str:
+    """What the listing alone says is wrong; the first of it."""
+    if manifest.name != name:
+        return f"the manifest is of {manifest.name}"
+    for entry in manifest.files:
+        info = objects.get(entry.path)
+        if info is None:
+            return f"{entry.path} is missing"
+        if info.size != entry.size:
+            return f"{entry.path} has {info.size} bytes, expected {entry.size}"
+    return ""
+
+
+def survey(paths: RunPaths, tiers: Sequence[OpenTier], memory: Memory) -> list[TierState]:
+    """All tiers, tier 0 first. One that does not answer is in it, as unreachable.
+
+    Called by: mover, fetch, cli.
+    """
+    states = [local_state(paths, memory)]
+    for tier in tiers:
+        problem = tier.problem
+        if tier.backend is not None:
+            try:
+                states.append(tier_state(tier, memory))
+                continue
+            except VerlSlurmError as error:
+                problem = error.one_line()
+        states.append(
+            TierState(name=tier.config.name, keep_days=tier.config.keep_days, reachable=False, detail=problem)
+        )
+    return states
+
+
+def record_of(
+    manifest: Manifest,
+    backend: Backend,
+    run: str,
+    *,
+    ok: bool,
+    now: Callable[[], datetime],
+    detail: str = "",
+) -> TierRecord | None:
+    """What to remember of a checkpoint that was just read back in a tier; None when it is gone."""
+    objects = {info.key: info for info in backend.list(checkpoint_prefix(run, manifest.name))}
+    record_object = objects.get(checkpoint_prefix(run, manifest.name) + MANIFEST)
+    if record_object is None:
+        return None
+    return TierRecord(
+        digest=manifest.digest,
+        epoch=manifest.epoch,
+        created_utc=manifest.created_utc,
+        stamp=record_object.stamp,
+        num_bytes=sum(info.size for info in objects.values()),
+        num_objects=len(objects),
+        ok=ok,
+        checked_utc=now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+        detail=detail[:500],
+    )
+
+
+def _time(text: str) -> datetime | None:
+    """A manifest's `created_utc`; None where it is no time with a zone."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time if time.tzinfo is not None else None

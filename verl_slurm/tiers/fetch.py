@@ -1,0 +1,233 @@
+"""A checkpoint from a tier back into the run: staging, every byte checked, read back from the medium, renamed.
+
+Used by hand (`verl-slurm fetch-back`), and by a start that finds no checkpoint of its own that verifies.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.checkpoint.format import MANIFEST, FileEntry
+from verl_slurm.checkpoint.manifest import checkpoint_order, parse
+from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError, VerlSlurmError
+from verl_slurm.events import append_event
+from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.keys import Keyring, load_keys
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers.backend import Backend
+from verl_slurm.tiers.census import Memory, OpenTier, survey
+from verl_slurm.tiers.digest import ContentCheck
+from verl_slurm.tiers.layout import object_key
+from verl_slurm.tiers.opening import open_tiers
+from verl_slurm.tiers.plan import TierState, newest_first
+from verl_slurm.tiers.transfer import TierOrigin
+
+__all__ = ["Fetched", "fetch", "fetch_newest"]
+
+_FILES_AT_ONCE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """What was brought back.
+
+    Attributes:
+        name: None: no tier has anything.
+        tier: it came from; empty: it was in the run already, whole.
+    """
+
+    name: str | None
+    tier: str = ""
+    reasons: tuple[str, ...]
+
+
+def fetch(
+    paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[OpenTier] | None = None
+) -> Fetched:
+    """Bring checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
+
+    One that is there and verifies is left alone; one that is there and damaged is set aside first.
+
+    Raises:
+        NotFound: no tier that answers has it.
+        CheckpointCorrupt: none of those that have it gives back what its manifest says.
+        TierError: they stopped answering.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
+
+    Called by: cli (`fetch-back`).
+    """
+    if checkpoint_order(name) is None:
+        raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
+    opened = open_tiers(paths, config) if tiers is None else tiers
+    states = survey(paths, opened, Memory.load(paths))
+    tier = _fetch(paths, opened, states, name, load_keys(config.checkpoint.encryption))
+    return Fetched(name=name, tier=tier, reasons=(_brought(name, tier),))
+
+
+def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier] | None = None) -> Fetched:
+    """Bring the newest checkpoint that any tier has whole; an older one where the newest does not verify.
+
+    Raises:
+        TierError: nothing was found, but a tier that once had a checkpoint of this run does not answer: to begin
+            afresh would throw that away.
+
+    Called by: a start without a checkpoint of its own that verifies (`choose_resume`'s `from_tiers`).
+    """
+    keys = load_keys(config.checkpoint.encryption)
+    opened = open_tiers(paths, config) if tiers is None else tiers
+    memory = Memory.load(paths)
+    states = survey(paths, opened, memory)
+    away = [state for state in states if not state.reachable]
+    reasons = [f"tier {state.name} does not answer: {state.detail}" for state in away]
+    names = newest_first(states[1:])
+    for name in names:
+        try:
+            tier = _fetch(paths, opened, states, name, keys)
+        except VerlSlurmError as error:
+            reasons.append(f"{name}: {error.one_line()}")
+            continue
+        reasons.append(_brought(name, tier))
+        return Fetched(name=name, tier=tier, reasons=tuple(reasons))
+    for state in away:
+        known = [name for name, record in memory.records.get(state.name, {}).items() if record.ok]
+        if known:
+            raise TierError(
+                "no checkpoint is left in the run, and a tier that has some does not answer",
+                where=f"tier {state.name}",
+                found=state.detail,
+                expected=max(known, key=lambda n: checkpoint_order(n) or (-1, -1)),
+                remedy="start again when it answers; checkpoint.resume_from=null begins afresh",
+            )
+    if names:
+        raise TierError(
+            "no checkpoint is left in the run, and none in a tier could be fetched",
+            found=reasons[-1],
+            remedy="look at the tiers; checkpoint.resume_from=null begins afresh",
+        )
+    return Fetched(name=None, reasons=(*reasons, "no tier has a checkpoint of this run"))
+
+
+def _brought(name: str, tier: str) -> str:
+    return f"{name} was fetched from tier {tier} and verifies" if tier else f"{name} is there and verifies"
+
+
+def _fetch(
+    paths: RunPaths,
+    tiers: Sequence[OpenTier],
+    states: Sequence[TierState],
+    name: str,
+    keys: Keyring | None,
+) -> str:
+    """Returns the tier it came from, empty when it was there."""
+    final = paths.checkpoints / name
+    if os.path.lexists(final):
+        verdict = verify(final)
+        if verdict.ok:
+            return ""
+        if not verdict.damaged:
+            raise CheckpointCorrupt(
+                "the run's own copy cannot be judged, and is left where it is",
+                where=final,
+                found=verdict.one_line(),
+                remedy="look at its owner and its storage",
+            )
+    by_name = {tier.config.name: tier for tier in tiers}
+    failure: VerlSlurmError | None = None
+    for state in states[1:]:
+        if not any(copy.name == name and copy.usable for copy in state.copies):
+            continue
+        tier = by_name[state.name]
+        assert tier.backend is not None
+        try:
+            num_bytes = _bring(paths, tier.backend, tier.run, name, keys)
+        except (VerlSlurmError, OSError) as error:
+            failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
+            append_event(
+                paths, "tier_failed", name=name, tier=state.name, what="fetch", problem=failure.one_line()
+            )
+            continue
+        append_event(paths, "tier_fetched", name=name, tier=state.name, num_bytes=num_bytes)
+        return state.name
+    if failure is not None:
+        raise failure
+    raise NotFound(
+        "no tier that answers has this checkpoint whole",
+        where=name,
+        remedy=f"verl-slurm tiers {paths.root}",
+    )
+
+
+def _failed(where: Path, error: OSError) -> TierError:
+    return TierError("the checkpoint could not be written here", where=where, found=error.strerror or error)
+
+
+def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring | None) -> int:
+    """Fetch into staging, verify there, with keys also who made it, rename; returns the bytes."""
+    data = TierOrigin(backend, run, name).manifest()
+    manifest = parse(data, where=f"{name}/{MANIFEST}")
+    if manifest.name != name:
+        raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
+    private_dir(paths.checkpoints)
+    final = paths.checkpoints / name
+    # Inside the staging directory it has its own name already, so that `verify` can judge it before the rename.
+    outer = paths.staging(final, secrets.token_hex(8))
+    inner = outer / name
+    inner.mkdir(mode=0o700, parents=True)
+    outer.chmod(0o700)
+    try:
+        for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}):
+            (inner / folder).mkdir(mode=0o700)
+        with ThreadPoolExecutor(max_workers=_FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
+            list(pool.map(lambda entry: _bring_file(backend, run, name, entry, inner), manifest.files))
+        _write(inner / MANIFEST, [data])
+        for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
+            fsync_path(inner / folder)
+        fsync_path(inner)
+        verdict = verify(inner, keys=keys)
+        if not verdict.ok:
+            raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
+        if os.path.lexists(final):
+            move_to_quarantine(final, [str(problem) for problem in verify(final).problems])
+        os.rename(inner, final)
+        fsync_path(paths.checkpoints)
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+    return manifest.num_bytes
+
+
+def _bring_file(backend: Backend, run: str, name: str, entry: FileEntry, inner: Path) -> None:
+    check = ContentCheck(entry)
+    key = object_key(run, name, entry.path)
+    fd = os.open(
+        inner / entry.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    with os.fdopen(fd, "wb") as file:
+        for block in backend.blocks(key):
+            if check.update(block):  # a server that never stops must not fill the disk
+                break
+            file.write(block)
+        file.flush()
+        os.fsync(fd)
+    problem = check.problem()
+    if problem:
+        raise CheckpointCorrupt("the tier gave back other bytes", where=key, found=problem)
+
+
+def _write(path: Path, blocks: Sequence[bytes]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        for block in blocks:
+            file.write(block)
+        file.flush()
+        os.fsync(fd)
+
+
+def _folders(path: str) -> list[str]:
+    return [path[:at] for at, char in enumerate(path) if char == "/"]

@@ -1,0 +1,139 @@
+"""A checkpoint in a tier: the specification. Everything that writes or reads one goes by this page.
+
+## 1. Names
+
+A tier holds *objects*: a key and bytes. In a bucket they are objects, in a directory they are files.
+
+```
+PREFIX/RUN_NAME-RUN_ID/step_000012/actor/__0_0.distcp      one object for each file of the checkpoint,
+PREFIX/RUN_NAME-RUN_ID/step_000012/...                     under the file's own path
+PREFIX/RUN_NAME-RUN_ID/step_000012/manifest.json           the commit record, the same bytes as in the run
+```
+
+PREFIX is the tier's `prefix`. RUN_NAME is the config's `name`; RUN_ID is the 16 hex digits of `RUN/run_id`, made once a
+run, so that two runs of one name never meet. Everything else below PREFIX/RUN_NAME-RUN_ID/ is somebody else's and is
+neither read nor removed: keys are matched whole, and every path by the manifest's own rule (`format.path_problem`), so
+`../x` is never a path of ours.
+
+## 2. Commit
+
+manifest.json is written LAST, after every object it names has been read back (or its checksum compared, `verify:
+checksum`), and only where none is there yet (S3: `If-None-Match: *`). So:
+
+- a checkpoint without a manifest does not exist in that tier;
+- one with a manifest was whole and verified in that tier when it was committed;
+- whoever dies in between leaves objects without a manifest. The next pass goes on where it broke off: objects that
+  are whole are read back and kept, S3 uploads continue behind the last part that the server itself lists, files
+  continue behind their last byte.
+
+The bytes are those of the run's own directory: what is encrypted at rest there is encrypted here.
+
+## 3. Removal
+
+manifest.json FIRST, then the objects. Dying in between leaves a checkpoint that does not exist, whose remains the
+next pass removes once it is to go (or completes, if it is to stay).
+
+## 4. What is remembered
+
+`RUN/control/tiers.json` holds what was read back in which tier: `TierRecord` by tier and name. It is a memory of work
+done, never the truth: a record counts only while the tier's manifest is unchanged (`stamp`), and losing the file
+costs one reading of everything, nothing else.
+
+## 5. Plug-ins
+
+`kind: plugin:NAME` is the entry point NAME of the group `verl_slurm.tiers`, a callable `TierConfig -> Backend`
+(`backend.Backend` says what it must promise; `tests/tiers/test_backends.py` holds it to that).
+"""
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from verl_slurm.checkpoint.format import MANIFEST, path_problem
+from verl_slurm.checkpoint.manifest import checkpoint_order
+
+__all__ = [
+    "RUN_ID",
+    "TierRecord",
+    "TierRecords",
+    "checkpoint_prefix",
+    "manifest_key",
+    "object_key",
+    "parse_key",
+    "run_prefix",
+]
+
+RUN_ID = re.compile(r"[0-9a-f]{16}")
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of one checkpoint in one tier.
+
+    Attributes:
+        digest: of its manifest.
+        stamp: the tier's own mark of the manifest object; another one means another manifest.
+        num_bytes, num_objects: as the tier listed them, manifest included.
+        ok: every byte was read back and matched; false: some did not.
+        checked_utc: when that was. ISO 8601.
+        detail: what was wrong.
+    """
+
+    digest: str
+    epoch: _Count
+    created_utc: str
+    stamp: str
+    num_bytes: _Count
+    num_objects: _Count
+    ok: bool
+    checked_utc: str
+    detail: str = ""
+
+
+class TierRecords(msgspec.Struct, frozen=True):
+    """`RUN/control/tiers.json`."""
+
+    tiers: dict[str, dict[str, TierRecord]] = {}
+
+
+def run_prefix(prefix: str, run_name: str, run_id: str) -> str:
+    """Where a run's objects lie in a tier; ends with `/`."""
+    assert RUN_ID.fullmatch(run_id), run_id
+    return f"{prefix}/{run_name}-{run_id}/"
+
+
+def checkpoint_prefix(run: str, name: str) -> str:
+    """Where one checkpoint's objects lie; ends with `/`. `run` is a `run_prefix`."""
+    assert checkpoint_order(name) is not None, name
+    return f"{run}{name}/"
+
+
+def object_key(run: str, name: str, path: str) -> str:
+    """The key of one file of a checkpoint.
+
+    Raises:
+        ValueError: no manifest may name that path.
+    """
+    problem = path_problem(path)
+    if problem is not None:
+        raise ValueError(f"{problem}: {path!r}")
+    return checkpoint_prefix(run, name) + path
+
+
+def manifest_key(run: str, name: str) -> str:
+    """The key of the commit record."""
+    return checkpoint_prefix(run, name) + MANIFEST
+
+
+def parse_key(run: str, key: str) -> tuple[str, str] | None:
+    """(checkpoint's name, path in it) of a key below `run`, or None when it is nobody's we know."""
+    if not key.startswith(run):
+        return None
+    name, slash, path = key.removeprefix(run).partition("/")
+    if not slash or checkpoint_order(name) is None:
+        return None
+    if path != MANIFEST and path_problem(path) is not None:
+        return None
+    return name, path

@@ -1,0 +1,268 @@
+"""One pass over all tiers: look, plan, carry the plan out. May be killed at any point and run again.
+
+Copies first, nearest tier and newest checkpoint first; then removals, each only after its witnesses were read back
+once more (every byte, from that tier). What fails is written down and does not keep the rest from being done.
+
+Every checkpoint that was copied or removed is one line in `events.jsonl`: `tier_copied`, `tier_removed`,
+`tier_failed`, `tier_unreachable`. The daemon writes to the same file; one line is one O_APPEND write.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import psutil
+
+from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.tier_checks import LOCAL_TIER
+from verl_slurm.errors import CheckpointCorrupt, TierError, VerlSlurmError
+from verl_slurm.events import append_event
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers.backend import Backend
+from verl_slurm.tiers.census import Memory, OpenTier, local_stamp, record_of, survey
+from verl_slurm.tiers.layout import TierRecord, checkpoint_prefix, manifest_key, parse_key
+from verl_slurm.tiers.opening import mover_lock, open_tiers
+from verl_slurm.tiers.plan import Action, TierState, plan_tiers
+from verl_slurm.tiers.transfer import DirectoryOrigin, Origin, TierOrigin, copy_checkpoint, verify_copy
+
+__all__ = ["Done", "Pass", "look", "lower_priority", "sync"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What came of one action. `problem` is empty when it was carried out."""
+
+    action: Action
+    problem: str = ""
+    sent: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a pass saw, planned and did; `done` has the copies and removals, in order."""
+
+    states: tuple[TierState, ...]
+    plan: tuple[Action, ...]
+    done: tuple[Done, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Everything was reached and carried out."""
+        return all(state.reachable for state in self.states) and not any(d.problem for d in self.done)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def lower_priority() -> None:
+    """The last to get the processor and the disk: training comes first.
+
+    Best effort 7 and not idle: on a busy disk the idle class may get nothing at all, ever.
+    """
+    os.nice(19)
+    try:
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
+    except (psutil.Error, OSError):
+        return
+
+
+def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _now) -> Pass:
+    """The very plan that `sync` would carry out now. Changes nothing in any tier.
+
+    Called by: cli (`tiers`, `offload --dry-run`).
+    """
+    states = survey(paths, open_tiers(paths, config), Memory.load(paths))
+    return Pass(states=tuple(states), plan=tuple(plan_tiers(states, now())))
+
+
+def sync(
+    paths: RunPaths,
+    config: RunConfig,
+    *,
+    now: Callable[[], datetime] = _now,
+    tiers: Sequence[OpenTier] | None = None,
+) -> Pass:
+    """One pass.
+
+    Args:
+        tiers: for tests: opened ones in place of the config's.
+
+    Raises:
+        TierError: another mover of this run is at work.
+
+    Called by: `python -m verl_slurm.tiers sync` (the daemon's child), cli (`offload`).
+    """
+    with mover_lock(paths):
+        opened = open_tiers(paths, config) if tiers is None else tiers
+        return _Mover(paths, opened, now).run()
+
+
+class _Mover:
+    def __init__(self, paths: RunPaths, tiers: Sequence[OpenTier], now: Callable[[], datetime]) -> None:
+        self._paths, self._now, self._memory = paths, now, Memory.load(paths)
+        self._all = tiers
+        self._tiers = {tier.config.name: tier for tier in tiers}
+        self._witnesses: dict[tuple[str, str], list[str]] = {}
+
+    def run(self) -> Pass:
+        states = survey(self._paths, self._all, self._memory)
+        for state in states:
+            if not state.reachable:
+                append_event(self._paths, "tier_unreachable", tier=state.name, reason=state.detail)
+        plan = plan_tiers(states, self._now())
+        done = [self._do(action, self._copy) for action in plan if action.kind == "copy"]
+        done += [self._do(action, self._remove) for action in plan if action.kind == "drop"]
+        for state in states[1:]:
+            if state.reachable:
+                self._forget(state.name, plan)
+        return Pass(states=tuple(states), plan=tuple(plan), done=tuple(done))
+
+    def _do(self, action: Action, act: Callable[[Action], int]) -> Done:
+        began = time.monotonic()
+        try:
+            sent = act(action)
+        except (VerlSlurmError, OSError) as error:
+            problem = error.one_line() if isinstance(error, VerlSlurmError) else f"{error}"
+            self._write("tier_failed", action, what=action.kind, problem=problem)
+            return Done(action=action, problem=problem, seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if action.kind == "copy":
+            self._write(
+                "tier_copied", action, source=action.source, bytes_sent=sent, seconds=round(seconds, 3)
+            )
+        else:
+            self._write("tier_removed", action)
+        return Done(action=action, sent=sent, seconds=seconds)
+
+    def _write(self, event: str, action: Action, **fields: object) -> None:
+        append_event(self._paths, event, name=action.name, tier=action.tier, reason=action.reason, **fields)
+
+    # ---- copies
+
+    def _copy(self, action: Action) -> int:
+        name, tier = action.name, self._tiers[action.tier]
+        backend = self._backend(action.tier)
+        if action.source == action.tier:
+            problems = self._read_back(action.tier, name)
+            if problems:
+                raise TierError("does not verify there", where=f"{action.tier}: {name}", found=problems[0])
+            return 0
+        if action.replace:
+            self._require_whole(action.source, name)  # or both would be lost
+            backend.delete(manifest_key(tier.run, name))
+            backend.forget(checkpoint_prefix(tier.run, name))  # uploads of the other one
+        try:
+            copied = copy_checkpoint(self._origin(action.source, name), backend, tier.run, name)
+        except CheckpointCorrupt as error:
+            self._condemn(action.source, name, error.one_line())
+            raise
+        self._memory.set(
+            action.tier, name, record_of(copied.manifest, backend, tier.run, ok=True, now=self._now)
+        )
+        if action.source == LOCAL_TIER and copied.sent == copied.num_bytes:
+            self._remember_local(name, ok=True)
+        return copied.sent
+
+    def _origin(self, source: str, name: str) -> Origin:
+        if source == LOCAL_TIER:
+            return DirectoryOrigin(self._paths.checkpoints / name)
+        return TierOrigin(self._backend(source), self._tiers[source].run, name)
+
+    def _require_whole(self, source: str, name: str) -> None:
+        if source == LOCAL_TIER:
+            verdict = verify(self._paths.checkpoints / name, threads=1)
+            if verdict.damaged:
+                self._remember_local(name, ok=False, detail=verdict.one_line())
+            problems = [str(problem) for problem in verdict.problems]
+        else:
+            problems = self._read_back(source, name)
+        if problems:
+            raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
+
+    def _condemn(self, source: str, name: str, detail: str) -> None:
+        """Remember that a source does not hold what its manifest says; nothing is copied from it again."""
+        if source == LOCAL_TIER:
+            self._remember_local(name, ok=False, detail=detail)
+        else:
+            self._read_back(source, name)
+
+    def _remember_local(self, name: str, *, ok: bool, detail: str = "") -> None:
+        try:
+            manifest = read_manifest(self._paths.checkpoints / name)
+        except (OSError, VerlSlurmError):
+            return
+        record = TierRecord(
+            digest=manifest.digest,
+            epoch=manifest.epoch,
+            created_utc=manifest.created_utc,
+            stamp=local_stamp(self._paths, name),
+            num_bytes=manifest.num_bytes,
+            num_objects=len(manifest.files),
+            ok=ok,
+            checked_utc=self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
+            detail=detail[:500],
+        )
+        self._memory.set(LOCAL_TIER, name, record)
+
+    def _read_back(self, tier_name: str, name: str) -> list[str]:
+        """Every byte of a checkpoint in a tier, and remember what came of it."""
+        tier, backend = self._tiers[tier_name], self._backend(tier_name)
+        problems = verify_copy(backend, tier.run, name)
+        try:
+            parsed = parse(TierOrigin(backend, tier.run, name).manifest(), where=name)
+        except VerlSlurmError:
+            self._memory.set(tier_name, name, None)
+            return problems
+        detail = problems[0] if problems else ""
+        self._memory.set(
+            tier_name,
+            name,
+            record_of(parsed, backend, tier.run, ok=not problems, now=self._now, detail=detail),
+        )
+        return problems
+
+    # ---- removals
+
+    def _remove(self, action: Action) -> int:
+        for witness in action.witnesses:
+            if witness not in self._witnesses:
+                self._witnesses[witness] = self._read_back(*witness)
+            if self._witnesses[witness]:
+                raise TierError(
+                    "kept: what was to stand in for it no longer verifies",
+                    where=f"{witness[0]}: {witness[1]}",
+                    found=self._witnesses[witness][0],
+                    remedy="the next pass mends it where it can",
+                )
+        tier, backend = self._tiers[action.tier], self._backend(action.tier)
+        backend.delete(manifest_key(tier.run, action.name))
+        self._memory.set(action.tier, action.name, None)
+        prefix = checkpoint_prefix(tier.run, action.name)
+        for info in list(backend.list(prefix)):
+            if parse_key(tier.run, info.key) is not None:
+                backend.delete(info.key)
+        return 0
+
+    def _forget(self, tier_name: str, plan: Sequence[Action]) -> None:
+        """Uploads of checkpoints that nobody copies any more cost money for ever."""
+        tier = self._tiers[tier_name]
+        wanted = [
+            checkpoint_prefix(tier.run, action.name)
+            for action in plan
+            if action.tier == tier_name and action.kind == "copy"
+        ]
+        try:
+            self._backend(tier_name).forget(tier.run, wanted)
+        except TierError as error:
+            append_event(self._paths, "tier_failed", tier=tier_name, what="forget", problem=error.one_line())
+
+    def _backend(self, name: str) -> Backend:
+        backend = self._tiers[name].backend
+        assert backend is not None, "only reachable tiers have actions"
+        return backend

@@ -1,0 +1,137 @@
+"""From a run to its tiers: the run's id, the storages, the lock that keeps movers apart."""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+
+from verl_slurm.config.schema import RunConfig, TierConfig
+from verl_slurm.config.tier_checks import is_s3
+from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
+from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.tiers.backend import Backend
+from verl_slurm.tiers.census import OpenTier
+from verl_slurm.tiers.layout import RUN_ID, run_prefix
+
+__all__ = ["ENTRY_POINTS", "mover_lock", "open_backend", "open_tiers", "run_id"]
+
+ENTRY_POINTS = "verl_slurm.tiers"
+
+
+def run_id(paths: RunPaths) -> str:
+    """The 16 hex digits that tell this run from others of its name; made at the first call.
+
+    To bring a lost run directory back from its tiers, write the id (a part of every key) into a new `RUN/run_id`.
+
+    Raises:
+        TierError: the file is no id.
+    """
+    if not paths.run_id.exists():
+        temp = paths.root / f".{paths.run_id.name}.{secrets.token_hex(4)}.tmp"
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(secrets.token_hex(8).encode() + b"\n")
+                file.flush()
+                os.fsync(fd)
+            try:
+                os.link(temp, paths.run_id)  # one winner, and never half a file
+            except FileExistsError:
+                pass
+            except OSError:
+                os.rename(temp, paths.run_id)  # a file system without links
+        finally:
+            temp.unlink(missing_ok=True)
+        fsync_path(paths.root)
+    text = paths.run_id.read_text(encoding="ascii", errors="replace").strip()
+    if not RUN_ID.fullmatch(text):
+        raise TierError(
+            "not a run's id",
+            where=paths.run_id,
+            found=text[:40],
+            expected="16 hex digits",
+            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again",
+        )
+    return text
+
+
+def open_backend(tier: TierConfig) -> Backend:
+    """The storage of `tier`. Connects to nothing yet.
+
+    Raises:
+        ConfigError: its plug-in, or boto3, is not installed.
+
+    Called by: open_tiers.
+    """
+    if tier.kind.startswith("plugin:"):
+        name = tier.kind.partition(":")[2]
+        found = list(entry_points(group=ENTRY_POINTS, name=name))
+        if len(found) != 1:
+            known = sorted(entry_points(group=ENTRY_POINTS).names)
+            raise ConfigError(
+                "no such tier plug-in" if not found else "two tier plug-ins of that name",
+                where=f"tiers: {tier.name}",
+                found=name,
+                expected=", ".join(known) or f"an installed package with an entry point in {ENTRY_POINTS}",
+                remedy="install the plug-in's package where the daemon runs",
+            )
+        make = found[0].load()
+        backend: Backend = make(tier)
+        return backend
+    if is_s3(tier):
+        from verl_slurm.tiers.s3 import S3Backend
+
+        return S3Backend(tier)
+    from verl_slurm.tiers.posix import PosixBackend
+
+    return PosixBackend(tier)
+
+
+def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
+    """The configured tiers, nearest first. One that cannot be opened is in it, with the reason.
+
+    Called by: mover, fetch, cli.
+    """
+    if not config.tiers:
+        return []
+    number = run_id(paths)
+    tiers = []
+    for tier in config.tiers:
+        run = run_prefix(tier.prefix, config.name, number)
+        try:
+            tiers.append(OpenTier(config=tier, run=run, backend=open_backend(tier)))
+        except VerlSlurmError as error:
+            tiers.append(OpenTier(config=tier, run=run, backend=None, problem=error.one_line()))
+        except ImportError as error:
+            problem = f"{error.name} is not installed: pip install 'verl-slurm[s3]'"
+            tiers.append(OpenTier(config=tier, run=run, backend=None, problem=problem))
+    return tiers
+
+
+@contextmanager
+def mover_lock(paths: RunPaths) -> Iterator[None]:
+    """One mover a run. A lock of the kernel: it goes with its process, however that ends.
+
+    It saves work, safety does not rest on it: where a file system does not share locks between nodes, two movers
+    write the same bytes under the same keys.
+
+    Raises:
+        TierError: another mover of this run is at work.
+    """
+    private_dir(paths.control)
+    fd = os.open(paths.tier_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TierError(
+                "another mover of this run is at work",
+                where=paths.tier_lock,
+                remedy=f"wait for it; verl-slurm tiers {paths.root}",
+            ) from None
+        yield
+    finally:
+        os.close(fd)

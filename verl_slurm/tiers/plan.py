@@ -1,0 +1,315 @@
+"""What moves where, what goes, and why: pure. `mover.py` carries the very plan out.
+
+Newer is what a later incarnation saved, and of one incarnation the later step: a run that was told to go back to step
+500 leaves a step 1000 in its tiers that is not newer than its own 501. The rules, in the order in which they bind:
+
+1. The last good checkpoint (the newest that is verified in any tier) is never removed, from nowhere; nor is the newest
+   verified one of a tier from that tier.
+2. An archive, a tier without `keep_days`, and tier 0 (the run's own directory, where `checkpoint.keep_last` decides)
+   lose nothing here.
+3. A checkpoint goes from a tier when it is older than that tier's `keep_days`, no later tier still waits for it, AND
+   it is verified in a later tier, or a newer one is verified in the next tier (of the last tier: in that tier
+   itself). These witnesses must themselves stay, and the mover reads them back once more before it removes anything.
+   A later tier that does not answer waits for whatever it would keep.
+4. A checkpoint that is not verified never counts as a copy. One that cannot be seen (its tier does not answer) neither.
+5. Every checkpoint that is good somewhere is copied to every later tier in which it would not be too old at once; the
+   last good one, and the newest that may be good, to all of them.
+6. Objects in a tier without a commit record, of a checkpoint that is whole nowhere, are litter of a dead upload. They
+   go once a newer checkpoint is verified there, from an archive too: no such checkpoint ever existed in that tier. A
+   commit record that this code cannot read is no litter: it stays.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal
+
+from verl_slurm.checkpoint.manifest import checkpoint_order
+
+__all__ = ["Action", "TierCopy", "TierState", "last_good", "newest_first", "plan_tiers"]
+
+Kind = Literal["copy", "drop", "keep", "skip"]
+"""copy: make it whole and verified there. drop: remove it there. keep: it is there and stays. skip: it is not there and
+need not be. The words of `checkpoint.retention`, which decides for the run's own directory."""
+
+_Rank = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierCopy:
+    """One checkpoint as one tier has it.
+
+    Attributes:
+        committed: a manifest that parses is there, and every object it names, in its size.
+        verified: every byte was read back there and matched (True), some did not (False), nobody looked (None).
+        digest: of the manifest; empty without one.
+        epoch: the incarnation that saved it; -1 without a manifest.
+        saved: when, by its manifest; None without one.
+        litter: not even a damaged commit record is there.
+        detail: why it is not committed, or what does not match.
+    """
+
+    name: str
+    committed: bool
+    verified: bool | None = None
+    digest: str = ""
+    epoch: int = -1
+    saved: datetime | None = None
+    num_bytes: int = 0
+    litter: bool = False
+    detail: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.committed and self.verified is True
+
+    @property
+    def usable(self) -> bool:
+        """May be copied from: the mover checks every byte on the way."""
+        return self.committed and self.verified is not False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierState:
+    """One tier, as far as it could be seen.
+
+    Attributes:
+        keep_days: None: for ever.
+        reachable: False: it did not answer; `copies` is empty and says nothing.
+        local: tier 0.
+    """
+
+    name: str
+    keep_days: int | None = None
+    reachable: bool = True
+    local: bool = False
+    copies: tuple[TierCopy, ...] = ()
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One thing to do, or not to do, with one checkpoint in one tier.
+
+    Attributes:
+        source: of a copy: the tier to read from; the tier itself when it only has to be read back there.
+        replace: of a copy: what is there under that name is another, older checkpoint and goes first.
+        witnesses: of a removal: (tier, checkpoint) that must still verify when it is carried out.
+    """
+
+    kind: Kind
+    name: str
+    tier: str
+    reason: str
+    source: str = ""
+    replace: bool = False
+    witnesses: tuple[tuple[str, str], ...] = ()
+
+
+def last_good(states: Sequence[TierState]) -> str | None:
+    """The newest checkpoint that is verified in any tier that answers."""
+    names = {copy.name for state in states if state.reachable for copy in state.copies if copy.good}
+    ranks = _ranks(states)
+    return max(names, key=lambda name: ranks[name]) if names else None
+
+
+def newest_first(states: Sequence[TierState]) -> list[str]:
+    """What could be brought back from these tiers. Called by: fetch."""
+    names = {copy.name for state in states if state.reachable for copy in state.copies if copy.usable}
+    ranks = _ranks(states)
+    return sorted(names, key=lambda name: ranks[name], reverse=True)
+
+
+def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
+    """One action for every checkpoint in every tier that answers, nearest tier first, newest checkpoint first.
+
+    Args:
+        states: all tiers, tier 0 first, then as the config lists them.
+        now: the present time, with a zone.
+
+    Called by: mover, cli.
+    """
+    ranks = _ranks(states)
+    names = sorted(ranks, key=lambda name: ranks[name], reverse=True)
+    found = {state.name: {copy.name: copy for copy in state.copies} for state in states}
+    best = last_good(states)
+    needed = {best, *newest_first(states)[:1]}  # whatever their age
+    planned: dict[tuple[str, str], Action] = {}
+    staying: dict[str, dict[str, str]] = {}  # by tier: what is good there and stays, to its digest
+    waiting: dict[str, dict[str, str]] = {}  # by checkpoint: the tiers that are to get it
+    # The last tier first: what a removal relies upon must have been planned to stay before.
+    for index in reversed(range(len(states))):
+        state = states[index]
+        staying[state.name] = {}
+        if not state.reachable:
+            for name in names:
+                copies = [found[s.name][name] for s in states[:index] if name in found[s.name]]
+                if any(copy.usable and _age(copy, now) <= _limit(state) for copy in copies):
+                    waiting.setdefault(name, {})[state.name] = "which does not answer"
+            continue
+        here = found[state.name]
+        newest_here = max((n for n, c in here.items() if c.good), key=lambda n: ranks[n], default=None)
+        # Newest first, so that a newer one of this tier is known to stay before it serves as a witness.
+        for name in names:
+            copy = here.get(name)
+            action = _copying(states, index, found, name, copy, needed, now)
+            if action is None and copy is not None:
+                action = _removal(
+                    states, index, copy, best, newest_here, staying, waiting.get(name, {}), ranks, now
+                )
+            if action is None:
+                continue
+            planned[state.name, name] = action
+            if action.kind == "copy":
+                waiting.setdefault(name, {})[state.name] = "which is to have it"
+            if copy is not None and copy.good and action.kind == "keep":
+                staying[state.name][name] = copy.digest
+    return [planned[s.name, name] for s in states for name in names if (s.name, name) in planned]
+
+
+def _copying(
+    states: Sequence[TierState],
+    index: int,
+    found: dict[str, dict[str, TierCopy]],
+    name: str,
+    copy: TierCopy | None,
+    needed: Collection[str | None],
+    now: datetime,
+) -> Action | None:
+    """Whether `name` is to be brought here; None when that is no question."""
+    state = states[index]
+    if state.local:
+        return None
+    elsewhere = [(s, found[s.name].get(name)) for s in states if s.name != state.name and s.reachable]
+    # A verified source before one that nobody checked, then the nearest.
+    sources = sorted(
+        ((s, c) for s, c in elsewhere if c is not None and c.usable), key=lambda pair: not pair[1].good
+    )
+    replace = False
+    if copy is not None and copy.committed:
+        later = [(s, c) for s, c in sources if c.digest != copy.digest and _succeeds(s, c, copy)]
+        if later:
+            newest = max(c.epoch for _, c in later)
+            sources = [(s, c) for s, c in later if c.epoch == newest]
+            replace = True
+        elif copy.verified is True:
+            return None
+        elif copy.verified is None:
+            reason = "there, but nobody has read it back"
+            return Action(kind="copy", name=name, tier=state.name, source=state.name, reason=reason)
+        else:
+            sources = [(s, c) for s, c in sources if c.digest == copy.digest]
+    if not sources:
+        if copy is None:
+            return None
+        reason = f"not good here ({copy.detail or 'incomplete'}), and nowhere whole to mend it from"
+        old = copy.saved is not None and _age(copy, now) > _limit(state)
+        return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
+    source, best_copy = sources[0]
+    if copy is None or not copy.committed:
+        if name not in needed and state.keep_days is not None and _age(best_copy, now) > _limit(state):
+            if copy is not None:
+                return None  # the remains of an upload that nobody needs any more
+            reason = f"older than {state.keep_days} days"
+            return Action(kind="skip", name=name, tier=state.name, reason=reason)
+        reason = "not here yet" if copy is None else f"an upload broke off ({copy.detail or 'no manifest'})"
+    elif replace:
+        reason = f"saved again since: epoch {best_copy.epoch}, here epoch {copy.epoch}"
+    else:
+        reason = f"damaged here ({copy.detail or 'does not verify'})"
+    return Action(kind="copy", name=name, tier=state.name, source=source.name, reason=reason, replace=replace)
+
+
+def _succeeds(state: TierState, other: TierCopy, copy: TierCopy) -> bool:
+    """Whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
+    return other.epoch > copy.epoch or (state.local and other.epoch == copy.epoch)
+
+
+def _removal(
+    states: Sequence[TierState],
+    index: int,
+    copy: TierCopy,
+    best: str | None,
+    newest_here: str | None,
+    staying: dict[str, dict[str, str]],
+    waiting: dict[str, str],
+    ranks: dict[str, _Rank],
+    now: datetime,
+) -> Action:
+    """Whether what is here goes (rules 1 to 3, 6)."""
+    state, name = states[index], copy.name
+    if state.local:
+        return _keep(state, name, "tier 0: checkpoint.keep_last decides")
+    if name == best:
+        return _keep(state, name, "the last good checkpoint")
+    if name == newest_here:
+        return _keep(state, name, "the newest verified one of this tier")
+    if copy.litter:
+        newer = [n for n in staying[state.name] if _order(n) > _order(name)]
+        if not newer:
+            return _keep(state, name, f"{copy.detail}; nothing newer is verified here yet")
+        return Action(
+            kind="drop",
+            name=name,
+            tier=state.name,
+            reason=f"{copy.detail}: an upload that nobody can complete any more",
+            witnesses=((state.name, max(newer, key=_order)),),
+        )
+    if state.keep_days is None:
+        return _keep(state, name, "for ever")
+    if copy.saved is None:
+        return _keep(state, name, copy.detail or "its manifest does not say when it was saved")
+    age = f"{_days(copy, now)} old, kept {state.keep_days} days"
+    if _age(copy, now) <= _limit(state):
+        return _keep(state, name, age)
+    for other, why in waiting.items():
+        return _keep(state, name, f"{age}, but needed for {other}, {why}")
+    later = [s for s in states[index + 1 :] if staying[s.name].get(name) == copy.digest]
+    if later:
+        return Action(
+            kind="drop",
+            name=name,
+            tier=state.name,
+            reason=f"{age}; verified in {later[0].name}",
+            witnesses=((later[0].name, name),),
+        )
+    beyond = states[index + 1] if index + 1 < len(states) else state
+    newer = [n for n in staying[beyond.name] if ranks[n] > ranks[name]]
+    if newer:
+        witness = max(newer, key=lambda n: ranks[n])
+        return Action(
+            kind="drop",
+            name=name,
+            tier=state.name,
+            reason=f"{age}; {beyond.name} has {witness}, newer and verified",
+            witnesses=((beyond.name, witness),),
+        )
+    return _keep(state, name, f"{age}, but {beyond.name} has neither it nor a newer one, verified")
+
+
+def _keep(state: TierState, name: str, reason: str) -> Action:
+    return Action(kind="keep", name=name, tier=state.name, reason=reason)
+
+
+def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
+    """How new each checkpoint is: the incarnation that saved it last, then its step and safe point."""
+    epochs: dict[str, int] = {}
+    for copy in (copy for state in states for copy in state.copies):
+        epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)
+    return {name: (epoch, *_order(name)) for name, epoch in epochs.items()}
+
+
+def _order(name: str) -> tuple[int, int]:
+    return checkpoint_order(name) or (-1, -1)
+
+
+def _limit(state: TierState) -> timedelta:
+    return timedelta.max if state.keep_days is None else timedelta(days=state.keep_days)
+
+
+def _age(copy: TierCopy, now: datetime) -> timedelta:
+    return timedelta(0) if copy.saved is None else now - copy.saved
+
+
+def _days(copy: TierCopy, now: datetime) -> str:
+    return f"{_age(copy, now) / timedelta(days=1):.1f} days"

@@ -1,0 +1,245 @@
+"""A tier that is a directory: node NVMe, a second file system, a tape library's front. Also the archive's.
+
+Objects are files below `path`/PREFIX. Each is written under a name that no manifest may hold (`~NAME.DIGEST.part`),
+fsynced, renamed, and its directory fsynced; an attempt that broke off is continued behind its last byte, since the
+bytes are read back from the medium in the end (`holds`) and thrown away if they do not match.
+
+`path` itself is never made: where a disk is not mounted, its mount point would fill the root file system instead.
+What POSIX, NFS and Lustre promise and do not promise: `verl_slurm.files`.
+"""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.chunks import Reading, read_checked
+from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
+from verl_slurm.config.schema import TierConfig
+from verl_slurm.errors import TierError
+from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.tiers.backend import ObjectInfo, Source
+
+__all__ = ["PosixBackend"]
+
+_BLOCK = 4 << 20
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
+
+
+class PosixBackend:
+    """See the module, and `backend.Backend` for what each method promises. Called by: backend.open_backend."""
+
+    def __init__(self, tier: TierConfig) -> None:
+        assert tier.path is not None, "config.tier_checks"
+        self._tier, self._root = tier.name, Path(tier.path).resolve()  # below it no link is followed
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        base = self._root / prefix.rstrip("/")
+        with self._errors(prefix):
+            self._require_root()
+            try:
+                with open_directory(base) as root:
+                    entries = list_tree(root)
+            except FileNotFoundError:
+                return
+        for entry in entries:
+            if entry.kind == "file" and not entry.path.rpartition("/")[2].startswith("~"):
+                yield _info(prefix.rstrip("/") + "/" + entry.path, entry.info)
+
+    def stat(self, key: str) -> ObjectInfo | None:
+        with self._errors(key):
+            self._require_root()
+            try:
+                info = os.stat(self._root / key, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return _info(key, info) if stat.S_ISREG(info.st_mode) else None
+
+    def read(self, key: str, offset: int, size: int) -> bytes:
+        with self._errors(key), self._open(key) as fd:
+            return _pread(fd, offset, size)
+
+    def blocks(self, key: str) -> Iterator[bytes]:
+        with self._errors(key), self._open(key) as fd:
+            offset = 0
+            while block := os.pread(fd, _BLOCK, offset):
+                yield block
+                offset += len(block)
+
+    def put(self, key: str, source: Source, entry: FileEntry) -> int:
+        final = self._root / key
+        part = final.parent / f"~{final.name[:200]}.{entry.sha256[:16]}.part"
+        with self._errors(key):
+            self._require_root()
+            self._make_parents(key)
+            fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                sent = _continue(fd, source)
+                os.fsync(fd)
+            except OSError:
+                # A second fsync would lie about these pages (`verl_slurm.files`): begin anew next time.
+                part.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
+            os.rename(part, final)
+            fsync_path(final.parent)
+        return sent
+
+    def commit(self, key: str, data: bytes) -> bool:
+        final = self._root / key
+        temp = final.parent / f"~{final.name}.{secrets.token_hex(8)}.part"
+        with self._errors(key):
+            self._make_parents(key)
+            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(fd)
+                return self._link(temp, final)
+            finally:
+                temp.unlink(missing_ok=True)
+                fsync_path(final.parent)
+
+    @staticmethod
+    def _link(temp: Path, final: Path) -> bool:
+        """A link fails where the name is taken; a rename would replace it."""
+        try:
+            os.link(temp, final, follow_symlinks=False)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(final):
+                return False
+            os.rename(temp, final)
+        return True
+
+    def holds(self, key: str, entry: FileEntry) -> str:
+        *folders, name = key.split("/")
+        problems: dict[str, str | OSError] = {}
+        with self._errors(key):
+            self._require_root()
+            try:
+                with open_directory(self._root.joinpath(*folders)) as folder:
+                    # One thread: the training needs the others. Its path is that of the object here, not in the run.
+                    here = Reading(msgspec.structs.replace(entry, path=name))
+                    read_checked(folder, [here], threads=1, on_problem=problems.__setitem__)
+            except FileNotFoundError:
+                return "missing"
+            for problem in problems.values():
+                if isinstance(problem, FileNotFoundError):
+                    return "missing"
+                if isinstance(problem, OSError):
+                    raise problem
+                return problem
+        return ""
+
+    def delete(self, key: str) -> None:
+        path = self._root / key
+        with self._errors(key):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            fsync_path(path.parent)
+            # Directories that are empty now; the tier's own prefix may stay.
+            for folder in list(path.parents)[: key.count("/") - 1]:
+                try:
+                    folder.rmdir()
+                except OSError:
+                    break
+
+    def forget(self, prefix: str, keep: Collection[str] = ()) -> int:
+        base = self._root / prefix.rstrip("/")
+        with self._errors(prefix):
+            try:
+                with open_directory(base) as root:
+                    parts = [e.path for e in list_tree(root) if e.path.rpartition("/")[2].startswith("~")]
+            except FileNotFoundError:
+                return 0
+            doomed = [base / part for part in parts if not f"{prefix}{part}".startswith(tuple(keep))]
+            for path in doomed:
+                path.unlink(missing_ok=True)
+        return len(doomed)
+
+    @contextmanager
+    def _open(self, key: str) -> Iterator[int]:
+        """No name below the tier's directory may be a link."""
+        with open_directory(self._root) as root, open_below(root, key) as fd:
+            yield fd
+
+    def _require_root(self) -> None:
+        if not self._root.is_dir():
+            raise TierError(
+                "the tier's directory is not there",
+                where=f"tier {self._tier}: {self._root}",
+                remedy="mount it, or make it, on the node where the job's first process runs",
+            )
+
+    def _make_parents(self, key: str) -> None:
+        folder = self._root
+        for name in key.split("/")[:-1]:
+            folder = folder / name
+            try:
+                info = os.lstat(folder)
+            except FileNotFoundError:
+                private_dir(folder)
+                fsync_path(folder.parent)
+                continue
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                raise TierError(
+                    "a place in the tier is another user's, or no directory",
+                    where=f"tier {self._tier}: {folder}",
+                    found=f"mode {info.st_mode:o}, uid {info.st_uid}",
+                    expected=f"a directory of uid {os.geteuid()}",
+                    remedy="give the tier a prefix of your own (tiers[].prefix)",
+                )
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TierError(
+                "the tier failed",
+                where=f"tier {self._tier}: {key}",
+                found=error.strerror or error,
+                remedy=f"look at the storage behind {self._root}; the next pass goes on where this one ended",
+            ) from error
+
+
+def _info(key: str, info: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key=key, size=info.st_size, stamp=f"{info.st_ino}.{info.st_mtime_ns}")
+
+
+def _continue(fd: int, source: Source) -> int:
+    """Append what is missing; returns how much that was."""
+    here = os.fstat(fd).st_size
+    offset = here if here <= source.size else 0
+    os.ftruncate(fd, offset)
+    began = offset
+    while offset < source.size:
+        block = memoryview(source.read(offset, min(_BLOCK, source.size - offset)))
+        if not block:
+            raise OSError(errno.EIO, "the source ended early")
+        while block:
+            written = os.pwrite(fd, block, offset)
+            block, offset = block[written:], offset + written
+    return offset - began
+
+
+def _pread(fd: int, offset: int, size: int) -> bytes:
+    parts = []
+    while size and (block := os.pread(fd, size, offset)):
+        parts.append(block)
+        offset, size = offset + len(block), size - len(block)
+    return b"".join(parts)

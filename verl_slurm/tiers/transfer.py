@@ -1,0 +1,244 @@
+"""One checkpoint from one place to another tier, and the look whether it is whole there (`layout.py`, section 2).
+
+Memory: a block of 4 MiB, or the parts in flight of an upload; never a whole file.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.tree import open_below, open_directory
+from verl_slurm.errors import CheckpointCorrupt, TierError
+from verl_slurm.tiers.backend import Backend, Source
+from verl_slurm.tiers.digest import ContentCheck
+from verl_slurm.tiers.layout import checkpoint_prefix, manifest_key, object_key
+
+__all__ = ["DirectoryOrigin", "Origin", "TierOrigin", "Transferred", "copy_checkpoint", "verify_copy"]
+
+_BLOCK = 4 << 20
+
+
+class Origin(Protocol):
+    """Where a checkpoint is copied from. Called by: copy_checkpoint, fetch."""
+
+    def manifest(self) -> bytes:
+        """The bytes of its manifest.json, not yet parsed."""
+        ...
+
+    def open(self, path: str) -> AbstractContextManager[Source]:
+        """One of its files."""
+        ...
+
+
+class DirectoryOrigin:
+    """A checkpoint directory of the run itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def manifest(self) -> bytes:
+        with self.open(MANIFEST) as source:
+            return source.read(0, min(source.size, MAX_MANIFEST_BYTES + 1))
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Source]:
+        try:
+            with open_directory(self._directory) as root, open_below(root, path) as fd:
+                yield _FileSource(fd, self._directory / path)
+        except OSError as error:
+            raise _unreadable(self._directory / path, error) from error
+
+
+class _FileSource:
+    def __init__(self, fd: int, where: Path) -> None:
+        self._fd, self._where, self.size = fd, where, os.fstat(fd).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        parts = []
+        try:
+            while size and (block := os.pread(self._fd, size, offset)):
+                parts.append(block)
+                offset, size = offset + len(block), size - len(block)
+        except OSError as error:
+            raise _unreadable(self._where, error) from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _unreadable(where: Path, error: OSError) -> TierError:
+    """Not `CheckpointCorrupt`: what cannot be read now may be whole, or was pruned while we read."""
+    return TierError(
+        "the checkpoint cannot be read",
+        where=where,
+        found=error.strerror or error,
+        remedy="the next pass looks again",
+    )
+
+
+class TierOrigin:
+    """A checkpoint in a tier."""
+
+    def __init__(self, backend: Backend, run: str, name: str) -> None:
+        self._backend, self._run, self._name = backend, run, name
+
+    def manifest(self) -> bytes:
+        key = manifest_key(self._run, self._name)
+        info = self._backend.stat(key)
+        if info is None:
+            raise TierError("the checkpoint is no longer there", where=key)
+        return self._backend.read(key, 0, min(info.size, MAX_MANIFEST_BYTES + 1))
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Source]:
+        key = object_key(self._run, self._name, path)
+        info = self._backend.stat(key)
+        if info is None:
+            raise CheckpointCorrupt("an object of the checkpoint is missing", where=key)
+        yield _ObjectSource(self._backend, key, info.size)
+
+
+class _ObjectSource:
+    def __init__(self, backend: Backend, key: str, size: int) -> None:
+        self._backend, self._key, self.size = backend, key, size
+
+    def read(self, offset: int, size: int) -> bytes:
+        return self._backend.read(self._key, offset, size) if size else b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transferred:
+    """What a copy took.
+
+    Attributes:
+        num_bytes: of the checkpoint.
+        sent: of these, in this attempt; the others were there already.
+    """
+
+    manifest: Manifest
+    num_bytes: int
+    sent: int
+
+
+def copy_checkpoint(
+    origin: Origin, backend: Backend, run: str, name: str, *, on_file: Callable[[str], None] | None = None
+) -> Transferred:
+    """Make checkpoint `name` whole and verified in the tier behind `backend`. May be killed and called again.
+
+    Args:
+        run: the tier's `layout.run_prefix`.
+        on_file: hears of every file that is done.
+
+    Raises:
+        CheckpointCorrupt: the origin does not hold what its manifest says; the tier has no commit record then.
+        TierError: the tier failed, or gave back other bytes twice.
+    """
+    data = origin.manifest()
+    manifest = parse(data, where=f"{name}/{MANIFEST}")
+    if manifest.name != name:
+        raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
+    record = manifest_key(run, name)
+    there = backend.stat(record)
+    if there is not None:
+        problems = verify_copy(backend, run, name, expected=data)
+        if not problems:
+            return Transferred(manifest=manifest, num_bytes=manifest.num_bytes, sent=0)
+        backend.delete(record)  # while it is being mended it does not exist
+    sent = 0
+    for entry in manifest.files:
+        sent += _copy_file(origin, backend, object_key(run, name, entry.path), entry)
+        if on_file is not None:
+            on_file(entry.path)
+    _remove_strangers(backend, run, manifest)
+    if not backend.commit(record, data) and backend.read(record, 0, len(data) + 1) != data:
+        # Somebody else committed another checkpoint of that name meanwhile: a former life that still breathes.
+        raise TierError(
+            "another process wrote this checkpoint at the same time",
+            where=record,
+            remedy="the next pass looks again",
+        )
+    stored = backend.read(record, 0, len(data) + 1)
+    if stored != data:
+        backend.delete(record)
+        raise TierError("the tier gives back another manifest than it was given", where=record)
+    return Transferred(manifest=manifest, num_bytes=manifest.num_bytes, sent=sent)
+
+
+def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> int:
+    """Put one file and have it read back; once more from the start when other bytes come back."""
+    there = backend.stat(key)
+    if there is not None and there.size == entry.size and not backend.holds(key, entry):
+        return 0
+    sent, problem = 0, ""
+    with origin.open(entry.path) as source:
+        if source.size != entry.size:
+            found = f"size {source.size}, expected {entry.size}"
+            raise CheckpointCorrupt("the source is damaged", where=key, found=found)
+        for _ in range(2):
+            sent += backend.put(key, source, entry)
+            problem = backend.holds(key, entry)
+            if not problem:
+                return sent
+            backend.delete(key)
+            # Whose fault is it? The source is asked only now: a healthy copy reads it once.
+            wrong = _check_source(source, entry)
+            if wrong:
+                raise CheckpointCorrupt("the source is damaged", where=key, found=wrong)
+    raise TierError(
+        "the tier gives back other bytes than it was given",
+        where=key,
+        found=problem,
+        remedy="the checkpoint does not exist there; look at that storage",
+    )
+
+
+def _check_source(source: Source, entry: FileEntry) -> str:
+    check = ContentCheck(entry)
+    for offset in range(0, source.size, _BLOCK):
+        if problem := check.update(source.read(offset, min(_BLOCK, source.size - offset))):
+            return problem
+    return check.problem()
+
+
+def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
+    """Objects of an earlier attempt with other files: a checkpoint is exactly what its manifest names."""
+    prefix = checkpoint_prefix(run, manifest.name)
+    wanted = {prefix + entry.path for entry in manifest.files}
+    for info in list(backend.list(prefix)):
+        if info.key not in wanted:
+            backend.delete(info.key)
+
+
+def verify_copy(backend: Backend, run: str, name: str, *, expected: bytes | None = None) -> list[str]:
+    """What is wrong with checkpoint `name` in a tier; every object is read back. Empty: nothing.
+
+    Args:
+        expected: the manifest it should have; None: whichever verifies by itself.
+
+    Raises:
+        TierError: the tier did not answer: that says nothing about the checkpoint.
+
+    Called by: mover (before a removal, and for what was never read back), copy_checkpoint, fetch.
+    """
+    key = manifest_key(run, name)
+    info = backend.stat(key)
+    if info is None:
+        return [f"{MANIFEST}: missing"]
+    data = backend.read(key, 0, min(info.size, MAX_MANIFEST_BYTES + 1))
+    if expected is not None and data != expected:
+        return [f"{MANIFEST}: of another checkpoint"]
+    try:
+        manifest = parse(data, where=key)
+    except CheckpointCorrupt as error:
+        return [f"{MANIFEST}: {error.found}"]
+    if manifest.name != name:
+        return [f"{MANIFEST}: of {manifest.name}"]
+    problems = []
+    for entry in manifest.files:
+        problem = backend.holds(object_key(run, name, entry.path), entry)
+        if problem:
+            problems.append(f"{entry.path}: {problem}")
+    return problems
