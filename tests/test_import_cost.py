@@ -61,3 +61,15 @@ def test_the_time_that_help_takes_is_reported(record_property: pytest.FixtureReq
         times.append(time.perf_counter() - began)
     record_property("help_seconds", round(min(times), 3))  # type: ignore[operator]
     sys.stdout.write(f"verl-slurm --help: {min(times):.3f} s\n")
+
+
+def test_without_a_key_nothing_imports_cryptography() -> None:
+    """A daemon of 40 MB that verifies has no use for it."""
+    probe = (
+        "import sys, verl_slurm_daemon.lead, verl_slurm.checkpoint.encryption, verl_slurm.checkpoint.commit, "
+        "verl_slurm.keys, verl_slurm.runtime_state.sealing; "
+        "verl_slurm.keys.load_keys(None); verl_slurm.keys.MasterKey(bytes(32)); "
+        "print([m for m in sys.modules if m.startswith('cryptography')])"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -13,6 +13,7 @@ __all__ = [
     "DataError",
     "DatasetDrift",
     "Fenced",
+    "KeyRefused",
     "NoRoom",
     "NotFound",
     "PermissionRefused",
@@ -148,6 +149,12 @@ class Fenced(VerlSlurmError):
     """A newer incarnation owns the run; this one must not write."""
 
     exit_code = ExitCode.FENCED
+
+
+class KeyRefused(VerlSlurmError):
+    """An encryption key is missing, no key, or not the one; or what a key should vouch for is unsigned."""
+
+    exit_code = ExitCode.KEY
 
 
 class WireError(VerlSlurmError):

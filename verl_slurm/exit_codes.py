@@ -41,4 +41,5 @@ class ExitCode(IntEnum):
     REQUEUED = 25, "the job was requeued and will resume by itself"
     WIRE = 26, "the control channel was refused or broke"
     NO_ROOM = 27, "the file system has no room for a checkpoint"
+    KEY = 28, "an encryption key is missing or another one, or a checkpoint that needs its signature has none"
     TIER = 29, "a storage tier did not answer, refused, or gave back other bytes"

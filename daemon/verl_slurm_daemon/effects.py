@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, assert_never
 
 import msgspec
@@ -18,6 +19,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import (
     AgentReady,
@@ -70,6 +72,7 @@ class Effects:
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._journal, self._epoch, self._post = journal, epoch, post
+        self._keys: Keyring | None = None
         self._generation, self._leaving = 0, asyncio.Event()
         self._links: dict[str, AgentLink] = {}
         self._ready: dict[str, AgentReady] = {}
@@ -83,7 +86,12 @@ class Effects:
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
-        """Listen for agents and publish where; have checkpoints moved to their tiers."""
+        """Read the key, where one is configured; listen for agents; have checkpoints moved to their tiers.
+
+        Raises:
+            KeyRefused, PermissionRefused: `keys.load_keys`.
+        """
+        self._keys = load_keys(self._config.checkpoint.encryption)
         self._spawn(self._mover.run())
         token = secrets.token_bytes(32)
         # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
@@ -175,15 +183,16 @@ class Effects:
         self._post(ev.GenerationEnded(max(codes, key=abs)))
 
     async def _resume_point(self) -> ResumePoint:
-        find, checkpoint = find_resume_point, self._config.checkpoint
+        checkpoint = self._config.checkpoint
+        find = partial(find_resume_point, self._paths, checkpoint.resume_from, self._epoch, self._keys)
         told: list[str] = []
         if checkpoint.local_dir and not self._paths.resume_once.exists():
             # What the nodes hold is newer than what lies in a tier: it comes home first.
-            point = await asyncio.to_thread(find, self._paths, checkpoint.resume_from, self._epoch)
+            point = await asyncio.to_thread(find)
             told += point.reasons
             await self._bring_home(point.name)
         has_tiers = bool(self._config.tiers)
-        point = await asyncio.to_thread(find, self._paths, checkpoint.resume_from, self._epoch, has_tiers)
+        point = await asyncio.to_thread(find, has_tiers)
         for line in dict.fromkeys([*told, *point.reasons]):
             self._journal.event("resume", reason=line)
         return point
@@ -286,11 +295,11 @@ class Effects:
         self._post(ev.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
-        good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch)
+        good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
         if not good and self._config.checkpoint.local_dir:
             self._journal.event("corrupt", name=name, detail=detail)
             if await self._bring_home(""):
-                good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch)
+                good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
         self._post(ev.Verified(name, good, detail))
         if good:
             self._mover.wake()
@@ -301,7 +310,7 @@ class Effects:
         try:
             step = await self._allocation.start_step(argv)
             codes = [await process.wait() for process in step]
-            lines = await asyncio.to_thread(collect, self._paths, self._epoch)
+            lines = await asyncio.to_thread(collect, self._paths, self._epoch, self._keys)
         except OSError as error:
             lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
         for line in lines:

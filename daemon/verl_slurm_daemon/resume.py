@@ -9,13 +9,16 @@ import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format import MANIFEST
+from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.fence import require_epoch
 from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm_daemon.tier_child import restore_newest
@@ -34,7 +37,11 @@ class ResumePoint(msgspec.Struct, frozen=True):
 
 
 def find_resume_point(
-    paths: RunPaths, resume_from: str | None, epoch: int, has_tiers: bool = False
+    paths: RunPaths,
+    resume_from: str | None,
+    epoch: int,
+    keys: Keyring | None = None,
+    has_tiers: bool = False,
 ) -> ResumePoint:
     """Verify from the newest back and take the first that is good; sets corrupt ones aside.
 
@@ -46,25 +53,36 @@ def find_resume_point(
     Where nothing of the run itself verifies and it has tiers, the newest they have is brought back, unless the run
     was told to begin from nothing and has saved nothing since.
 
+    Args:
+        keys: what is resumed from must be signed with one of them.
+
     Raises:
+        KeyRefused: what is left to resume from needs a key that is not there.
         TierError: a tier that has one does not answer.
     """
+
+    def checked(path: Path) -> Verdict:
+        return verify(path, keys=keys)
+
     require_epoch(paths, epoch)  # a former life that still breathes must not tidy up under the present one
     if not paths.resume_once.exists():
         resume_from = "auto"
     sweep(paths)
     sweep(paths.partial)
-    choice = choose_resume(paths, resume_from)
+    choice = choose_resume(paths, resume_from, verifier=checked)
     if choice.name is not None:
         paths.from_nothing.unlink(missing_ok=True)
     elif resume_from is None:
         write_file(private_dir(paths.control) / paths.from_nothing.name, b"")
     elif has_tiers and not paths.from_nothing.exists():
         restore_newest(paths)
-        found = choose_resume(paths, "auto")
+        found = choose_resume(paths, "auto", verifier=checked)
         choice = replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
+    if choice.manifest is not None:
+        # Verifying what is encrypted needs no key; to say so now is better than to have every rank fail.
+        CheckpointCipher.of(choice.manifest, keys, where=choice.path)
     if choice.path is not None and choice.path.parent != paths.checkpoints:
-        choice = choose_resume(paths, _adopt(paths, choice.path))
+        choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
     reasons = list(choice.reasons)
     if resume_from != "auto":
         reasons += _abandon_newer(paths, choice)
@@ -112,12 +130,12 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
     return reasons
 
 
-def read_back(paths: RunPaths, name: str, epoch: int) -> tuple[bool, str]:
+def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> tuple[bool, str]:
     """Re-read a committed checkpoint, every byte; (good, what was found).
 
     Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
     """
-    verdict = verify(paths.checkpoints / name)
+    verdict = verify(paths.checkpoints / name, keys=keys)
     if verdict.ok:
         return True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
     if verdict.damaged:

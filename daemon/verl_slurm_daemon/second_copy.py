@@ -12,6 +12,7 @@ from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.load import load_resolved
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import require_epoch
+from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 
 __all__ = ["bring_home_argv", "collect", "run_bring_home"]
@@ -39,23 +40,29 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
     Raises:
         Fenced: the run belongs to another incarnation.
         OSError: a disk refuses.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
     """
     paths = RunPaths(root)
     require_epoch(paths, epoch)
-    directory = local_directory(load_resolved(paths.run_yaml).checkpoint.local_dir, paths, this_node())
+    config = load_resolved(paths.run_yaml).checkpoint
+    directory, keys = local_directory(config.local_dir, paths, this_node()), load_keys(config.encryption)
     oldest = checkpoint_order(after) or (-1, -1)
-    for part in list_parts(directory) if directory is not None else ():
+    for part in list_parts(directory, keys) if directory is not None else ():
         lacking = not (paths.checkpoints / part.name).exists()
         if part.order > oldest and lacking and part.manifest.epoch >= _parts_since(paths):
             send_home(part, paths)
     return ExitCode.OK
 
 
-def collect(paths: RunPaths, epoch: int) -> Sequence[str]:
-    """The lead's part, when every node has sent: what came of it, a line a checkpoint."""
+def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequence[str]:
+    """The lead's part, when every node has sent: what came of it, a line a checkpoint.
+
+    Args:
+        keys: what came home must be signed with one of them.
+    """
     require_epoch(paths, epoch)
     lines = []
-    for verdict, good in assemble(paths):
+    for verdict, good in assemble(paths, keys):
         if good:
             lines.append(f"{verdict.name}: brought home from the nodes' own disks, {verdict.num_bytes} bytes")
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.checkpoint.sealed import save_sealed
 from verl_slurm.checkpoint.commit import begin, commit, seal
 from verl_slurm.checkpoint.data_tree import sealed
 from verl_slurm.checkpoint.data_walk import walk
@@ -18,9 +19,10 @@ from verl_slurm.checkpoint.hash_cache import save as save_cache
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DataConfig, RunConfig
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
+from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState
@@ -151,6 +153,31 @@ def test_verify_names_the_damaged_file(
         cli("verify", run.root, "--json").json["checkpoints"][0]["problems"][0]["path"]
         == "actor/__0_0.distcp"
     )
+
+
+def test_verify_asks_for_the_signature_where_the_run_has_a_key(
+    run: RunPaths, cli: Cli, tmp_path: Path
+) -> None:
+    mine, other = tmp_path / "mine.key", tmp_path / "other.key"
+    key = new_key_file(mine)
+    new_key_file(other)
+    config = RunConfig(checkpoint=CheckpointConfig(encryption=EncryptionConfig(key_file=str(mine))))
+    run.run_yaml.write_bytes(dump(config))
+    path = save_sealed(run, 1, key)
+    assert cli("verify", run.root).code == 0
+    assert cli("verify", path).code == 0
+    wrong = cli("verify", path, "--key-file", other)
+    assert wrong.code == ExitCode.KEY
+    assert key.id in wrong.out
+    save_sealed(run, 2, None)
+    unsigned = cli("verify", run.root)
+    assert unsigned.code == ExitCode.KEY
+    assert "step_000002  BAD manifest.json: the checkpoint is not signed" in unsigned.out
+    assert cli("verify", run.root, "--without-key").code == 0
+    mine.unlink()
+    lost = cli("verify", run.root)
+    assert lost.code == ExitCode.KEY
+    assert "mine.key" in lost.error
 
 
 def test_what_is_not_there_is_not_found(run: RunPaths, cli: Cli) -> None:

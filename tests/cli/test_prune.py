@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 
 Cli = Callable[..., Any]
@@ -71,3 +75,21 @@ def test_where_none_verifies_the_answer_is_its_own_exit_code(cli: Cli, run: RunP
 def test_to_keep_none_is_a_usage_error(cli: Cli, run: RunPaths) -> None:
     assert cli("prune", run.root, "--keep-last", 0).code == ExitCode.USAGE
     assert len(left(run)) == 5
+
+
+def test_with_a_key_only_what_is_signed_is_good_enough_to_remove_others(
+    cli: Cli, run: RunPaths, tmp_path: Path
+) -> None:
+    key = new_key_file(tmp_path / "run.key")
+    config = RunConfig(
+        checkpoint=CheckpointConfig(encryption=EncryptionConfig(key_file=str(tmp_path / "run.key")))
+    )
+    run.run_yaml.write_bytes(dump(config))
+    refused = cli("prune", run.root, "--keep-last", 1)
+    assert refused.code == ExitCode.CORRUPT
+    assert len(left(run)) == 5
+    save_sealed(run, 60, key)
+    save_sealed(run, 70, None)
+    result = cli("prune", run.root, "--keep-last", 1)
+    assert result.code == ExitCode.OK
+    assert left(run) == ["step_000060", "step_000070"]

@@ -19,6 +19,8 @@ from verl_slurm.checkpoint.manifest import parse, render, sealed
 from verl_slurm.checkpoint.schema import parse_schema, render_schema, schema_of
 from verl_slurm.config.load import load_resolved
 from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -105,6 +107,21 @@ def test_nothing_is_left_of_a_run_whose_lead_was_killed(tmp_path: Path) -> None:
     process.kill()
     finish(process)
     wait_until_gone(str(paths.root))
+
+
+def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    key = tmp_path / "run.key"
+    new_key_file(key)
+    paths = prepared(tmp_path / "run", f"checkpoint.encryption.key_file={key}")
+    key.unlink()
+    process = lead(paths)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.KEY
+    assert "run.key" in said
+    events = read_events(paths)
+    assert [e["exit"] for e in events if e["event"] == "ended"] == ["KEY"]
+    assert not any(e["event"] == "generation" for e in events)
 
 
 def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(

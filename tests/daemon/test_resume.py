@@ -8,12 +8,14 @@ import pytest
 from verl_slurm_daemon.resume import find_resume_point, read_back
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
 from verl_slurm.checkpoint.commit import commit
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DataConfig, RunConfig, TierConfig
-from verl_slurm.errors import Fenced, TierError
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TierConfig
+from verl_slurm.errors import Fenced, KeyRefused, TierError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir
+from verl_slurm.keys import Keyring, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm.tiers.mover import sync
@@ -122,6 +124,29 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
     assert checkpoint.exists()
 
 
+def test_with_a_key_only_what_is_signed_with_it_is_resumed_from_and_the_rest_stays(run: RunPaths) -> None:
+    signed, planted = save_sealed(run, 2), save_sealed(run, 4, None)
+    assert find_resume_point(run, "auto", 1, KEYS).name == signed.name
+    assert planted.is_dir()
+    assert read_back(run, signed.name, 1, KEYS)[0]
+    good, detail = read_back(run, planted.name, 1, KEYS)
+    assert not good
+    assert "not signed" in detail
+    assert planted.is_dir()
+
+
+@pytest.mark.parametrize("keys", [None, Keyring(OTHER)])
+def test_what_needs_a_key_that_is_not_there_is_refused_before_any_rank_starts(
+    run: RunPaths, keys: Keyring | None
+) -> None:
+    only = save_sealed(run, 2)
+    for resume_from in ("auto", only.name):
+        with pytest.raises(KeyRefused) as caught:
+            find_resume_point(run, resume_from, 1, keys)
+        assert KEY.id in caught.value.one_line()
+    assert only.is_dir()
+
+
 @pytest.fixture
 def archived(run: RunPaths, tmp_path: Path) -> RunPaths:
     """step_000004 in an archive and nowhere else."""
@@ -155,3 +180,25 @@ def test_a_run_is_not_begun_afresh_while_its_tier_is_away(archived: RunPaths, tm
     (tmp_path / "cold").rename(tmp_path / "unmounted")
     with pytest.raises(TierError, match="does not answer"):
         find_resume_point(archived, "auto", 1, has_tiers=True)
+
+
+def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    key = new_key_file(tmp_path / "run.key")
+    private_dir(tmp_path / "cold")
+    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
+    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
+    config = RunConfig(
+        name="run",
+        data=DataConfig(root=str(tmp_path)),
+        tiers=(cold,),
+        checkpoint=CheckpointConfig(encryption=encryption),
+    )
+    run.run_yaml.write_bytes(dump(config))
+    made = [save_sealed(run, 2, key), save_sealed(run, 4, None)]
+    assert sync(run, config).ok
+    for path in made:
+        path.rename(tmp_path / path.name)
+    point = find_resume_point(run, "auto", 1, Keyring(key), has_tiers=True)
+    assert point.name == "step_000002"
+    assert not run.checkpoint(4).exists()

@@ -12,6 +12,7 @@ from torch import nn
 
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.schema import current_schema, render_schema
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, Contents, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw, model_tensors, optimizer_tensors
@@ -107,9 +108,20 @@ def provenance() -> Provenance:
 
 
 def checkpoint_saver(
-    root: Path, parts: Parts, *, fence: Callable[[], None] = lambda: None, local: LocalPlace | None = None
+    root: Path,
+    parts: Parts,
+    *,
+    fence: Callable[[], None] = lambda: None,
+    local: LocalPlace | None = None,
+    encryption: EncryptionConfig | None = None,
 ) -> CheckpointSaver:
     """A saver for `parts`; close it."""
     return CheckpointSaver(
-        RunPaths(root), parts.tensors(), provenance(), ALONE, epoch_check=fence, local=local
+        RunPaths(root),
+        parts.tensors(),
+        provenance(),
+        ALONE,
+        epoch_check=fence,
+        local=local,
+        encryption=encryption,
     )

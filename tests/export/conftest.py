@@ -57,7 +57,7 @@ class Trained:
         )
 
     def save(self, step: int = 2, **changes: Any) -> Path:
-        """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=."""
+        """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=, encryption=."""
         from verl_slurm.dcp.collective import Collective
         from verl_slurm.dcp.saver import CheckpointSaver, Contents, Provenance
         from verl_slurm.dcp.tensors import model_tensors, optimizer_tensors
@@ -107,7 +107,14 @@ class Trained:
             topology=changes.get("topology", Topology(dp=1)),
         )
         alone = Collective(None)
-        saver = CheckpointSaver(self.paths, domains, provenance, alone, epoch_check=lambda: None)
+        saver = CheckpointSaver(
+            self.paths,
+            domains,
+            provenance,
+            alone,
+            epoch_check=lambda: None,
+            encryption=changes.get("encryption"),
+        )
         try:
             return self.paths.checkpoints / saver.begin(contents).result().name
         finally:
@@ -146,7 +153,7 @@ def fill_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl_slurm.dcp.tensors import Tensors  # noqa: F401 - torch is there
     from verl_slurm.export import __main__ as child
 
-    def fill(directory: Path, digest: str, staging: Path, asked: Wish, progress: Any) -> int:
+    def fill(directory: Path, digest: str, staging: Path, asked: Wish, progress: Any, key_file: Any) -> int:
         import argparse
 
         peaks = [0]
@@ -159,6 +166,7 @@ def fill_here(monkeypatch: pytest.MonkeyPatch) -> None:
             dtype=asked.dtype,
             weight_decay=asked.weight_decay,
             roles=list(asked.roles),
+            key_file=key_file,
         )
         child._run(options, lambda said: peaks.append(said.get("peak", 0)))
         return max(peaks)

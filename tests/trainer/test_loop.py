@@ -34,6 +34,7 @@ from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,
     DistributedConfig,
+    EncryptionConfig,
     ModelConfig,
     RolloutConfig,
     RunConfig,
@@ -45,6 +46,7 @@ from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.keys import Keyring, load_keys, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
@@ -224,8 +226,13 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
     assert _final(paths).is_dir()
 
 
-def test_a_run_goes_on_with_more_ranks_and_generates_nothing_twice(runs: Runs) -> None:
-    paths = runs.make("resharded")
+def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
+    runs: Runs, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
+    keys = Keyring(new_key_file(tmp_path / "run.key"))
+    paths = runs.make("resharded", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
     first = runs.start(
         paths, script={"rank": 1, "safe_point": 17, "action": "stop"}
     )  # all of step 1 generated
@@ -236,11 +243,11 @@ def test_a_run_goes_on_with_more_ranks_and_generates_nothing_twice(runs: Runs) -
     second = runs.start(paths)
     assert second.code == 0, second.err
     assert "resumed step_000001_sp0004: step 1 score 0" in second.out
-    verdict = verify(_final(paths))
+    verdict = verify(_final(paths), keys=keys)
     assert verdict.ok
     assert verdict.manifest is not None
     assert verdict.manifest.world_size == 4
-    journal = stats(paths)
+    journal = stats(paths, keys=keys)
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
@@ -279,6 +286,40 @@ def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     # A rank that is at safe point 15 knows that every rank has passed 14: one micro-batch of step 1 is done.
     assert _replayed(second) >= min(number - 14, 4)
     _assert_nothing_changed(paths, undisturbed)
+
+
+def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_them_in_the_open(
+    runs: Runs, undisturbed: RunPaths, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
+    new_key_file(tmp_path / "run.key")
+    paths = runs.make("encrypted", CheckpointConfig(every_steps=1, keep_last=2, encryption=encryption))
+    first = runs.start(paths, script={"rank": 1, "safe_point": 18, "action": "kill"})
+    assert first.code != 0
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert _replayed(second) == 4
+    keys = load_keys(encryption)
+    result = compare(_final(undisturbed), _final(paths), None, keys)
+    assert result.same, result.differing
+    assert verify(_final(paths), keys=keys).ok
+    assert stats(paths, keys=keys).problems == ()
+    # Names of arrays, of tensors and of settings: the ends of all threads that lead to the content.
+    telling = (b"response_mask", b"exp_avg_sq", b"embed_tokens", b"actor_lr", b"kl_window")
+    in_the_open = {
+        word: [path.name for path in _written(paths) if word in path.read_bytes()] for word in telling
+    }
+    assert not any(in_the_open.values()), in_the_open
+    plain = [path for path in _written(undisturbed) if b"embed_tokens" in path.read_bytes()]
+    assert plain, "the search finds what is there"
+
+
+def _written(paths: RunPaths) -> list[Path]:
+    """Every file with content: checkpoints and journal. The schema has names of fields only, and says so."""
+    roots = (paths.checkpoints, paths.ledger)
+    files = [path for root in roots for path in root.rglob("*") if path.is_file()]
+    return [path for path in files if path.name != "schema_version.json"]
 
 
 def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(

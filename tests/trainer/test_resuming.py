@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, EncryptionConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
@@ -32,14 +34,16 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
+from verl_slurm.trainer.setup import build_loop
 from verl_slurm.trainer.state import fresh_state
+from verl_slurm.wire.client import NoDaemon
 
 pytestmark = pytest.mark.torch
 
 CONFIG = RunConfig(distributed=DistributedConfig(dp_size=2, nodes=1))
 
 
-def _manifest(directory: Path, *, world_size: int = 2) -> None:
+def _manifest(directory: Path, *, world_size: int = 2, config: bytes = b"") -> None:
     manifest = Manifest(
         name="step_000001",
         step=1,
@@ -51,19 +55,20 @@ def _manifest(directory: Path, *, world_size: int = 2) -> None:
         dataset_fingerprint="f",
         world_size=world_size,
         topology=Topology(dp=world_size),
-        files=(),
+        files=(entry_of("config.yaml", config),) if config else (),
         frozen={"reference": "a" * 64},
         created_utc="2026-01-01T00:00:00Z",
         save_seconds=0.1,
     )
     private_dir(directory)
     (directory / "manifest.json").write_bytes(render(sealed(manifest)))
+    if config:
+        (directory / "config.yaml").write_bytes(config)
 
 
 def test_a_checkpoint_of_another_world_size_is_refused_where_a_step_would_be_another(tmp_path: Path) -> None:
-    _manifest(tmp_path / "step_000001", world_size=4)
     wider = msgspec.structs.replace(CONFIG, distributed=DistributedConfig(dp_size=4))
-    (tmp_path / "step_000001" / "config.yaml").write_bytes(dump(wider))
+    _manifest(tmp_path / "step_000001", world_size=4, config=dump(wider))
     with pytest.raises(
         ConfigError, match="4 ranks so far, and with 2.*expected train.batch_size_per_device="
     ):
@@ -197,3 +202,19 @@ def test_a_directory_that_is_no_run_ends_with_one_line_and_its_exit_code(
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert "not a run directory" in error
+
+
+def test_a_rank_without_its_key_is_refused_before_it_reads_or_makes_anything(tmp_path: Path) -> None:
+    encryption = EncryptionConfig(key_file=str(tmp_path / "gone.key"))
+    tmp_path.chmod(0o700)
+    with pytest.raises(KeyRefused, match="gone.key"):
+        build_loop(
+            RunConfig(checkpoint=CheckpointConfig(encryption=encryption)),
+            RunPaths(tmp_path),
+            epoch=1,
+            resume="",
+            device=torch.device("cpu"),
+            ranks=Collective(None),
+            line=NoDaemon(),
+        )
+    assert list(tmp_path.iterdir()) == []

@@ -25,8 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
+import msgspec
+
+from verl_slurm.checkpoint.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_below
+from verl_slurm.errors import CheckpointCorrupt
 
 __all__ = [
     "Reading",
@@ -93,10 +97,11 @@ def entry_of(path: str, data: bytes) -> FileEntry:
     return make_entry(path, len(data), leaves)
 
 
-def make_entry(path: str, size: int, leaves: Sequence[bytes]) -> FileEntry:
-    """The manifest's entry of a file from its chunks' digests."""
+def make_entry(path: str, size: int, leaves: Sequence[bytes], plain_size: int | None = None) -> FileEntry:
+    """The manifest's entry of a file from its chunks' digests; `plain_size` where it is encrypted."""
     several = tuple(leaf.hex() for leaf in leaves) if len(leaves) > 1 else ()
-    return FileEntry(path=path, size=size, sha256=combine(leaves), leaves=several)
+    plain = msgspec.UNSET if plain_size is None else plain_size
+    return FileEntry(path=path, size=size, sha256=combine(leaves), leaves=several, plain_size=plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +120,13 @@ class Reading:
     Attributes:
         wanted: ranges, sorted by offset, that do not overlap. Only the chunks that they touch are read then;
             None: all chunks, only to check them.
+        opener: of an encrypted file, if it is to be decrypted: `wanted` is of the plain bytes then, and each
+            chunk is checked by its tag, which says more than the digest.
     """
 
     entry: FileEntry
     wanted: Sequence[Wanted] | None = None
+    opener: ChunkOpener | None = None
 
 
 @dataclass
@@ -131,6 +139,7 @@ class _Open:
     direct: bool
     left: int
     closing: ExitStack
+    tags: bytes
     failed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -228,11 +237,12 @@ class _Work:
             fd = closing.enter_context(open_below(self._root, entry.path))
             problem = _unlike(os.fstat(fd), entry)
             if problem is None:
+                tags = _tags(fd, reading)
                 # Small files are not worth it: each direct read is a whole round to the medium.
                 direct = self._from_medium and entry.size >= _HUGE_PAGE and _go_direct(fd)
                 if self._from_medium and not direct:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                return _Open(reading, fd, chunks, direct, len(chunks), closing)
+                return _Open(reading, fd, chunks, direct, len(chunks), closing, tags)
         except BaseException:
             closing.close()
             raise
@@ -251,6 +261,9 @@ class _Work:
         if count != length:
             self._fail(file, f"size {start + count}, expected {entry.size}")
             return count
+        if file.reading.opener is not None:
+            self._open_chunk(file, file.reading.opener, chunk, buffer)
+            return count
         digest = hashlib.sha256(buffer.view[:length]).hexdigest()
         expected = entry.leaves[chunk] if entry.leaves else entry.sha256
         if digest != expected:
@@ -259,6 +272,18 @@ class _Work:
             return count
         self._hand_out(file.reading.wanted or (), start, length, buffer.address)
         return count
+
+    def _open_chunk(self, file: _Open, opener: ChunkOpener, chunk: int, buffer: "_Buffer") -> None:
+        """Decrypt beside, since what is wanted must stay as it is where a chunk does not open."""
+        length = opener.length(chunk)
+        plain = buffer.beside()
+        tag = file.tags[chunk * TAG_BYTES : (chunk + 1) * TAG_BYTES]
+        try:
+            opener.open_into(chunk, buffer.view[:length], tag, plain.view[:length])
+        except CheckpointCorrupt as error:
+            self._fail(file, f"{error.where} is not what was encrypted there")
+            return
+        self._hand_out(file.reading.wanted or (), chunk * CHUNK_BYTES, length, plain.address)
 
     def _hand_out(self, wanted: Sequence[Wanted], start: int, length: int, address: int) -> None:
         """Copy what is wanted of the chunk at `start`, which is at `address`. ctypes lets go of the lock."""
@@ -300,6 +325,27 @@ class _Buffer:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[at : at + CHUNK_BYTES]
         self.address = base + at
+        self._beside: _Buffer | None = None
+
+    def beside(self) -> "_Buffer":
+        """A second one, made when it is first needed."""
+        if self._beside is None:
+            self._beside = _Buffer()
+        return self._beside
+
+
+def _tags(fd: int, reading: Reading) -> bytes:
+    """The tags of an encrypted file (`encryption.py`, section 3): 4 for a million bytes, so all at once."""
+    opener = reading.opener
+    if opener is None:
+        return b""
+    tags, wanted = b"", TAG_BYTES * opener.num_chunks
+    while len(tags) < wanted:
+        more = os.pread(fd, wanted - len(tags), opener.plain_size + len(tags))
+        if not more:
+            raise OSError(errno.EIO, "the file was cut while it was read", reading.entry.path)
+        tags += more
+    return tags
 
 
 def _touched(reading: Reading) -> Sequence[int]:

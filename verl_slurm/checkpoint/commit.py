@@ -26,10 +26,12 @@ from verl_slurm.checkpoint.format import (
 )
 from verl_slurm.checkpoint.manifest import checkpoint_order, parse, render, sealed
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.signature import sign
 from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 
 __all__ = ["Staging", "abort", "begin", "commit", "seal", "staging_path", "sweep"]
@@ -100,13 +102,16 @@ def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
     return entries
 
 
-def commit(staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], None]) -> Path:
+def commit(
+    staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], None], keys: Keyring | None = None
+) -> Path:
     """Make a sealed staging directory a checkpoint. Durable when it returns.
 
     Args:
         manifest: with all ranks' entries in `files`; its digest is filled in here.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run. Asked directly before the
             rename.
+        keys: where given, the manifest is signed with the current one, which its files are encrypted with.
 
     Returns:
         The final directory: ours, or the verified one that had the name already.
@@ -119,13 +124,15 @@ def commit(staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], No
     Called by: dcp.saver, rank 0, after every rank sealed its files.
     """
     manifest = sealed(manifest)
+    if keys is not None:
+        manifest = sign(manifest, keys.current)
     data = render(manifest)
     parse(data, where=staging.directory / MANIFEST)  # never write what no reader would accept
     _check_sealed(staging, manifest)
     epoch_check()
     write_file(staging.directory / MANIFEST, data)
     if os.path.lexists(staging.final):
-        verdict = verify(staging.final)
+        verdict = verify(staging.final, keys=keys)
         if verdict.ok:
             abort(staging)
             _point_latest(staging)

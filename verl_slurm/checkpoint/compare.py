@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.errors import CheckpointCorrupt, NotFound, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -51,14 +51,19 @@ def newest_checkpoint(run: Path) -> Path:
     return committed[0].resolve()
 
 
-def compare(a: Path, b: Path) -> Comparison:
+def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
     """Compare two checkpoint directories.
 
+    Args:
+        key_file: the key of both, where it is not the one that their runs are configured with.
+
     Raises:
+        KeyRefused: they are encrypted, and the key is missing or another one.
         CheckpointCorrupt: one of them does not verify.
         VerlSlurmError: the comparison itself broke.
     """
-    command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json"]
+    key = [] if key_file is None else ["--key-file", str(key_file)]
+    command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json", *key]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)
@@ -76,6 +81,8 @@ def compare(a: Path, b: Path) -> Comparison:
 def _broken(done: "subprocess.CompletedProcess[bytes]") -> VerlSlurmError:
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     said = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode == ExitCode.KEY:
+        return KeyRefused("the checkpoints do not open", found=said)
     if done.returncode == ExitCode.CORRUPT:
         return CheckpointCorrupt(
             "a checkpoint to compare does not verify", found=said, remedy="see `verl-slurm verify`"

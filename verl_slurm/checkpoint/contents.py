@@ -10,7 +10,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format import MANIFEST, REQUIRED_DIRECTORIES, Manifest
 from verl_slurm.checkpoint.manifest import strict_json
 from verl_slurm.checkpoint.tensor_index import INDEX, TensorIndex, parse_index
@@ -18,22 +21,27 @@ from verl_slurm.checkpoint.tree import open_below, open_directory
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config import strict_yaml
 from verl_slurm.errors import CheckpointCorrupt, NotFound, PermissionRefused
+from verl_slurm.keys import Keyring
 
 __all__ = ["flat", "known_manifest", "read_config", "read_file", "read_indexes", "read_json"]
 
 
-def known_manifest(directory: Path) -> Manifest:
+def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
     """The manifest of a checkpoint, itself verified, or one line that says why not.
+
+    Args:
+        keys: where given, it must be signed with one of them.
 
     Raises:
         NotFound: there is no checkpoint.
         CheckpointCorrupt, SchemaMismatch: see `verify.read_manifest`.
         PermissionRefused: it may not be read.
+        KeyRefused: it is not signed with one of our keys.
 
     Called by: describe, difference, cli.export, export.
     """
     try:
-        return read_manifest(directory)
+        return read_manifest(directory, keys=keys)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _closed(directory) from error
@@ -45,15 +53,17 @@ def known_manifest(directory: Path) -> Manifest:
         ) from error
 
 
-def read_file(directory: Path, manifest: Manifest, path: str) -> bytes:
-    """One file's content, which is what was committed.
+def read_file(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> bytes:
+    """One file's content, which is what was committed, as it was before encryption.
 
     Args:
         path: as the manifest names it.
+        keys: to decrypt with.
 
     Raises:
         CheckpointCorrupt: the manifest does not name it, it is not there, or of another size or digest.
         PermissionRefused: it may not be read.
+        KeyRefused: it is encrypted, and there is no key or another one.
 
     Called by: describe, difference, and the functions below.
     """
@@ -72,12 +82,15 @@ def read_file(directory: Path, manifest: Manifest, path: str) -> bytes:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _closed(where) from error
         raise _bad(where, error.strerror or error, "the file that was committed") from error
-    if entry_of(path, data) != entry:
+    if msgspec.structs.replace(entry_of(path, data), plain_size=entry.plain_size) != entry:
         raise _bad(where, "another SHA-256", "the file that was committed")
-    return data
+    if isinstance(entry.plain_size, msgspec.UnsetType):
+        return data
+    cipher = CheckpointCipher.of(manifest, keys, where=directory)
+    return data if cipher is None else cipher.open(entry, data)
 
 
-def read_indexes(directory: Path, manifest: Manifest) -> dict[str, TensorIndex]:
+def read_indexes(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, TensorIndex]:
     """Domain → the tensors it holds, of those domains that the checkpoint has; as `read_file`.
 
     Called by: describe, difference, cli.export.
@@ -85,15 +98,15 @@ def read_indexes(directory: Path, manifest: Manifest) -> dict[str, TensorIndex]:
     named = {entry.path for entry in manifest.files}
     paths = {domain: f"{domain}/{INDEX}" for domain in REQUIRED_DIRECTORIES}
     return {
-        domain: parse_index(read_file(directory, manifest, path), where=directory / path)
+        domain: parse_index(read_file(directory, manifest, path, keys), where=directory / path)
         for domain, path in paths.items()
         if path in named
     }
 
 
-def read_json(directory: Path, manifest: Manifest, path: str) -> dict[str, Any]:
+def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> dict[str, Any]:
     """One of the JSON files, as a map; as `read_file`, and CheckpointCorrupt where it is none."""
-    data = read_file(directory, manifest, path)
+    data = read_file(directory, manifest, path, keys)
     try:
         value = strict_json(data)
     except (ValueError, RecursionError) as error:
@@ -103,14 +116,14 @@ def read_json(directory: Path, manifest: Manifest, path: str) -> dict[str, Any]:
     return value
 
 
-def read_config(directory: Path, manifest: Manifest) -> dict[str, object]:
+def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, object]:
     """config.yaml by dotted key, as it was written: keys of other versions are welcome here.
 
     Raises:
         CheckpointCorrupt: see `read_file`.
         ConfigError: it is none of our YAML.
     """
-    raw = read_file(directory, manifest, "config.yaml")
+    raw = read_file(directory, manifest, "config.yaml", keys)
     return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
 
 

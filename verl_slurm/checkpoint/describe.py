@@ -16,6 +16,7 @@ from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.schema import current_schema, parse_schema
 from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.keys import Keyring
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 __all__ = ["describe", "sparkline"]
@@ -26,24 +27,28 @@ _TAIL = 32
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def describe(directory: Path) -> dict[str, Any]:
+def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
     """Everything `verl-slurm inspect` shows, as plain values for JSON.
+
+    Args:
+        keys: of the run, where it has some.
 
     Raises:
         NotFound: there is no whole checkpoint.
         CheckpointCorrupt: a file that was looked at is not what was committed.
         ConfigError: its config.yaml is none.
         PermissionRefused: it is closed to us.
+        KeyRefused: it needs a key that is not there.
 
     Called by: cli.inspection.
     """
-    manifest = known_manifest(directory)
-    metadata = read_json(directory, manifest, "metadata.json")
-    orchestration = read_json(directory, manifest, "orchestration.json")
+    manifest = known_manifest(directory, keys)
+    metadata = read_json(directory, manifest, "metadata.json", keys)
+    orchestration = read_json(directory, manifest, "orchestration.json", keys)
     schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
-    config = read_config(directory, manifest)
-    indexes = read_indexes(directory, manifest)
-    states = _runtime_states(directory, manifest)
+    config = read_config(directory, manifest, keys)
+    indexes = read_indexes(directory, manifest, keys)
+    states = _runtime_states(directory, manifest, keys)
     whole = [state for state in states if "problem" not in state]
     history = metadata.get("history")
     return {
@@ -74,7 +79,7 @@ def describe(directory: Path) -> dict[str, Any]:
         "parts": _parts(manifest),
         "domains": [_domain(name, index) for name, index in indexes.items()],
         "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
-        "schedulers": read_json(directory, manifest, "scheduler.json"),
+        "schedulers": read_json(directory, manifest, "scheduler.json", keys),
         "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
         "kl_window": whole[0]["kl_window"] if whole else [],
         "ranks": states,
@@ -137,7 +142,7 @@ def _tensors(domain: str, index: TensorIndex) -> Iterable[dict[str, Any]]:
         }
 
 
-def _runtime_states(directory: Path, manifest: Manifest) -> list[dict[str, Any]]:
+def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
     """Position, queue and buffers of each rank; of another version's state, why it cannot be read."""
     from verl_slurm.runtime_state.codec import decode  # numpy, only where a state is opened
 
@@ -146,7 +151,7 @@ def _runtime_states(directory: Path, manifest: Manifest) -> list[dict[str, Any]]
         match = RUNTIME_STATE_FILE.fullmatch(entry.path)
         if match is None:
             continue
-        data = read_file(directory, manifest, entry.path)
+        data = read_file(directory, manifest, entry.path, keys)
         try:
             state = decode(data, where=directory / entry.path)
         except CheckpointCorrupt as error:

@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.contents import (
 )
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.schema import SchemaVersion, parse_schema
+from verl_slurm.keys import Keyring
 
 __all__ = ["SUBJECTS", "Difference", "difference"]
 
@@ -41,17 +42,23 @@ class Difference:
     b: object
 
 
-def difference(a: Path, b: Path) -> list[Difference]:
+def difference(
+    a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | None = None
+) -> list[Difference]:
     """Every difference of two checkpoint directories, by subject and key; empty: there is none.
+
+    Args:
+        keys_a, keys_b: of their runs, where they have some.
 
     Raises:
         NotFound: one of them is no whole checkpoint.
         CheckpointCorrupt: a file that was looked at is not what was committed.
         ConfigError: a config.yaml is none.
+        KeyRefused: one needs a key that is not there.
 
     Called by: cli.inspection.
     """
-    left, right = _facts(a), _facts(b)
+    left, right = _facts(a, keys_a), _facts(b, keys_b)
     return [
         Difference(subject=subject, key=key, a=left[subject].get(key), b=right[subject].get(key))
         for subject in SUBJECTS
@@ -60,16 +67,16 @@ def difference(a: Path, b: Path) -> list[Difference]:
     ]
 
 
-def _facts(directory: Path) -> dict[str, dict[str, object]]:
+def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]]:
     """Subject → key → value."""
-    manifest = known_manifest(directory)
+    manifest = known_manifest(directory, keys)
     schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
-    layout = read_json(directory, manifest, "orchestration.json")
-    metadata = read_json(directory, manifest, "metadata.json")
+    layout = read_json(directory, manifest, "orchestration.json", keys)
+    metadata = read_json(directory, manifest, "metadata.json", keys)
     return {
         "position": _position(manifest, metadata),
         "schema": _schema(schema),
-        "config": read_config(directory, manifest),
+        "config": read_config(directory, manifest, keys),
         "topology": {"world_size": manifest.world_size}
         | flat(msgspec.to_builtins(manifest.topology))
         | {key: layout.get(key) for key in ("nodes", "backend")},
@@ -78,7 +85,7 @@ def _facts(directory: Path) -> dict[str, dict[str, object]]:
         "frozen": dict(manifest.frozen),
         "tensors": {
             f"{domain}/{name}": f"{entry.dtype} {list(entry.shape)}"
-            for domain, index in read_indexes(directory, manifest).items()
+            for domain, index in read_indexes(directory, manifest, keys).items()
             for name, entry in index.tensors.items()
         },
     }

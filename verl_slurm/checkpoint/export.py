@@ -18,14 +18,17 @@ from typing import IO, Any, Literal
 import msgspec
 
 from verl_slurm.checkpoint.contents import known_manifest
+from verl_slurm.checkpoint.encryption import CheckpointCipher
 from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.output import make_durable, require_free, staged
+from verl_slurm.checkpoint.run_keys import keys_for
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.errors import (
     CheckpointCorrupt,
     ConfigError,
     DataError,
+    KeyRefused,
     NotFound,
     PermissionRefused,
     SchemaMismatch,
@@ -40,7 +43,15 @@ Role = Literal["actor", "critic"]
 RECORD = "verl_slurm_export.json"
 """In every export: which checkpoint it is of, and how it was made."""
 
-_CLASSES = (CheckpointCorrupt, ConfigError, DataError, NotFound, PermissionRefused, SchemaMismatch)
+_CLASSES = (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    KeyRefused,
+    NotFound,
+    PermissionRefused,
+    SchemaMismatch,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +111,17 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
 
 
-def export(directory: Path, wish: Wish, progress: Callable[[Progress], None] = lambda _: None) -> Exported:
+def export(
+    directory: Path,
+    wish: Wish,
+    progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    key_file: Path | None = None,
+) -> Exported:
     """Export one checkpoint directory.
+
+    Args:
+        key_file: the key to open it with, where it is not the one that its run is configured with.
 
     Raises:
         PermissionRefused: `out` holds something, or the storage refused.
@@ -109,6 +129,7 @@ def export(directory: Path, wish: Wish, progress: Callable[[Progress], None] = l
         CheckpointCorrupt: the checkpoint does not verify.
         DataError: the base model is not the run's, or lacks config or tokenizer.
         SchemaMismatch: state laid out by another version.
+        KeyRefused: it needs a key that is not there.
 
     Called by: cli.export.
     """
@@ -116,9 +137,11 @@ def export(directory: Path, wish: Wish, progress: Callable[[Progress], None] = l
     # The parent's links are followed, `out` itself is not: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
     require_free(out, directory)
-    manifest = known_manifest(directory)
+    keys = keys_for(directory, key_file)
+    manifest = known_manifest(directory, keys)
+    CheckpointCipher.of(manifest, keys, where=directory)  # says so before a long read
     progress(Progress(phase="verify", total=manifest.num_bytes))
-    verdict = verify(directory)
+    verdict = verify(directory, keys=keys)
     if not verdict.ok or verdict.manifest is None:
         raise CheckpointCorrupt(
             "the checkpoint does not verify",
@@ -130,7 +153,7 @@ def export(directory: Path, wish: Wish, progress: Callable[[Progress], None] = l
         progress(Progress(phase="model"))
         _require_first_model(wish.model, verdict.manifest)
     with staged(out) as staging:
-        peak = _fill(directory, verdict.manifest.digest, staging, wish, progress)
+        peak = _fill(directory, verdict.manifest.digest, staging, wish, progress, key_file)
         _record(staging, verdict.manifest, wish)
         progress(Progress(phase="sync"))
         num_files, num_bytes = make_durable(staging)
@@ -164,12 +187,18 @@ def _require_first_model(model: Path, manifest: Manifest) -> None:
 
 
 def _fill(
-    directory: Path, digest: str, staging: Path, wish: Wish, progress: Callable[[Progress], None]
+    directory: Path,
+    digest: str,
+    staging: Path,
+    wish: Wish,
+    progress: Callable[[Progress], None],
+    key_file: Path | None,
 ) -> int:
     """Let the child write; returns the bytes of tensors it has in memory at once."""
     command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
     command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]
     command += ["--dtype", wish.dtype, "--weight-decay", repr(wish.weight_decay), "--roles", *wish.roles]
+    command += [] if key_file is None else ["--key-file", str(key_file)]
     with tempfile.TemporaryFile() as words:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words)
         assert child.stdout is not None

@@ -32,6 +32,9 @@ file of more than one chunk that is the digest of its chunks' digests, which fol
 `digest` is the SHA-256 (hex) of the canonical JSON of the other fields: keys sorted, separators `,` and `:`,
 ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
 
+Where a key is set, `encryption` says how the files are sealed (`encryption.py`), and `hmac` signs what
+`digest` is of (`signature.py`); elsewhere neither is there.
+
 A plain digest finds accidents, not attackers: who can write the directory can write the manifest. So a
 checkpoint that is to be loaded must belong to us and be writable by nobody else (`verify`).
 
@@ -69,15 +72,21 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_FILES",
     "MAX_MANIFEST_BYTES",
+    "PLAIN_FILES",
     "REQUIRED_DIRECTORIES",
     "REQUIRED_FILES",
     "SCHEMA_VERSION",
+    "SEALED_CHUNK_BYTES",
     "STAGING_NAME",
+    "TAG_BYTES",
+    "Encryption",
     "FileEntry",
     "Manifest",
     "Topology",
     "missing_parts",
     "path_problem",
+    "sealed_chunks",
+    "sealed_size",
 ]
 
 FORMAT_VERSION = 2
@@ -97,6 +106,12 @@ MAX_MANIFEST_BYTES = 64 << 20
 MAX_PATH_CHARS = 1024
 MAX_DEPTH = 8
 
+PLAIN_FILES = frozenset({SCHEMA_VERSION})
+"""Never encrypted: read before anything else, and holds names of fields only."""
+# As CHUNK_BYTES, so that a chunk is sealed, hashed, written and read in one; a tag is that of AES-GCM.
+SEALED_CHUNK_BYTES: Literal[4194304] = 4194304
+TAG_BYTES = 16
+
 _COMPONENT = re.compile(r"[A-Za-z0-9_.=+@\-]{1,255}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -110,11 +125,22 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     path: str
     """Relative to the checkpoint's directory (section 3)."""
     size: _Count
-    """Bytes."""
+    """Bytes on disk."""
     sha256: _Sha256
     """Of the content, or of the leaves where there are any."""
     leaves: tuple[_Sha256, ...] = ()
     """Of each chunk of CHUNK_BYTES, the last one shorter, of a file of more than one."""
+    plain_size: _Count | msgspec.UnsetType = msgspec.UNSET
+    """Bytes before encryption, of an encrypted file."""
+
+
+class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the files are sealed (`encryption.py`)."""
+
+    cipher: Literal["AES-256-GCM"] = "AES-256-GCM"
+    chunk_bytes: Literal[4194304] = SEALED_CHUNK_BYTES
+    key_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    salt: _Sha256
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,7 +180,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     created_utc: str
     """ISO 8601 with Z."""
     save_seconds: float
+    encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
+    hmac: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def num_bytes(self) -> int:
@@ -176,6 +204,16 @@ def path_problem(path: str) -> str | None:
     if path == MANIFEST:
         return "the manifest names itself"
     return None
+
+
+def sealed_chunks(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
+    """Chunks that a file of `plain_size` bytes is encrypted in; an empty one in one."""
+    return max(1, -(-plain_size // chunk_bytes))
+
+
+def sealed_size(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
+    """Bytes on disk of a file of `plain_size` bytes, encrypted."""
+    return plain_size + TAG_BYTES * sealed_chunks(plain_size, chunk_bytes)
 
 
 def missing_parts(manifest: Manifest) -> list[str]:

@@ -12,10 +12,10 @@ Kind = Literal["committed", "torn", "foreign", "quarantined"]
 """committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or
 a final name without a good manifest. quarantined: set aside. foreign: not ours."""
 
-ProblemKind = Literal["damaged", "unreadable", "untrusted", "version"]
+ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
 """damaged: the bytes are not those that were committed. unreadable: the system refused to read (may pass).
-untrusted: others own or may write it. version: of a format this code does not know. Only what is damaged is
-ever set aside: the others may be good."""
+untrusted: others own or may write it. version: of a format this code does not know. key: it has
+no signature, or of a key that we have not. Only what is damaged is ever set aside: the others may be good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,11 @@ class Verdict:
     manifest: Manifest | None
     num_bytes: int
     seconds: float
+
+    @property
+    def needs_key(self) -> bool:
+        """That the right key is missing is all that is wrong with it."""
+        return bool(self.problems) and all(p.kind == "key" for p in self.problems)
 
     @property
     def damaged(self) -> bool:

@@ -28,6 +28,7 @@ from verl_slurm.checkpoint.tree import list_tree, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 __all__ = [
@@ -116,15 +117,19 @@ def drop_staging(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def list_parts(directory: Path) -> list[LocalPart]:
-    """This node's parts whose manifest verifies, newest first; anything else is passed over."""
+def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
+    """This node's parts whose manifest verifies, newest first; anything else is passed over.
+
+    Args:
+        keys: where given, a manifest that is not signed with one of them is passed over, too.
+    """
     parts = []
     names = os.listdir(directory) if directory.is_dir() else []
     for name in names:
         if CHECKPOINT_NAME.fullmatch(name) is None:
             continue
         try:
-            manifest = read_manifest(directory / name)
+            manifest = read_manifest(directory / name, keys=keys)
         except (OSError, VerlSlurmError):
             continue
         if manifest.name == name:
@@ -190,10 +195,13 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     return target
 
 
-def assemble(paths: RunPaths) -> list[tuple[Verdict, bool]]:
+def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[tuple[Verdict, bool]]:
     """Make checkpoints of the parts that came home, where they are whole; remove the rest.
 
     Saves that are being written meanwhile are not touched: no manifest's digest is their nonce.
+
+    Args:
+        keys: where given, what came home must be signed with one of them.
 
     Returns:
         For each what was found, and whether it is a checkpoint now.
@@ -210,7 +218,7 @@ def assemble(paths: RunPaths) -> list[tuple[Verdict, bool]]:
         if named is None or manifest is None or named[2] != (manifest.digest or "")[:_NONCE_HEX]:
             continue
         name = manifest.name
-        verdict = verify(home, name=name)
+        verdict = verify(home, name=name, keys=keys)
         final = paths.checkpoints / name
         good = verdict.ok and not os.path.lexists(final)
         if good:

@@ -7,11 +7,28 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from verl_slurm.checkpoint.format import FORMAT_VERSION, MAX_MANIFEST_BYTES, Manifest, path_problem
+from verl_slurm.checkpoint.format import (
+    FORMAT_VERSION,
+    MAX_MANIFEST_BYTES,
+    PLAIN_FILES,
+    FileEntry,
+    Manifest,
+    path_problem,
+    sealed_size,
+)
 from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
 from verl_slurm.paths import CHECKPOINT_NAME
 
-__all__ = ["canonical", "checkpoint_order", "manifest_digest", "parse", "render", "sealed", "strict_json"]
+__all__ = [
+    "canonical",
+    "checkpoint_order",
+    "manifest_digest",
+    "parse",
+    "render",
+    "sealed",
+    "signed_bytes",
+    "strict_json",
+]
 
 
 def canonical(value: object) -> bytes:
@@ -21,10 +38,14 @@ def canonical(value: object) -> bytes:
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """SHA-256 of the canonical JSON of everything but the digest."""
+    """SHA-256 of `signed_bytes`."""
+    return hashlib.sha256(signed_bytes(manifest)).hexdigest()
+
+
+def signed_bytes(manifest: Manifest) -> bytes:
+    """The canonical JSON of everything but the digest and the HMAC, which are both taken of it."""
     fields = msgspec.to_builtins(manifest)
-    del fields["digest"]
-    return hashlib.sha256(canonical(fields)).hexdigest()
+    return canonical({key: value for key, value in fields.items() if key not in {"digest", "hmac"}})
 
 
 def sealed(manifest: Manifest) -> Manifest:
@@ -93,6 +114,21 @@ def _check(manifest: Manifest) -> None:
         other = seen.setdefault(entry.path.casefold(), entry.path)
         if other is not entry.path:
             raise ValueError(f"two files of one name: {other!r}, {entry.path!r}")
+        problem = _sealing_problem(entry, encrypted=manifest.encryption is not msgspec.UNSET)
+        if problem is not None:
+            raise ValueError(f"{problem}: {entry.path!r}")
+    if manifest.hmac is not msgspec.UNSET and manifest.encryption is msgspec.UNSET:
+        raise ValueError("an HMAC of no key")
+
+
+def _sealing_problem(entry: FileEntry, *, encrypted: bool) -> str | None:
+    """Why an entry does not fit a manifest that is, or is not, of an encrypted checkpoint."""
+    plain = entry.plain_size
+    if isinstance(plain, msgspec.UnsetType):
+        return "not encrypted" if encrypted and entry.path not in PLAIN_FILES else None
+    if not encrypted or entry.path in PLAIN_FILES:
+        return "encrypted where nothing is"
+    return None if entry.size == sealed_size(plain) else f"{entry.size} bytes for {plain} encrypted ones"
 
 
 def strict_json(data: bytes) -> Any:

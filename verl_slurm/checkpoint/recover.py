@@ -21,7 +21,7 @@ from verl_slurm.checkpoint.schema import (
     parse_schema,
 )
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.errors import CheckpointCorrupt, NotFound, SchemaMismatch
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, SchemaMismatch
 from verl_slurm.paths import RunPaths
 
 __all__ = ["ResumeChoice", "choose_resume", "set_aside"]
@@ -71,6 +71,7 @@ def choose_resume(
     Raises:
         SchemaMismatch: the one to resume from has another state layout and no migration leads to ours.
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
+        KeyRefused: the same, of one that was not made with our key.
         NotFound: an explicit one is not there.
         ConfigError: an explicit one is partial.
 
@@ -182,7 +183,7 @@ def _use(
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest, migrations=needed)
 
 
-def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | SchemaMismatch:
+def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | SchemaMismatch:
     for problem in verdict.problems:
         if problem.kind == "version":
             return SchemaMismatch(
@@ -191,6 +192,13 @@ def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | SchemaMismatch
                 found=problem.what,
                 remedy="resume with the version of verl-slurm that wrote it",
             )
+    if verdict.needs_key:
+        return KeyRefused(
+            "the checkpoint was not made with our key",
+            where=path,
+            found=verdict.one_line(),
+            remedy="name the key it was made with in checkpoint.encryption",
+        )
     return CheckpointCorrupt(
         "the checkpoint does not verify",
         where=path,

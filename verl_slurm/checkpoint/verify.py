@@ -16,10 +16,12 @@ from pathlib import Path
 from verl_slurm.checkpoint.chunks import Reading, read_checked
 from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, missing_parts
-from verl_slurm.checkpoint.info import Problem, Verdict
+from verl_slurm.checkpoint.info import Problem, ProblemKind, Verdict
 from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.signature import authenticate
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
-from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, SchemaMismatch
+from verl_slurm.keys import Keyring
 
 __all__ = ["read_manifest", "verify"]
 
@@ -32,6 +34,7 @@ def verify(
     *,
     name: str | None = None,
     require_owner: bool = True,
+    keys: Keyring | None = None,
     threads: int | None = None,
     bytes_per_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -43,6 +46,7 @@ def verify(
         name: the checkpoint's, where the directory has another one (still).
         require_owner: everything must belong to us and be writable by nobody else. Loading needs that
             (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
+        keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
         threads: that hash; default: one a core.
         bytes_per_s: read no faster, with one thread; None: as fast as it goes.
 
@@ -58,7 +62,7 @@ def verify(
     num_bytes = 0
     try:
         with open_directory(directory) as root:
-            manifest = _manifest(root, problems)
+            manifest = _authentic(_manifest(root, problems), keys, problems)
             entries = list_tree(root)
             if require_owner:
                 here = Entry(path=".", info=os.fstat(root))
@@ -80,16 +84,23 @@ def verify(
     )
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
     """The manifest of a checkpoint, itself verified; the files it names are not looked at.
 
+    Args:
+        keys: where given, it must be signed with one of them.
+
     Raises:
+        KeyRefused: it is not.
         OSError: it cannot be read.
         SchemaMismatch: it is of another format version.
         CheckpointCorrupt: it does not verify.
     """
     with open_directory(directory) as root:
-        return _read_manifest(root, directory / MANIFEST)
+        manifest = _read_manifest(root, directory / MANIFEST)
+    if keys is not None:
+        authenticate(manifest, keys, where=directory / MANIFEST)
+    return manifest
 
 
 def _read_manifest(root: int, where: object) -> Manifest:
@@ -119,6 +130,20 @@ def _manifest(root: int, problems: list[Problem]) -> Manifest | None:
     except OSError as error:
         problems.append(_os_problem(MANIFEST, error))
     return None
+
+
+def _authentic(manifest: Manifest | None, keys: Keyring | None, problems: list[Problem]) -> Manifest | None:
+    """`manifest`, unless keys are set and it is not signed with one of them: then it vouches for nothing."""
+    if manifest is None or keys is None:
+        return manifest
+    try:
+        authenticate(manifest, keys, where=MANIFEST)
+    except (KeyRefused, CheckpointCorrupt) as error:
+        # Not "damaged": it may be a good checkpoint of another key, and is not to be moved away.
+        kind: ProblemKind = "key" if isinstance(error, KeyRefused) else "untrusted"
+        problems.append(Problem(path=MANIFEST, what=error.one_line(), kind=kind))
+        return None
+    return manifest
 
 
 def _untrusted(entries: list[Entry]) -> list[Problem]:

@@ -8,8 +8,8 @@ import click
 import msgspec
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
-from verl_slurm.errors import CheckpointCorrupt, NotFound
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
@@ -62,18 +62,24 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     return ExitCode.OK
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("place", type=PLACE)
+@key_option("The key that signed them, instead of what the run says.")
+@click.option("--without-key", is_flag=True, help="Do not ask who made them: their bytes need no key.")
 @json_option
-def verify(place: Path, as_json: bool) -> int:
+def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool) -> int:
     """Read checkpoints back, every byte, and hold them against their manifests.
 
     PLACE is a run (all its committed checkpoints) or one checkpoint directory. Nothing is changed. Every file
-    that is missing, extra, cut, altered or a link is named.
+    that is missing, extra, cut, altered or a link is named. Where the run has a key, each manifest must be signed
+    with it. Encrypted files are checked as they lie on disk.
     """
+    from verl_slurm.checkpoint.run_keys import keys_for
     from verl_slurm.checkpoint.verify import verify as verify_directory
 
-    verdicts = [verify_directory(path) for path in _checkpoints_of(place)]
+    paths = _checkpoints_of(place)
+    keys = None if without_key else keys_for(place, key_file)
+    verdicts = [verify_directory(path, keys=keys) for path in paths]
     good = all(verdict.ok for verdict in verdicts)
     if as_json:
         shown = [
@@ -94,14 +100,17 @@ def verify(place: Path, as_json: bool) -> int:
                 render.line(f"{verdict.name}  verified, {size:.1f} MB in {verdict.seconds:.2f} s")
             for problem in verdict.problems:
                 render.line(f"{verdict.name}  BAD {problem.path}: {problem.what}")
-    return ExitCode.OK if good else ExitCode.CORRUPT
+    if good:
+        return ExitCode.OK
+    return ExitCode.KEY if all(v.ok or v.needs_key for v in verdicts) else ExitCode.CORRUPT
 
 
-@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("a", type=PLACE)
 @click.argument("b", type=PLACE)
+@key_option("The key of both, instead of what their runs say.")
 @json_option
-def compare(a: Path, b: Path, as_json: bool) -> int:
+def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
     """Are checkpoints A and B the same, bit for bit? Of a run, the newest committed one is taken.
 
     Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
@@ -110,10 +119,12 @@ def compare(a: Path, b: Path, as_json: bool) -> int:
     from verl_slurm.checkpoint.compare import compare as compare_checkpoints
 
     try:
-        found = compare_checkpoints(one_checkpoint(a), one_checkpoint(b))
+        found = compare_checkpoints(one_checkpoint(a), one_checkpoint(b), key_file)
     except CheckpointCorrupt as error:
         # What the comparing process said is a whole sentence already, with its remedy.
         raise CheckpointCorrupt(str(error.found or error.what)) from None
+    except KeyRefused as error:
+        raise KeyRefused(str(error.found or error.what)) from None
     if as_json:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same})
         return ExitCode.OK if found.same else ExitCode.DIFFERENT

@@ -8,7 +8,7 @@ import click
 
 from verl_slurm.cli import render
 from verl_slurm.cli.checkpoints import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.errors import DataError, NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["export"]
 
-_EXITS = exits(ExitCode.DATA, ExitCode.SCHEMA, ExitCode.CORRUPT, ExitCode.NOT_FOUND, ExitCode.PERMISSION)
+_EXITS = exits(
+    ExitCode.DATA, ExitCode.SCHEMA, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.PERMISSION
+)
 
 
 @click.command(epilog=_EXITS)
@@ -39,6 +41,7 @@ _EXITS = exits(ExitCode.DATA, ExitCode.SCHEMA, ExitCode.CORRUPT, ExitCode.NOT_FO
     help="Of the models' weights; the optimizer's moments stay as they are.",
 )
 @click.option("--model", type=PLACE, help="The base model, if it no longer lies where the run found it.")
+@key_option("The key to open it with, instead of what its run says.")
 @json_option
 def export(
     checkpoint: Path,
@@ -48,6 +51,7 @@ def export(
     role: "Role | None",
     dtype: str,
     model: Path | None,
+    key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Write CKPT so that others can read it. CKPT is a checkpoint directory, or a run (its newest one).
@@ -69,14 +73,16 @@ def export(
     from verl_slurm.checkpoint.contents import known_manifest, read_config, read_indexes
     from verl_slurm.checkpoint.export import Wish
     from verl_slurm.checkpoint.export import export as export_checkpoint
+    from verl_slurm.checkpoint.run_keys import keys_for
 
     directory = one_checkpoint(checkpoint, run)
-    manifest = known_manifest(directory)
-    config = read_config(directory, manifest)
+    keys = keys_for(directory, key_file)
+    manifest = known_manifest(directory, keys)
+    config = read_config(directory, manifest, keys)
     wish = Wish(
         to=to,
         out=out,
-        roles=_roles(to, role, {*read_indexes(directory, manifest)}, directory),
+        roles=_roles(to, role, {*read_indexes(directory, manifest, keys)}, directory),
         dtype=dtype,  # type: ignore[arg-type]  # click has held it to the choices
         model=model.resolve() if model else _base_model(directory, config.get("model.path")),
         is_first_model=model is None,
@@ -84,7 +90,7 @@ def export(
     )
     bar = render.Bar(enabled=not as_json)
     try:
-        done = export_checkpoint(directory, wish, lambda progress: _show(bar, progress))
+        done = export_checkpoint(directory, wish, lambda progress: _show(bar, progress), key_file=key_file)
     finally:
         bar.close()
     if as_json:

@@ -8,7 +8,7 @@ import click
 
 from verl_slurm.cli import render
 from verl_slurm.cli.checkpoints import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -20,22 +20,27 @@ _MAX_CURVES = 12
 _run_option = click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @_run_option
 @click.option(
     "--tensors", is_flag=True, help="List every tensor: type, shape, size, pieces. In --json they always are."
 )
+@key_option("The key to open it with, instead of what its run says.")
 @json_option
-def inspect(checkpoint: Path, run: RunPaths | None, tensors: bool, as_json: bool) -> int:
+def inspect(
+    checkpoint: Path, run: RunPaths | None, tensors: bool, key_file: Path | None, as_json: bool
+) -> int:
     """What is in CKPT: position, origin, topology, sizes, tensors, KL window, rollout queue, metric history.
 
     CKPT is a checkpoint directory, a run (its newest one), or a name with --run. The files that are shown are held
     to their digests; the tensors are listed, not read (`verl-slurm verify` reads every byte).
     """
     from verl_slurm.checkpoint.describe import describe
+    from verl_slurm.checkpoint.run_keys import keys_for
 
-    facts = describe(one_checkpoint(checkpoint, run))
+    directory = one_checkpoint(checkpoint, run)
+    facts = describe(directory, keys_for(directory, key_file))
     if as_json:
         render.json_value(facts)
         return ExitCode.OK
@@ -139,21 +144,26 @@ def _curves(curves: list[dict[str, Any]]) -> None:
         render.line(f"and {len(curves) - _MAX_CURVES} more metrics: --json")
 
 
-@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+_DIFF_EXITS = (ExitCode.DIFFERENT, ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND)
+
+
+@click.command(epilog=exits(*_DIFF_EXITS))
 @click.argument("a", type=PLACE)
 @click.argument("b", type=PLACE)
 @_run_option
+@key_option("The key of both, instead of what their runs say.")
 @json_option
-def diff(a: Path, b: Path, run: RunPaths | None, as_json: bool) -> int:
+def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json: bool) -> int:
     """How checkpoints A and B differ: position, schema, configuration, topology, data, frozen models, shapes.
 
     Each is a checkpoint directory, a run (its newest one), or a name with --run. Values of weights and states are
     not looked at: `verl-slurm compare A B` does that, bit for bit. Exit code 0 says the same, 19 different.
     """
     from verl_slurm.checkpoint.difference import SUBJECTS, difference
+    from verl_slurm.checkpoint.run_keys import keys_for
 
     left, right = one_checkpoint(a, run), one_checkpoint(b, run)
-    found = difference(left, right)
+    found = difference(left, right, keys_for(left, key_file), keys_for(right, key_file))
     if as_json:
         shown = [asdict(row) for row in found]
         render.json_value({"a": str(left), "b": str(right), "same": not found, "differences": shown})

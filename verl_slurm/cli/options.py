@@ -9,7 +9,7 @@ import click
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["PLACE", "RUN", "exits", "json_option"]
+__all__ = ["PLACE", "RUN", "exits", "json_option", "key_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,6 +35,11 @@ PLACE = click.Path(path_type=Path, readable=False)
 def json_option(command: F) -> F:
     """`--json`: one JSON value on standard output, for scripts."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
+
+
+def key_option(text: str) -> Callable[[F], F]:
+    """`--key-file`: a key by hand, e.g. for a checkpoint that was copied away from its run."""
+    return click.option("--key-file", type=PLACE, help=text)
 
 
 def exits(*codes: ExitCode) -> str:

@@ -13,7 +13,7 @@ from verl_slurm.paths import RunPaths
 __all__ = ["prune"]
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND))
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("run", type=RUN)
 @click.option(
     "--keep-last",
@@ -51,15 +51,19 @@ def prune(
     verl-slurm prune runs/big --keep-last 1 --keep-every 1000
     """
     from verl_slurm.checkpoint.pruning import carry_out, look
+    from verl_slurm.checkpoint.verify import verify
     from verl_slurm.config.load import load_resolved
+    from verl_slurm.keys import load_keys
 
     config = load_resolved(run.run_yaml).checkpoint
+    keys = load_keys(config.encryption)  # what is not signed with them is no reason to remove anything
     found = look(
         run,
         config.keep_last if keep_last is None else keep_last,
         keep_every=config.keep_every if keep_every is None else keep_every,
         protected={Path(config.resume_from or "").name},
         quarantine_too=quarantined,
+        verifier=lambda path: verify(path, keys=keys),
     )
     removed = [] if dry_run else carry_out(run, found)
     going = [*(item.name for item in found.plan.drop), *found.quarantined]

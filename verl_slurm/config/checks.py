@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.schema import RunConfig
@@ -13,6 +14,7 @@ __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
 # sbatch options that submit sets itself; a second value would contradict the daemon.
 OWN_OPTIONS = {
@@ -61,7 +63,7 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _slurm)
+    parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _keys, _slurm)
     found = [complaint for part in parts for complaint in part(config)]
     return [*found, *tier_complaints(config.tiers)]
 
@@ -167,6 +169,34 @@ def _times(config: RunConfig) -> Iterator[Complaint]:
             f"{config.daemon.save_margin_s} s",
             f"less than slurm.signal_lead_s={lead_s} s",
             "lower daemon.save_margin_s",
+        )
+
+
+def _keys(config: RunConfig) -> Iterator[Complaint]:
+    keys = config.checkpoint.encryption
+    if keys is None:
+        return
+    # What is found is not shown: somebody may have put the key itself there.
+    if (keys.key_file is None) == (keys.key_env is None):
+        yield Complaint(
+            "checkpoint.encryption",
+            "neither" if keys.key_file is None else "both",
+            "key_file or key_env",
+            "e.g. encryption: {key_file: /home/me/run.key}; `verl-slurm key new FILE` makes one",
+        )
+    if any(not Path(p).is_absolute() for p in [keys.key_file, *keys.old_key_files] if p is not None):
+        yield Complaint(
+            "checkpoint.encryption.key_file",
+            "something else",
+            "an absolute path",
+            "write it out: every node has to find it",
+        )
+    if keys.key_env is not None and not _VARIABLE.fullmatch(keys.key_env):
+        yield Complaint(
+            "checkpoint.encryption.key_env",
+            "something else",
+            "the name of a variable, A-Z, 0-9 and _",
+            "e.g. key_env: VERL_SLURM_KEY",
         )
 
 

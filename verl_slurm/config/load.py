@@ -143,7 +143,8 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
             "not an override", where=word, expected="KEY=VALUE, e.g. train.steps=50", remedy="mend that word"
         )
     dotted, text = match.groups()
-    _require_known(dotted, f"override {word}")
+    shown = f"override {dotted}" if _private(dotted) else f"override {word}"
+    _require_known(dotted, shown)
     *sections, last = dotted.split(".")
     place = data
     for section in sections:
@@ -155,7 +156,12 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
             raise ConfigError("not a section", where=dotted, found=found, remedy="mend the file")
         place = inner
     place[last] = _override_value(dotted, text)
-    places[dotted] = f"override {word}"
+    places[dotted] = shown
+
+
+def _private(dotted: str) -> bool:
+    """Whether a wrong value there may be a key that somebody pasted: then it is not shown."""
+    return dotted.startswith("checkpoint.encryption")
 
 
 def _override_value(dotted: str, text: str) -> Value:
@@ -173,8 +179,11 @@ def _leaves(kind: type[msgspec.Struct], prefix: str) -> typing.Iterator[tuple[st
         dotted = prefix + field.name
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from _leaves(field.type, dotted + ".")
-        else:
-            yield dotted, field.type
+            continue
+        yield dotted, field.type
+        for choice in typing.get_args(field.type):  # a section that may be null
+            if _is_section(choice):
+                yield from _leaves(choice, dotted + ".")
 
 
 def _sections() -> set[str]:
@@ -247,7 +256,9 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
         raise ConfigError(
             "wrong value",
             where=place if place.startswith("override ") else f"{place}: {dotted}",
-            found=f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
+            found="a value that does not fit"
+            if _private(dotted)
+            else f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
             expected=expected,
             remedy=f"write {dotted}: {_example(expected, value)}",
         ) from None

@@ -13,6 +13,7 @@ __all__ = [
     "DaemonConfig",
     "DataConfig",
     "DistributedConfig",
+    "EncryptionConfig",
     "ModelConfig",
     "RolloutConfig",
     "RunConfig",
@@ -116,6 +117,19 @@ class DistributedConfig(_Section, frozen=True):
         return self.world_size // self.nodes
 
 
+class EncryptionConfig(_Section, frozen=True):
+    """Where the key is that checkpoints and journals are encrypted and signed with; never the key itself."""
+
+    key_file: str | None = None
+    """An absolute path; `verl-slurm key new FILE` makes one. Every node must see it."""
+    key_env: str | None = None
+    """Instead: the name of a variable. Slurm keeps a job's environment, so a file is better."""
+    old_key_files: list[str] = []
+    """Former keys, to read what was written with them."""
+    accept_unsigned: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")] | None = None
+    """Digest of the one manifest without a signature that may be resumed from."""
+
+
 class StepInterval(_Section, frozen=True):
     """One row of `checkpoint.intervals`: how often to save up to a step."""
 
@@ -176,6 +190,8 @@ class CheckpointConfig(_Section, frozen=True):
     storage gone, training goes on with that copy alone, and the next start brings it home."""
     local_keep: Positive = 2
     """Second copies that stay on each node."""
+    encryption: EncryptionConfig | None = None
+    """null: nothing is encrypted or signed."""
 
 
 class SlurmConfig(_Section, frozen=True):

@@ -16,11 +16,14 @@ import msgspec
 import numpy as np
 import torch
 
+from verl_slurm.checkpoint.reader import CheckpointReader
+from verl_slurm.checkpoint.run_keys import keys_for
 from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.loader import read_index, read_whole
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import Keyring
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
@@ -52,16 +55,22 @@ class Comparison:
         return not self.differing
 
 
-def compare(a: Path, b: Path) -> Comparison:
+def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | None = None) -> Comparison:
     """Compare two checkpoint directories.
 
+    Args:
+        keys_a, keys_b: of the two, where they are encrypted.
+
     Raises:
+        KeyRefused: a key is missing, or another one.
         CheckpointCorrupt: one of them does not verify.
 
     Called by: cli, tests.
     """
-    for directory in (a, b):
-        verdict = verify(directory)
+    for directory, keys in ((a, keys_a), (b, keys_b)):
+        verdict = verify(directory, keys=keys)
+        if verdict.needs_key:
+            CheckpointReader(directory, keys)  # raises, and says which
         if not verdict.ok:
             first = verdict.problems[0]
             raise CheckpointCorrupt(
@@ -73,7 +82,7 @@ def compare(a: Path, b: Path) -> Comparison:
     differing: list[str] = []
     num_tensors = num_bytes = 0
     for domain in _DOMAINS:
-        left_index, right_index = read_index(a, domain), read_index(b, domain)
+        left_index, right_index = read_index(a, domain, keys_a), read_index(b, domain, keys_b)
         mine, other = left_index.tensors, right_index.tensors
         differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]
         common = sorted(mine.keys() & other.keys())
@@ -84,13 +93,13 @@ def compare(a: Path, b: Path) -> Comparison:
         ]
         differing += [f"{domain}/{name} (shape or type)" for name in common if name not in set(alike)]
         for group in _groups(left_index, alike):
-            left, right = _read(a, domain, group), _read(b, domain, group)
+            left, right = _read(a, domain, group, keys_a), _read(b, domain, group, keys_b)
             for name in group:
                 num_tensors += 1
                 num_bytes += left[name].nbytes
                 if not _same_bytes(left[name], right[name]):
                     differing.append(f"{domain}/{name}")
-    differing += _compare_small(a, b)
+    differing += _compare_small(a, b, CheckpointReader(a, keys_a), CheckpointReader(b, keys_b))
     return Comparison(
         a=str(a), b=str(b), num_tensors=num_tensors, num_bytes=num_bytes, differing=tuple(differing)
     )
@@ -109,9 +118,9 @@ def _groups(index: TensorIndex, names: list[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _read(directory: Path, domain: str, names: list[str]) -> dict[str, np.ndarray]:
+def _read(directory: Path, domain: str, names: list[str], keys: Keyring | None) -> dict[str, np.ndarray]:
     # As bytes: numpy has no bfloat16, and bytes are what is compared.
-    tensors = read_whole(directory, domain, names)
+    tensors = read_whole(directory, domain, names, keys)
     return {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
 
 
@@ -119,16 +128,18 @@ def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-def _compare_small(a: Path, b: Path) -> Iterator[str]:
+def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointReader) -> Iterator[str]:
     """Schedulers and runtime states; yields the names of what differs."""
-    if (a / "scheduler.json").read_bytes() != (b / "scheduler.json").read_bytes():
+    if in_a.read("scheduler.json") != in_b.read("scheduler.json"):
         yield "scheduler.json"
     names = {path.name for side in (a, b) for path in side.iterdir()}
     for name in sorted(filter(RUNTIME_STATE_FILE.fullmatch, names)):
         if not ((a / name).exists() and (b / name).exists()):
             yield f"{name} (only in one)"
             continue
-        left, right = (decode((side / name).read_bytes(), where=side / name) for side in (a, b))
+        left, right = (
+            decode(reader.read(name), where=side / name) for side, reader in ((a, in_a), (b, in_b))
+        )
         for field in left.__struct_fields__:
             mine, other = getattr(left, field), getattr(right, field)
             if not isinstance(mine, dict):
@@ -147,14 +158,16 @@ def _same_value(left: bytes | np.ndarray, right: bytes | np.ndarray) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison; the exit code says it, too (0 the same, 19 different, 17 does not verify)."""
+    """Print the comparison; the exit code says it, too (0 the same, 19 different, 17 does not verify, 28 a key)."""
     parser = argparse.ArgumentParser(prog="verl_slurm.dcp.compare", description=__doc__.splitlines()[0])
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--key-file", type=Path, help="the key of both, instead of what their runs say")
     options = parser.parse_args(argv)
     try:
-        result = compare(options.a, options.b)
+        keys_a, keys_b = (keys_for(side, options.key_file) for side in (options.a, options.b))
+        result = compare(options.a, options.b, keys_a, keys_b)
     except VerlSlurmError as error:
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)

@@ -11,66 +11,76 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verl_slurm.checkpoint.chunks import Reading, Wanted, entry_of, read_checked
+from verl_slurm.checkpoint.chunks import Wanted, read_checked
 from verl_slurm.checkpoint.digest import num_threads
-from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex, parse_index
 from verl_slurm.checkpoint.tree import open_directory
-from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.dcp.boxes import Overlap, dtype_name, local_part, overlap
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.keys import Keyring
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
 
-__all__ = ["WholeReader", "load_runtime_state", "load_tensors", "read_index", "read_whole"]
+__all__ = [
+    "WholeReader",
+    "load_runtime_state",
+    "load_tensors",
+    "read_index",
+    "read_runtime_state",
+    "read_whole",
+]
 
 # Rows that do not lie in the file as they do in memory are read into buffers first, this much at a time.
 _BUFFER_BYTES = 512 << 20
 
 
-def load_tensors(directory: Path, domains: Mapping[str, Tensors], ranks: Collective) -> None:
+def load_tensors(
+    directory: Path, domains: Mapping[str, Tensors], ranks: Collective, keys: Keyring | None = None
+) -> None:
     """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
 
     Args:
         directory: a checkpoint that `checkpoint.verify` found whole.
         domains: domain → exactly the tensors that it must hold.
+        keys: to decrypt with, and to hold the manifest against.
 
     Raises:
+        KeyRefused: it needs a key that is not there.
         CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
         RanksFailed: reading failed on some rank.
     """
     for domain, tensors in domains.items():
         # Every rank checks for itself against the same file, so all refuse or none.
-        index = read_index(directory, domain)
+        reader = CheckpointReader(directory, keys)
+        index = _index(reader, domain)
         _check(directory / domain, index, tensors)
 
-        def read(index: TensorIndex = index, domain: str = domain, tensors: Tensors = tensors) -> None:
-            _read(directory, domain, index, tensors, _entries(directory))
+        def read(
+            reader: CheckpointReader = reader,
+            index: TensorIndex = index,
+            domain: str = domain,
+            tensors: Tensors = tensors,
+        ) -> None:
+            _read(reader, domain, index, tensors)
 
         ranks.together(f"reading {domain}", read)
 
 
-def read_index(directory: Path, domain: str) -> TensorIndex:
+def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
     """Which tensors a domain holds and where, its bytes checked against the manifest.
 
     Raises:
         CheckpointCorrupt: they are not what the manifest says.
     """
-    where = directory / domain / INDEX
-    data = where.read_bytes()
-    path = f"{domain}/{INDEX}"
-    if entry_of(path, data) not in read_manifest(directory).files:
-        raise CheckpointCorrupt(
-            "the index of a checkpoint's tensors is not the one that was committed",
-            where=where,
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
-        )
-    return parse_index(data, where=where)
+    return _index(CheckpointReader(directory, keys), domain)
 
 
-def read_whole(directory: Path, domain: str, names: Collection[str] | None = None) -> Tensors:
+def read_whole(
+    directory: Path, domain: str, names: Collection[str] | None = None, keys: Keyring | None = None
+) -> Tensors:
     """Tensors of a domain as they are unsharded, on the CPU; all, or those named.
 
     Args:
@@ -80,7 +90,7 @@ def read_whole(directory: Path, domain: str, names: Collection[str] | None = Non
         CheckpointCorrupt: it changed since.
         KeyError: it has no such tensor.
     """
-    return WholeReader(directory, domain).read(names)
+    return WholeReader(directory, domain, keys).read(names)
 
 
 class WholeReader:
@@ -88,14 +98,14 @@ class WholeReader:
 
     Raises:
         CheckpointCorrupt: the index is not what the manifest says.
+        KeyRefused: it needs a key that is not there.
 
     Called by: export, read_whole.
     """
 
-    def __init__(self, directory: Path, domain: str) -> None:
-        self._directory, self._domain = directory, domain
-        self.index = read_index(directory, domain)
-        self._entries = _entries(directory)
+    def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
+        self._reader, self._domain = CheckpointReader(directory, keys), domain
+        self.index = _index(self._reader, domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
         """As `read_whole`."""
@@ -103,20 +113,28 @@ class WholeReader:
         for name in self.index.tensors if names is None else names:
             entry = self.index.tensors[name]
             tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        _read(self._directory, self._domain, self.index, tensors, self._entries)
+        _read(self._reader, self._domain, self.index, tensors)
         return tensors
 
 
-def load_runtime_state(directory: Path, rank: int, world_size: int) -> RuntimeState:
+def load_runtime_state(
+    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
+) -> RuntimeState:
     """The runtime state that `rank` of `world_size` saved.
 
     Raises:
-        CheckpointCorrupt: it does not decode, or belongs to another rank or world size.
+        CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
+        KeyRefused: it needs a key that is not there.
         OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
             nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
     """
-    path = directory / runtime_state_name(rank)
-    state = decode(path.read_bytes(), where=path)
+    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
+
+
+def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
+    """As `load_runtime_state`, where several files of one checkpoint are read."""
+    path = reader.directory / runtime_state_name(rank)
+    state = decode(reader.read(path.name), where=path)
     if (state.rank, state.world_size) != (rank, world_size):
         raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
     return state
@@ -155,16 +173,15 @@ class _Part:
         return self.target.element_size() * torch.Size(self.overlap.rows).numel()
 
 
-def _entries(directory: Path) -> dict[str, FileEntry]:
-    return {entry.path: entry for entry in read_manifest(directory).files}
+def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
+    where = reader.directory / domain / INDEX
+    return parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
 
 
-def _read(
-    directory: Path, domain: str, index: TensorIndex, tensors: Tensors, entries: Mapping[str, FileEntry]
-) -> None:
-    with open_directory(directory) as root:
+def _read(reader: CheckpointReader, domain: str, index: TensorIndex, tensors: Tensors) -> None:
+    with open_directory(reader.directory) as root:
         for batch in _batches(index, tensors):
-            _read_batch(root, directory, domain, entries, batch)
+            _read_batch(root, domain, reader, batch)
 
 
 def _batches(index: TensorIndex, tensors: Tensors) -> Iterator[list[_Part]]:
@@ -189,9 +206,8 @@ def _parts(entry: TensorEntry, tensor: Tensor) -> Iterator[_Part]:
             yield _Part(piece, common, local.detach()[common.target] if common.target else local.detach())
 
 
-def _read_batch(
-    root: int, directory: Path, domain: str, entries: Mapping[str, FileEntry], batch: list[_Part]
-) -> None:
+def _read_batch(root: int, domain: str, reader: CheckpointReader, batch: list[_Part]) -> None:
+    directory = reader.directory
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[_Part, Tensor]] = []
     for part in batch:
@@ -207,9 +223,9 @@ def _read_batch(
     readings = []
     for path, ranges in wanted.items():
         ranges.sort(key=lambda w: w.offset)
-        if path not in entries or ranges[-1].offset + ranges[-1].length > entries[path].size:
+        if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
             raise _unfit(directory / path, "no such bytes", "the file that the index names")
-        readings.append(Reading(entries[path], ranges))
+        readings.append(reader.reading(path, ranges))
     read_checked(
         root, readings, threads=num_threads(), on_problem=lambda path, what: problems.append((path, what))
     )

@@ -13,131 +13,46 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from verl_slurm.checkpoint import commit as door
-from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.components import Components
-from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format import FileEntry, Manifest
 from verl_slurm.checkpoint.local_copy import (
-    begin_part,
     commit_part,
     drop_staging,
     part_problems,
     prune_parts,
 )
 from verl_slurm.checkpoint.manifest import parse, render, sealed
+from verl_slurm.checkpoint.signature import sign
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.dcp.attempt import (
+    Attempt,
+    Committed,
+    Contents,
+    LocalPlace,
+    Plan,
+    Provenance,
+    SavedCheckpoint,
+    manifest_of,
+)
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.files import private_dir
+from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
-from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
+from verl_slurm.runtime_state.format import runtime_state_name
 from verl_slurm.save_path.media import Medium, Share, failures, why_not_shared
-from verl_slurm.save_path.protocol import Written
+from verl_slurm.save_path.protocol import Sealing, Written
+from verl_slurm.save_path.small_files import begin_sealing, cipher_for, seal_small, write_small
 
 __all__ = ["CheckpointSaver", "Contents", "LocalPlace", "Provenance", "SavedCheckpoint"]
-
-_Entries = list[FileEntry]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """What one rank brings to a save, beside its tensors.
-
-    Attributes:
-        runtime: this rank's state. Nobody may change its arrays any more.
-        texts: further files by name; those of rank 0 are written, the other ranks' may be empty.
-    """
-
-    runtime: RuntimeState
-    texts: Mapping[str, bytes]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Provenance:
-    """What the manifest says of where a checkpoint comes from; the same for all saves of one incarnation."""
-
-    epoch: int
-    parent: str | None
-    schema_id: str
-    dataset_fingerprint: str
-    frozen: Mapping[str, str]
-    topology: Topology
-
-
-class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint; `num_bytes` over all ranks, `seconds` from `begin` to the rename."""
-
-    name: str
-    seconds: float
-    num_bytes: int
-    on_shared: bool = True
-    """Whether shared storage has it. If not, the nodes' own disks do, read back."""
-    problem: str = ""
-    """Which medium does not have it, and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalPlace:
-    """The node's own disk, as one of its ranks sees it.
-
-    Attributes:
-        directory: `checkpoint.local_copy.local_directory`.
-        is_first: this rank commits and cleans up for its node; exactly one a node does.
-        keep: parts that stay.
-    """
-
-    directory: Path
-    is_first: bool
-    keep: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    """One save, as a rank was asked for it."""
-
-    paths: RunPaths
-    contents: Contents
-    components: Components
-    local: LocalPlace | None
-    started: float
-    seconds_left: float | None
-
-    def takes(self, path: str) -> bool:
-        """Whether a file of a domain belongs to this save."""
-        return not self.components or path.split("/")[0] in self.components
-
-    def directories(self, plan: "_Plan") -> dict[Medium, Path]:
-        """This rank's directory on each medium that takes part."""
-        found = {} if plan.not_shared else {Medium.SHARED: self.paths.checkpoints / plan.name}
-        if self.local is not None:
-            with suppress(OSError):  # said by whoever opens it
-                begin_part(self.local.directory, plan.name)
-            found[Medium.LOCAL] = self.local.directory / plan.name
-        return found
-
-
-class _Plan(msgspec.Struct, frozen=True):
-    """Rank 0's word to all at the start of a save: the staging directory's name, on every medium."""
-
-    name: str
-    not_shared: str
-    """Why shared storage takes no part; empty: it does."""
-
-
-class _Committed(msgspec.Struct, frozen=True):
-    """Rank 0's word to all at its end."""
-
-    manifest: bytes
-    problem: str
-    """Why shared storage does not have it."""
 
 
 class CheckpointSaver:
@@ -148,6 +63,10 @@ class CheckpointSaver:
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
+        encryption: where the key is that everything is encrypted and signed with; None: with none.
+
+    Raises:
+        KeyRefused, PermissionRefused: `keys.load_keys`.
 
     Called by: trainer.saving.
     """
@@ -161,14 +80,16 @@ class CheckpointSaver:
         *,
         epoch_check: Callable[[], None],
         local: LocalPlace | None = None,
+        encryption: EncryptionConfig | None = None,
     ) -> None:
+        self._keys = load_keys(encryption)
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
         self._local = local
         self._last_seconds: float | None = None
         self._staging_dir: door.Staging | None = None
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
         self._ranks = ranks.another()
-        self._staging = Staging(domains, ranks)
+        self._staging = Staging(domains, ranks, encryption=encryption)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
     @property
@@ -201,7 +122,7 @@ class CheckpointSaver:
             rank failed; nothing is left of the attempt then. Where rank 0 was fenced off, `Fenced` is among
             its `kinds`.
         """
-        attempt = _Attempt(
+        attempt = Attempt(
             paths=self._paths.partial if components else self._paths,
             contents=contents,
             components=components,
@@ -209,8 +130,12 @@ class CheckpointSaver:
             started=time.monotonic(),
             seconds_left=seconds_left,
         )
-        plan: Future[_Plan] = Future()
-        written = self._staging.begin(lambda: list(attempt.directories(plan.result()).values()), components)
+        plan: Future[Plan] = Future()
+        written = self._staging.begin(
+            lambda: list(attempt.directories(plan.result()).values()),
+            components,
+            lambda: plan.result().sealing,
+        )
         return self._thread.submit(self._save, attempt, plan, written, then)
 
     def fence(self) -> float:
@@ -224,8 +149,8 @@ class CheckpointSaver:
 
     def _save(
         self,
-        attempt: "_Attempt",
-        plan: "Future[_Plan]",
+        attempt: "Attempt",
+        plan: "Future[Plan]",
         written: "Future[Written]",
         then: Callable[[Collective, "SavedCheckpoint"], None] | None,
     ) -> "SavedCheckpoint":
@@ -235,7 +160,7 @@ class CheckpointSaver:
                 plan.set_result(
                     msgspec.msgpack.decode(
                         self._ranks.on_first("starting the save", lambda: self._plan(attempt)),
-                        type=_Plan,
+                        type=Plan,
                     )
                 )
             except BaseException as error:
@@ -250,7 +175,7 @@ class CheckpointSaver:
             then(self._ranks, done)
         return done
 
-    def _plan(self, attempt: "_Attempt") -> bytes:
+    def _plan(self, attempt: "Attempt") -> bytes:
         """Rank 0: the staging directory's name, and why shared storage takes no part, if it does not."""
         runtime, paths = attempt.contents.runtime, attempt.paths
         has_local = attempt.local is not None
@@ -268,16 +193,17 @@ class CheckpointSaver:
             name = self._staging_dir.directory.name
         else:
             name = door.staging_path(paths, runtime.step, runtime.safe_point).name
-        return msgspec.msgpack.encode(_Plan(name, reason))
+        sealing = begin_sealing(self._keys, paths.checkpoint(runtime.step, runtime.safe_point).name)
+        return msgspec.msgpack.encode(Plan(name, reason, sealing))
 
     def _write_and_commit(
-        self, attempt: "_Attempt", plan: "_Plan", written: "Future[Written]"
+        self, attempt: "Attempt", plan: "Plan", written: "Future[Written]"
     ) -> "SavedCheckpoint":
         media = attempt.directories(plan)
 
         def write() -> Share:
             try:
-                small, failed = self._write_small(media, attempt)
+                small, failed = self._write_small(media, attempt, plan.sealing)
             finally:
                 wait([written])  # whoever cleans up must not do so under a saver that writes
             answer = written.result()
@@ -298,9 +224,10 @@ class CheckpointSaver:
         entries = [entry for share in shares for entry in share.entries]
         verdict = msgspec.msgpack.decode(
             self._ranks.on_first(
-                "committing the checkpoint", lambda: self._commit_shared(attempt, entries, failed)
+                "committing the checkpoint",
+                lambda: self._commit_shared(attempt, plan.sealing, entries, failed),
             ),
-            type=_Committed,
+            type=Committed,
         )
         manifest = parse(verdict.manifest, where=plan.name)
         if verdict.problem:
@@ -328,29 +255,37 @@ class CheckpointSaver:
         if all(medium in failed for medium in media):
             raise RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
 
-    def _commit_shared(self, attempt: "_Attempt", entries: _Entries, failed: Mapping[Medium, str]) -> bytes:
+    def _commit_shared(
+        self,
+        attempt: "Attempt",
+        sealing: Sealing | None,
+        entries: list[FileEntry],
+        failed: Mapping[Medium, str],
+    ) -> bytes:
         """Rank 0: the manifest, and what kept shared storage from being committed, if anything did."""
         runtime = attempt.contents.runtime
         name = attempt.paths.checkpoint(runtime.step, runtime.safe_point).name
-        manifest = sealed(_manifest(name, attempt, self._provenance, entries))
+        manifest = sealed(manifest_of(name, attempt, self._provenance, entries, sealing))
+        if self._keys is not None:
+            manifest = sign(manifest, self._keys.current)  # for the nodes' parts, too
         problem = failed.get(Medium.SHARED, "")
         if self._staging_dir is not None and not problem:
             try:
-                door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check)
+                door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check, keys=self._keys)
             except OSError as error:
                 if attempt.local is None or Medium.LOCAL in failed:
                     raise
                 problem = f"{type(error).__name__}: {error}"
         else:
             self._check_epoch_if_readable()
-        return msgspec.msgpack.encode(_Committed(render(manifest), problem))
+        return msgspec.msgpack.encode(Committed(render(manifest), problem))
 
     def _check_epoch_if_readable(self) -> None:
         """Without shared storage nobody can say who owns the run; whoever brings the parts home asks again."""
         with suppress(OSError):
             self._epoch_check()
 
-    def _commit_local(self, attempt: "_Attempt", staging: Path, manifest: Manifest, *, check: bool) -> str:
+    def _commit_local(self, attempt: "Attempt", staging: Path, manifest: Manifest, *, check: bool) -> str:
         """This node's part; what is wrong on any node, the same text on every rank.
 
         Args:
@@ -370,7 +305,7 @@ class CheckpointSaver:
         texts = [text.decode() for text in self._ranks.gather(problem.encode())]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)[:500]
 
-    def _clean(self, attempt: "_Attempt", plan: "Future[_Plan]") -> None:
+    def _clean(self, attempt: "Attempt", plan: "Future[Plan]") -> None:
         """Nothing of a failed save stays behind."""
         with suppress(OSError):
             if self._staging_dir is not None:
@@ -380,41 +315,18 @@ class CheckpointSaver:
                 drop_staging(local.directory / plan.result().name)
 
     def _write_small(
-        self, media: Mapping[Medium, Path], attempt: "_Attempt"
-    ) -> tuple[_Entries, dict[Medium, str]]:
-        """Write and seal what is not a tensor, on each medium."""
+        self, media: Mapping[Medium, Path], attempt: "Attempt", sealing: Sealing | None
+    ) -> tuple[list[FileEntry], dict[Medium, str]]:
+        """What is not a tensor, encrypted once where a key is configured, and made durable on each medium."""
         contents = attempt.contents
         indexes = {path: data for path, data in self._staging.layout.indexes.items() if attempt.takes(path)}
         files = dict(contents.texts) | indexes if self._ranks.rank == 0 else {}
         files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
+        files, entries = seal_small(files, cipher_for(self._keys, sealing))
         failed: dict[Medium, str] = {}
         for medium, directory in media.items():
             try:
-                for path, data in files.items():
-                    (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
-                    (directory / path).write_bytes(data)
-                door.seal(directory, sorted(files))
+                write_small(directory, files)
             except OSError as error:
                 failed[medium] = f"{type(error).__name__}: {error}"
-        return [entry_of(path, files[path]) for path in sorted(files)], failed
-
-
-def _manifest(name: str, attempt: _Attempt, provenance: Provenance, entries: _Entries) -> Manifest:
-    runtime = attempt.contents.runtime
-    return Manifest(
-        name=name,
-        step=runtime.step,
-        safe_point=runtime.safe_point,
-        phase=runtime.phase,
-        epoch=provenance.epoch,
-        parent=provenance.parent,
-        schema_id=provenance.schema_id,
-        dataset_fingerprint=provenance.dataset_fingerprint,
-        world_size=runtime.world_size,
-        topology=provenance.topology,
-        files=tuple(entries),
-        components=attempt.components,
-        frozen=dict(provenance.frozen),
-        created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        save_seconds=round(time.monotonic() - attempt.started, 3),
-    )
+        return entries, failed

@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.layout import Layout, plan_layout
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import ConfigError
 from verl_slurm.save_path.arena import Arena, available_memory
 from verl_slurm.save_path.handle import SaverProcess
-from verl_slurm.save_path.protocol import Written
+from verl_slurm.save_path.protocol import Sealing, Written
 
 __all__ = ["Staging"]
 
@@ -36,6 +37,7 @@ class Staging:
         domains: domain → tensors that stay where they are for as long as this lives.
         ranks: to agree on the layout, once. Collective.
         hashers: threads that hash.
+        encryption: where the saver finds its key.
 
     Raises:
         ConfigError: there is no memory for another copy of this rank's state.
@@ -43,7 +45,14 @@ class Staging:
     Called by: dcp.saver, once a rank.
     """
 
-    def __init__(self, domains: Mapping[str, Tensors], ranks: Collective, *, hashers: int = 1) -> None:
+    def __init__(
+        self,
+        domains: Mapping[str, Tensors],
+        ranks: Collective,
+        *,
+        hashers: int = 1,
+        encryption: EncryptionConfig | None = None,
+    ) -> None:
         self.layout: Layout = plan_layout(domains, ranks)
         ranks.together("making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes))
         self._arena = Arena(self.layout.arena_bytes)
@@ -51,7 +60,7 @@ class Staging:
         self._live = [slot.tensor for slot in self.layout.slots]
         self._copies = [_view(whole, slot.at, slot.tensor) for slot in self.layout.slots]
         self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
-        self._saver = SaverProcess(self._arena, hashers=hashers)
+        self._saver = SaverProcess(self._arena, hashers=hashers, encryption=encryption)
         # One thread, so that the arena is warm before its first use and one save follows the other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._warm = self._thread.submit(self._warm_up)
@@ -64,13 +73,17 @@ class Staging:
         return self._arena.size
 
     def begin(
-        self, directories: Callable[[], Sequence[Path]], components: Sequence[str] = ()
+        self,
+        directories: Callable[[], Sequence[Path]],
+        components: Sequence[str] = (),
+        sealing: Callable[[], Sealing | None] = lambda: None,
     ) -> "Future[Written]":
         """Save the tensors as they are now. The one before must be done.
 
         Args:
             directories: says, when the copy is made, where the files go; called from another thread.
             components: the domains whose files are written; empty: all. All are copied.
+            sealing: says then how they are encrypted, if they are; called behind it.
 
         Returns:
             What became of each directory. It raises what `directories` raises, and SaverDied.
@@ -85,7 +98,7 @@ class Staging:
                 copied.set()
             where = [str(directory) for directory in directories()]
             files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
-            return self._saver.write(files, where)
+            return self._saver.write(files, where, sealing())
 
         return self._thread.submit(work)
 

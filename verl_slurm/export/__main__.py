@@ -18,6 +18,7 @@ import msgspec
 import torch
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.checkpoint.run_keys import keys_for
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
 from verl_slurm.export.hf import plan_shards, write_hf
@@ -31,10 +32,11 @@ _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
-    if read_manifest(options.checkpoint).digest != options.digest:
+    keys = keys_for(options.checkpoint, options.key_file)
+    if read_manifest(options.checkpoint, keys=keys).digest != options.digest:
         raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
     dtype = _DTYPES[options.dtype]
-    source = Source(options.checkpoint, report=lambda done: say({"done": done}))
+    source = Source(options.checkpoint, report=lambda done: say({"done": done}), keys=keys)
     skeletons: dict[Role, Skeleton] = {}
     for role in options.roles:
         skeletons[role] = build_skeleton(options.model, role)
@@ -67,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("checkpoint", "model", "staging"):
         words.add_argument(f"--{name}", type=Path, required=True)
     words.add_argument("--digest", required=True)
+    words.add_argument("--key-file", type=Path)
     words.add_argument("--to", choices=("hf", "single-file", "split"), required=True)
     words.add_argument("--dtype", choices=tuple(_DTYPES), required=True)
     words.add_argument("--weight-decay", type=float, default=0.0)

@@ -97,7 +97,7 @@ def write_layout(
     written = {*skeletons, "scheduler"} | ({"optimizer"} if source.has("optimizer") else set())
     for what in written:
         files[what].parent.mkdir(mode=0o700, exist_ok=True)
-    schedules = _schedules(source.directory / "scheduler.json", list(skeletons))
+    schedules = _schedules(source, list(skeletons))
     for role, skeleton in skeletons.items():
         state = dict(source.tensors(role, skeleton.shapes, dtype))
         # As in the model's own state dict: one storage under both names, which torch.save writes once.
@@ -183,9 +183,10 @@ def moments_bytes(source: Source, roles: list[Role]) -> int:
     return sum(e.num_bytes for name, e in source.entries("optimizer").items() if name.startswith(prefixes))
 
 
-def _schedules(path: Path, roles: list[Role]) -> dict[str, Schedule]:
+def _schedules(source: Source, roles: list[Role]) -> dict[str, Schedule]:
+    path = source.directory / "scheduler.json"
     try:
-        schedules = msgspec.json.decode(path.read_bytes(), type=dict[str, Schedule])
+        schedules = msgspec.json.decode(source.read_file(path.name), type=dict[str, Schedule])
     except msgspec.MsgspecError as error:
         raise _unknown(path, error, "a schedule of each role") from error
     for role in roles:

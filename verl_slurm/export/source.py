@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.tensor_index import INDEX, TensorEntry
 from verl_slurm.dcp.loader import WholeReader
+from verl_slurm.keys import Keyring
 
 __all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
 
@@ -49,16 +51,26 @@ class Source:
     Attributes:
         directory: a verified checkpoint.
         report: told the bytes done so far, as they lie in the checkpoint.
+        keys: to decrypt it with.
     """
 
     directory: Path
     report: Callable[[int], None] = lambda _: None
+    keys: Keyring | None = None
     done: int = 0
     _readers: dict[str, WholeReader] = field(default_factory=dict)
 
     def has(self, domain: str) -> bool:
         """Whether the checkpoint holds tensors of the domain: it may have been saved in part."""
         return (self.directory / domain / INDEX).is_file()
+
+    def read_file(self, path: str) -> bytes:
+        """A small file, as it was before encryption.
+
+        Raises:
+            CheckpointCorrupt: it is not what was committed.
+        """
+        return CheckpointReader(self.directory, self.keys).read(path)
 
     def entries(self, domain: str) -> dict[str, TensorEntry]:
         """Name → type and shape of every tensor of a domain.
@@ -83,5 +95,5 @@ class Source:
 
     def _reader(self, domain: str) -> WholeReader:
         if domain not in self._readers:
-            self._readers[domain] = WholeReader(self.directory, domain)
+            self._readers[domain] = WholeReader(self.directory, domain, self.keys)
         return self._readers[domain]

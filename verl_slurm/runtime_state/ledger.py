@@ -10,8 +10,6 @@ generated again is the same rollout. That is why a reader may choose to go on ov
 
 import fcntl
 import os
-import re
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +23,25 @@ import numpy as np
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.container import pack, specify, unpack
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
-from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, frame, head, open_segment, scan
+from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
+from verl_slurm.runtime_state.segment import (
+    HEAD_BYTES,
+    Frame,
+    Gap,
+    frame,
+    head,
+    is_locked,
+    open_segment,
+    scan,
+)
+from verl_slurm.runtime_state.segment_files import owner, segments
 
 __all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
 
-_SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 _GROUP = "rollouts"
 
 Key = tuple[int, int]
@@ -60,9 +69,9 @@ class Ledger:
         OSError: it cannot be opened.
     """
 
-    def __init__(self, paths: RunPaths, epoch: int, rank: int) -> None:
+    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
         self.path = paths.ledger_segment(epoch, rank)
-        self._epoch, self._rank = epoch, rank
+        self._epoch, self._rank, self._keys = epoch, rank, keys
         self._broken = False
         # Training appends while the save path compacts in the background.
         self._writing = threading.Lock()
@@ -95,8 +104,11 @@ class Ledger:
         if self._broken:
             raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
         header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
-        payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES)
-        record = memoryview(frame(step, micro_batch, payload))
+        payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
+        if self._keys is not None:
+            place = (self._epoch, self._rank, step, micro_batch)
+            payload = seal_record(self._keys.current, place, payload)
+        record = memoryview(frame(step, micro_batch, payload, sealed=self._keys is not None))
         written = 0
         try:
             while written < len(record):
@@ -231,6 +243,7 @@ def load(
     from_step: int,
     wanted: Callable[[int, int], bool] = lambda step, micro_batch: True,
     report: Callable[[str], None] | None = None,
+    keys: Keyring | None = None,
 ) -> dict[Key, Arrays]:
     """The journaled rollouts of the steps from `from_step` on, over every epoch and rank.
 
@@ -240,12 +253,14 @@ def load(
             holds its own rollouts in memory, not everybody's.
         report: told of each damaged region, one line each; loading then goes on without what was in it.
             None: damage raises.
+        keys: where given, records have to be sealed with one of them; any other counts as damage.
 
     Returns:
         (step, global micro-batch) → arrays. Where several epochs hold one, the newest epoch's.
 
     Raises:
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
+        KeyRefused: a record is sealed, and there is no key or another one; with a `report`, too.
 
     Called by: trainer, on every rank at the start.
     """
@@ -254,13 +269,13 @@ def load(
         if isinstance(item, Gap):
             _complain(path, item, report)
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
-            arrays = _arrays(path, fd, item, report)
+            arrays = _arrays(path, fd, item, report, keys)
             if arrays is not None:
                 rollouts[item.step, item.micro_batch] = arrays
     return rollouts
 
 
-def stats(paths: RunPaths) -> LedgerStats:
+def stats(paths: RunPaths, *, keys: Keyring | None = None) -> LedgerStats:
     """Count what the journal holds; reads all of it.
 
     Called by: tests, cli.
@@ -272,7 +287,7 @@ def stats(paths: RunPaths) -> LedgerStats:
         if isinstance(item, Gap):
             _complain(path, item, problems.append)
             continue
-        arrays = _arrays(path, fd, item, problems.append)
+        arrays = _arrays(path, fd, item, problems.append, keys)
         if arrays is None:
             continue
         records += 1
@@ -305,7 +320,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     Called by: trainer rank 0, after a checkpoint was verified and older ones pruned.
     """
     removed = []
-    for epoch, rank, path in _segments(paths):
+    for epoch, rank, path in segments(paths):
         if current_epoch is not None and epoch >= current_epoch:
             continue
         fd = open_segment(path)
@@ -316,7 +331,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
                 or (isinstance(item, Frame) and item.step >= before_step)
                 for item in items
             )
-            if needed or _held(fd):
+            if needed or is_locked(fd):
                 continue
             path.unlink()
             removed.append(path)
@@ -327,22 +342,8 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     return removed
 
 
-def _segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
-    """(epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
-    found = []
-    try:
-        entries = list(os.scandir(paths.ledger))
-    except FileNotFoundError:
-        return []
-    for entry in entries:
-        match = _SEGMENT.fullmatch(entry.name)
-        if match and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-            found.append((int(match[1]), int(match[2]), Path(entry.path)))
-    return sorted(found)
-
-
 def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
-    for epoch, rank, path in _segments(paths):
+    for epoch, rank, path in segments(paths):
         fd = open_segment(path)
         try:
             for item in scan(fd, epoch, rank, check_from_step=from_step):
@@ -366,12 +367,16 @@ def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> Non
     report(error.one_line())
 
 
-def _arrays(path: Path, fd: int, item: Frame, report: Callable[[str], None] | None) -> Arrays | None:
+def _arrays(
+    path: Path, fd: int, item: Frame, report: Callable[[str], None] | None, keys: Keyring | None
+) -> Arrays | None:
     """The arrays of a record that the scan found whole."""
     payload = item.payload(fd)
     try:
         if payload is None:
             raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
+        place = (*owner(path), item.step, item.micro_batch)
+        payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")
         header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
         if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:
             raise CheckpointCorrupt("a ledger record and its frame disagree", where=f"{path}@{item.offset}")
@@ -384,14 +389,3 @@ def _arrays(path: Path, fd: int, item: Frame, report: Callable[[str], None] | No
         report(error.one_line())
         return None
     return arrays
-
-
-def _held(fd: int) -> bool:
-    """Whether a living writer has locked the segment. No locks here: nobody can tell, so no."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

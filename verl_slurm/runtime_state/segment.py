@@ -3,6 +3,7 @@
 Knows frames, not rollouts; reads with an open descriptor, writes nothing.
 """
 
+import fcntl
 import os
 import struct
 import zlib
@@ -12,12 +13,14 @@ from pathlib import Path
 
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES
 
-__all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "open_segment", "scan"]
+__all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "is_locked", "open_segment", "scan"]
 
 _HEAD = struct.Struct("<8sII")
 _HEAD_MAGIC = b"VSLEDGR1"
 _FRAME = struct.Struct("<4sIQII")
 _FRAME_MAGIC = b"VSLR"
+_SEALED_MAGIC = b"VSLE"
+_ANY_MAGIC = b"VSL"
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size
 FRAME_BYTES = _FRAME.size + _CRC.size
@@ -32,6 +35,7 @@ class Frame:
         offset: of its first byte in the segment.
         length: bytes of its payload.
         payload_crc: what the payload's CRC-32 should be.
+        sealed: the payload is encrypted (`sealing.py`).
     """
 
     offset: int
@@ -39,6 +43,7 @@ class Frame:
     step: int
     micro_batch: int
     payload_crc: int
+    sealed: bool = False
 
     @property
     def end(self) -> int:
@@ -64,15 +69,27 @@ def head(epoch: int, rank: int) -> bytes:
     return _HEAD.pack(_HEAD_MAGIC, epoch, rank)
 
 
-def frame(step: int, micro_batch: int, payload: bytes) -> bytes:
+def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) -> bytes:
     """One record, ready to append."""
-    fields = _FRAME.pack(_FRAME_MAGIC, len(payload), step, micro_batch, zlib.crc32(payload))
+    magic = _SEALED_MAGIC if sealed else _FRAME_MAGIC
+    fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload))
     return fields + _CRC.pack(zlib.crc32(fields)) + payload
 
 
 def open_segment(path: Path) -> int:
     """A read descriptor; a link in the place of a segment is an OSError (ELOOP)."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def is_locked(fd: int) -> bool:
+    """Whether a living writer has locked the segment. No locks here: nobody can tell, so no."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
@@ -113,11 +130,18 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
         return None
     magic, length, step, micro_batch, payload_crc = _FRAME.unpack_from(raw)
     (header_crc,) = _CRC.unpack_from(raw, _FRAME.size)
-    if magic != _FRAME_MAGIC or header_crc != zlib.crc32(raw[: _FRAME.size]):
+    if magic not in (_FRAME_MAGIC, _SEALED_MAGIC) or header_crc != zlib.crc32(raw[: _FRAME.size]):
         return None
     if length > MAX_RECORD_BYTES or offset + FRAME_BYTES + length > size:
         return None
-    return Frame(offset=offset, length=length, step=step, micro_batch=micro_batch, payload_crc=payload_crc)
+    return Frame(
+        offset=offset,
+        length=length,
+        step=step,
+        micro_batch=micro_batch,
+        payload_crc=payload_crc,
+        sealed=magic == _SEALED_MAGIC,
+    )
 
 
 @dataclass
@@ -137,7 +161,7 @@ def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Ga
         block = os.pread(fd, _BLOCK, offset)
         if not block:
             break
-        at = block.find(_FRAME_MAGIC)
+        at = block.find(_ANY_MAGIC)
         while at >= 0:
             found = _frame_at(fd, offset + at, size)
             if found is not None:
@@ -146,7 +170,7 @@ def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Ga
                 patience.left -= found.length
                 if patience.left < 0:
                     break
-            at = block.find(_FRAME_MAGIC, at + 1)
+            at = block.find(_ANY_MAGIC, at + 1)
         # A magic may straddle two blocks.
         offset += max(len(block) - len(_FRAME_MAGIC) + 1, 1)
     return Gap(offset=start, end=size, torn=patience.left >= 0)

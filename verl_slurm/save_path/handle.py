@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import ArenaFile, FromSaver, Ready, Write, Written
+from verl_slurm.save_path.protocol import ArenaFile, FromSaver, Ready, Sealing, Write, Written
 
 __all__ = ["SaverDied", "SaverProcess"]
 
@@ -22,13 +23,18 @@ class SaverProcess:
 
     Args:
         hashers: threads it hashes with.
+        encryption: where it finds the key to seal with, if it is to; the key itself does not travel.
 
     Called by: dcp.staging, once a rank.
     """
 
-    def __init__(self, arena: Arena, *, hashers: int = 1) -> None:
+    def __init__(self, arena: Arena, *, hashers: int = 1, encryption: EncryptionConfig | None = None) -> None:
         argv = [sys.executable, "-P", "-m", "verl_slurm.save_path.saver"]
         argv += ["--arena", str(arena.fd), "--size", str(arena.size), "--hashers", str(hashers)]
+        if encryption is not None and encryption.key_file is not None:
+            argv += ["--key-file", encryption.key_file]
+        elif encryption is not None:
+            argv += ["--key-env", encryption.key_env or ""]
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(arena.fd,), bufsize=0
         )
@@ -52,14 +58,16 @@ class SaverProcess:
         if not isinstance(self._receive(), Ready):
             raise self._died("an answer before its first word")
 
-    def write(self, files: Sequence[ArenaFile], directories: Sequence[str]) -> Written:
+    def write(
+        self, files: Sequence[ArenaFile], directories: Sequence[str], sealing: Sealing | None = None
+    ) -> Written:
         """Have `files` written below every one of `directories`; returns when each is durable or given up.
 
         Raises:
             SaverDied: it ended, or answered another question.
         """
         self._count += 1
-        request = Write(save=self._count, files=tuple(files), directories=tuple(directories))
+        request = Write(save=self._count, files=tuple(files), directories=tuple(directories), sealing=sealing)
         data = memoryview(msgspec.json.encode(request) + b"\n")
         try:
             while data:

@@ -15,15 +15,19 @@ own disk); each gets every file. A directory whose storage fails is given up wit
 still written: `outcomes` are in the order of `directories`. The digests are of the bytes in the arena, so they
 are the same for all. Nobody has read back what was written: that is the verifier's work.
 
+Where a key is configured, the saver was started with the name of its source and has read it for itself; a
+`Write` then says for which checkpoint it is sealed (`sealing`, nothing of it secret), and one that does not, or a
+`sealing` without a key, ends the process: no plaintext by mistake. The arena stays as it is.
+
 The pipe comes from our own parent or child, and still nothing in it is believed beyond its type: unknown kinds
 and fields end the process.
 """
 
 import msgspec
 
-from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.format import Encryption, FileEntry
 
-__all__ = ["ArenaFile", "FromSaver", "Outcome", "Ready", "Write", "Written"]
+__all__ = ["ArenaFile", "FromSaver", "Outcome", "Ready", "Sealing", "Write", "Written"]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -39,12 +43,21 @@ class ArenaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     size: int
 
 
+class Sealing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How files are to be encrypted. Good for one `Write`."""
+
+    name: str
+    """Of the checkpoint, `step_000012`."""
+    encryption: Encryption
+
+
 class Write(_Message, frozen=True, kw_only=True):
     """Make `files` durable below each of `directories`. Existing files are an error, never overwritten."""
 
     save: int
     files: tuple[ArenaFile, ...]
     directories: tuple[str, ...]
+    sealing: Sealing | None = None
 
 
 class Ready(_Message, frozen=True, kw_only=True):

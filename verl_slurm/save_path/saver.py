@@ -12,10 +12,13 @@ import sys
 
 import msgspec
 
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.errors import KeyRefused, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import load_keys
 from verl_slurm.save_path.arena import Arena
 from verl_slurm.save_path.protocol import FromSaver, Ready, Write, Written
+from verl_slurm.save_path.sealing import SealedStream, Sealer
 from verl_slurm.save_path.writing import write_and_hash
 
 __all__ = ["main"]
@@ -34,10 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arena", type=int, required=True, metavar="FD", help="descriptor of the arena")
     parser.add_argument("--size", type=int, required=True, help="bytes of it")
     parser.add_argument("--hashers", type=int, default=1, help="threads that hash")
+    parser.add_argument("--key-file", help="where the key is to encrypt with")
+    parser.add_argument("--key-env", help="the variable that holds it, instead")
     options = parser.parse_args(argv)
     os.umask(0o077)
     arena = Arena(options.size, fd=options.arena)
     try:
+        keys = load_keys(_keys_config(options.key_file, options.key_env))
+        sealer = None if keys is None else Sealer(keys.current)
         arena.fault_in()
     except VerlSlurmError as error:
         sys.stderr.write(f"{error.one_line()}\n")
@@ -46,11 +53,34 @@ def main(argv: list[str] | None = None) -> int:
     decoder = msgspec.json.Decoder(Write)
     for line in sys.stdin.buffer:
         request = decoder.decode(line)
+        try:
+            stream = _stream(sealer, request, arena)
+        except KeyRefused as error:
+            sys.stderr.write(f"{error.one_line()}\n")
+            return int(error.exit_code)
         entries, outcomes = write_and_hash(
-            arena.view, request.files, request.directories, hashers=options.hashers
+            arena.view, request.files, request.directories, hashers=options.hashers, stream=stream
         )
         _say(Written(save=request.save, files=entries, outcomes=outcomes))
     return int(ExitCode.OK)
+
+
+def _keys_config(key_file: str | None, key_env: str | None) -> EncryptionConfig | None:
+    if key_file is None and key_env is None:
+        return None
+    return EncryptionConfig(key_file=key_file, key_env=key_env)
+
+
+def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream | None:
+    if (sealer is None) != (request.sealing is None):
+        raise KeyRefused(
+            "the rank and its saver do not agree on whether to encrypt",
+            found="a key" if sealer is not None else "no key",
+            remedy="start the job again; if it stays so, report it",
+        )
+    if sealer is None or request.sealing is None:
+        return None
+    return sealer.begin(request.sealing, arena.view, request.files)
 
 
 def _say(message: FromSaver) -> None:

@@ -10,14 +10,15 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.save_path.protocol import ArenaFile, Outcome
+from verl_slurm.save_path.sealing import SealedStream, StreamReader
 
 __all__ = ["write_and_hash"]
 
@@ -26,13 +27,19 @@ _BLOCK_BYTES = 16 << 20
 
 
 def write_and_hash(
-    source: memoryview, files: Sequence[ArenaFile], directories: Sequence[str], *, hashers: int = 1
+    source: memoryview,
+    files: Sequence[ArenaFile],
+    directories: Sequence[str],
+    *,
+    hashers: int = 1,
+    stream: SealedStream | None = None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
     """Write every file below every directory, and hash each once.
 
     Args:
         source: the arena; page-aligned.
         hashers: threads that hash.
+        stream: of these files; then what it seals is what is written and hashed.
 
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
@@ -41,8 +48,11 @@ def write_and_hash(
     """
     started = time.monotonic()
     with ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool:
-        outcomes = [pool.submit(_write_all, source, files, directory, started) for directory in directories]
-        entries = _hash_all(source, files, pool, hashers)
+        outcomes = [
+            pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory, started)
+            for directory in directories
+        ]
+        entries = _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers)
         return entries, tuple(outcome.result() for outcome in outcomes)
 
 
@@ -69,17 +79,41 @@ def _hash_all(
     return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
 
 
-def _write_all(source: memoryview, files: Sequence[ArenaFile], directory: str, started: float) -> Outcome:
+def _seal_all(stream: SealedStream, pool: ThreadPoolExecutor, hashers: int) -> tuple[FileEntry, ...]:
+    for done in [pool.submit(stream.run) for _ in range(hashers)]:
+        done.result()
+    return stream.entries()
+
+
+class _Plain:
+    """The arena's bytes as they are."""
+
+    def __init__(self, source: memoryview) -> None:
+        self._source = source
+
+    def size(self, file: ArenaFile) -> int:
+        return file.size
+
+    def blocks(self, file: ArenaFile) -> Iterable[memoryview]:
+        return (self._source[file.at : file.at + file.size],)
+
+    def close(self) -> None:
+        """Nobody waits for it."""
+
+
+def _write_all(
+    content: _Plain | StreamReader, files: Sequence[ArenaFile], directory: str, started: float
+) -> Outcome:
     direct = True
     try:
-        with open_directory(directory) as root, ExitStack() as opened:
+        with closing(content), open_directory(directory) as root, ExitStack() as opened:
             folders: dict[str, int] = {}
             for file in files:
                 folder, _, name = file.path.rpartition("/")
                 if folder not in folders:
                     folders[folder] = opened.enter_context(_folder(root, folder))
-                piece = source[file.at : file.at + file.size]
-                direct = _write_one(folders[folder], name, piece) and direct
+                went = _write_one(folders[folder], name, content.blocks(file), content.size(file))
+                direct = went and direct
             for fd in folders.values():
                 os.fsync(fd)
             os.fsync(root)
@@ -105,27 +139,18 @@ def _folder(root: int, name: str) -> Iterator[int]:
         yield at
 
 
-def _write_one(folder: int, name: str, data: memoryview) -> bool:
-    """Write, fsync, close one file; returns whether it went past the page cache."""
+def _write_one(folder: int, name: str, blocks: Iterable[memoryview], size: int) -> bool:
+    """Write, cut to `size`, fsync, close one file; returns whether it went past the page cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, 0o600, dir_fd=folder)
     try:
         direct = _set_direct(fd, True)
-        at = 0
-        while at < len(data):
-            try:
-                count = os.pwrite(fd, data[at : at + _BLOCK_BYTES], at)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not direct:
-                    raise
-                direct = _set_direct(fd, False)
-                continue
-            if not count:
-                raise OSError(errno.EIO, "a write of nothing", name)
-            at += count
-            if direct and at % 4096:
-                # A short write (a quota, a full disk): what follows would not be aligned.
-                direct = _set_direct(fd, False)
+        start = 0
+        for data in blocks:
+            direct = _write_block(fd, name, data, start, direct)
+            start += len(data)
+        if start != size:
+            os.ftruncate(fd, size)
         os.fsync(fd)
         if not direct:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -133,6 +158,26 @@ def _write_one(folder: int, name: str, data: memoryview) -> bool:
         os.close(fd)
         raise
     os.close(fd)  # its error counts: NFS tells of a failed write here
+    return direct
+
+
+def _write_block(fd: int, name: str, data: memoryview, start: int, direct: bool) -> bool:
+    """Write all of `data` at `start`; returns whether writes still go past the page cache."""
+    at = 0
+    while at < len(data):
+        try:
+            count = os.pwrite(fd, data[at : at + _BLOCK_BYTES], start + at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            direct = _set_direct(fd, False)
+            continue
+        if not count:
+            raise OSError(errno.EIO, "a write of nothing", name)
+        at += count
+        if direct and (start + at) % 4096:
+            # A short write (a quota, a full disk): what follows would not be aligned.
+            direct = _set_direct(fd, False)
     return direct
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, NotFound, PermissionRefused, SlurmMissing, SlurmRefused
+from verl_slurm.keys import load_keys
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import PartitionFacts
@@ -20,6 +21,7 @@ from verl_slurm.submit.plan import Cluster
 
 __all__ = [
     "check_inputs",
+    "check_keys",
     "check_resume_from",
     "check_run_dir",
     "check_slurm",
@@ -50,6 +52,24 @@ def check_written(config: RunConfig) -> None:
                 expected="a path without `$`",
                 remedy=f'write it out, or let the shell do it: {key}="$VARIABLE/..." behind the configuration',
             )
+
+
+def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
+    """The keys are there and can be used; returns what the user should know of them.
+
+    Raises:
+        KeyRefused, PermissionRefused: `keys.load_keys`.
+    """
+    keys = load_keys(config.checkpoint.encryption)
+    if keys is None or config.checkpoint.encryption is None:
+        return None
+    keys.current.derive(b"verl-slurm preflight")  # says so if the package is missing
+    if cluster == "slurm" and config.checkpoint.encryption.key_env is not None:
+        return (
+            "checkpoint.encryption.key_env: sbatch hands the variable to slurmctld, which keeps it with the job "
+            "(and in the accounting database with AccountingStoreFlags=job_env); key_file does not travel"
+        )
+    return None
 
 
 def check_resume_from(config: RunConfig) -> None:

@@ -33,6 +33,7 @@ from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
 from verl_slurm.submit.preflight import (
     check_inputs,
+    check_keys,
     check_resume_from,
     check_run_dir,
     check_slurm,
@@ -101,7 +102,9 @@ def plan_submission(
     if chosen == "slurm" and ask_slurm:
         check_slurm(config)
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
-    notes = [note] if note else []
+    notes = [text for text in (note, check_keys(config, chosen)) if text]
+    if config.checkpoint.encryption is not None:
+        checked.append("key")
     new_run, begun = not paths.run_yaml.exists(), False
     committed: list[CheckpointInfo] = []
     if not new_run:

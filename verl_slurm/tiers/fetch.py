@@ -19,6 +19,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError, VerlSlurmError
 from verl_slurm.events import append_event
 from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import Memory, OpenTier, survey
@@ -58,6 +59,7 @@ def fetch(
         NotFound: no tier that answers has it.
         CheckpointCorrupt: none of those that have it gives back what its manifest says.
         TierError: they stopped answering.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
 
     Called by: cli (`fetch-back`).
     """
@@ -65,7 +67,7 @@ def fetch(
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
     opened = open_tiers(paths, config) if tiers is None else tiers
     states = survey(paths, opened, Memory.load(paths))
-    tier = _fetch(paths, opened, states, name)
+    tier = _fetch(paths, opened, states, name, load_keys(config.checkpoint.encryption))
     return Fetched(name=name, tier=tier, reasons=(_brought(name, tier),))
 
 
@@ -78,6 +80,7 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
 
     Called by: a start without a checkpoint of its own that verifies (`choose_resume`'s `from_tiers`).
     """
+    keys = load_keys(config.checkpoint.encryption)
     opened = open_tiers(paths, config) if tiers is None else tiers
     memory = Memory.load(paths)
     states = survey(paths, opened, memory)
@@ -86,7 +89,7 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
     names = newest_first(states[1:])
     for name in names:
         try:
-            tier = _fetch(paths, opened, states, name)
+            tier = _fetch(paths, opened, states, name, keys)
         except VerlSlurmError as error:
             reasons.append(f"{name}: {error.one_line()}")
             continue
@@ -115,7 +118,13 @@ def _brought(name: str, tier: str) -> str:
     return f"{name} was fetched from tier {tier} and verifies" if tier else f"{name} is there and verifies"
 
 
-def _fetch(paths: RunPaths, tiers: Sequence[OpenTier], states: Sequence[TierState], name: str) -> str:
+def _fetch(
+    paths: RunPaths,
+    tiers: Sequence[OpenTier],
+    states: Sequence[TierState],
+    name: str,
+    keys: Keyring | None,
+) -> str:
     """Returns the tier it came from, empty when it was there."""
     final = paths.checkpoints / name
     if os.path.lexists(final):
@@ -137,7 +146,7 @@ def _fetch(paths: RunPaths, tiers: Sequence[OpenTier], states: Sequence[TierStat
         tier = by_name[state.name]
         assert tier.backend is not None
         try:
-            num_bytes = _bring(paths, tier.backend, tier.run, name)
+            num_bytes = _bring(paths, tier.backend, tier.run, name, keys)
         except (VerlSlurmError, OSError) as error:
             failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
             append_event(
@@ -159,8 +168,8 @@ def _failed(where: Path, error: OSError) -> TierError:
     return TierError("the checkpoint could not be written here", where=where, found=error.strerror or error)
 
 
-def _bring(paths: RunPaths, backend: Backend, run: str, name: str) -> int:
-    """Fetch into staging, verify there, rename; returns the bytes."""
+def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring | None) -> int:
+    """Fetch into staging, verify there, with keys also who made it, rename; returns the bytes."""
     data = TierOrigin(backend, run, name).manifest()
     manifest = parse(data, where=f"{name}/{MANIFEST}")
     if manifest.name != name:
@@ -181,7 +190,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str) -> int:
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
             fsync_path(inner / folder)
         fsync_path(inner)
-        verdict = verify(inner)
+        verdict = verify(inner, keys=keys)
         if not verdict.ok:
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
         if os.path.lexists(final):

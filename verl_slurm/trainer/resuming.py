@@ -10,14 +10,16 @@ import msgspec
 
 from verl_slurm.checkpoint.components import require_full
 from verl_slurm.checkpoint.format import Manifest
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.checkpoint.reader import CheckpointReader
+from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.layout import require_same_step
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.loader import load_runtime_state, load_tensors
+from verl_slurm.dcp.loader import load_tensors, read_runtime_state
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
@@ -62,15 +64,18 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
     )
 
 
-def require_verified(directory: Path) -> bytes:
-    """Check every byte of a checkpoint before it is opened: to load one is to unpickle a part of it.
+def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
+    """Check every byte of a checkpoint before it is opened, and with keys who made it.
 
     Called by: trainer.setup, rank 0, where no daemon has done so.
 
     Raises:
+        KeyRefused: it needs a key that is not there.
         CheckpointCorrupt: it does not verify.
     """
-    verdict = verify(directory)
+    verdict = verify(directory, keys=keys)
+    if verdict.needs_key:
+        CheckpointReader(directory, keys)  # raises, and says which
     if not verdict.ok:
         raise CheckpointCorrupt(
             "the checkpoint does not verify",
@@ -82,7 +87,9 @@ def require_verified(directory: Path) -> bytes:
     return b""
 
 
-def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -> Manifest:
+def check_manifest(
+    directory: Path, config: RunConfig, frozen: dict[str, str], keys: Keyring | None = None
+) -> Manifest:
     """Refuse what cannot be resumed here, before any tensor is read.
 
     Args:
@@ -91,11 +98,13 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
     Raises:
         ConfigError: the checkpoint is of another number of ranks, and of another step.
         DataError: a frozen model has changed.
+        KeyRefused: it needs a key that is not there.
     """
-    manifest = read_manifest(directory)
+    reader = CheckpointReader(directory, keys)
+    manifest = reader.manifest
     require_full(manifest, directory)
     if manifest.world_size != config.distributed.world_size:
-        require_same_step(_saved_config(directory), config, where=directory)
+        require_same_step(_saved_config(reader), config, where=directory)
     roles = sorted(manifest.frozen.keys() | frozen.keys())
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
@@ -110,7 +119,12 @@ def check_manifest(directory: Path, config: RunConfig, frozen: dict[str, str]) -
 
 
 def load_state(
-    directory: Path, config: RunConfig, shape: StepShape, tensors: dict[str, Tensors], ranks: Collective
+    directory: Path,
+    config: RunConfig,
+    shape: StepShape,
+    tensors: dict[str, Tensors],
+    ranks: Collective,
+    keys: Keyring | None = None,
 ) -> TrainState:
     """Fill `tensors` and return the rest of the state; the generators are put back. Collective.
 
@@ -118,10 +132,11 @@ def load_state(
         CheckpointCorrupt: something in it does not fit this model or contradicts itself.
         ConfigError: the learning rates are not those of the configuration.
     """
-    load_tensors(directory, tensors, ranks)
-    saved = _my_runtime_state(directory, shape, ranks)
+    load_tensors(directory, tensors, ranks, keys)
+    reader = CheckpointReader(directory, keys)
+    saved = _my_runtime_state(reader, shape, ranks)
     try:
-        recorded = msgspec.json.decode((directory / "scheduler.json").read_bytes())
+        recorded = msgspec.json.decode(reader.read("scheduler.json"))
     except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the learning rates cannot be read",
@@ -141,22 +156,22 @@ def load_state(
     return restore_state(saved, config, shape, where=directory)
 
 
-def _my_runtime_state(directory: Path, shape: StepShape, ranks: Collective) -> RuntimeState:
+def _my_runtime_state(reader: CheckpointReader, shape: StepShape, ranks: Collective) -> RuntimeState:
     """What this rank saved, or its share of what all former ranks did."""
-    former = read_manifest(directory).world_size
+    former = reader.manifest.world_size
     if former == ranks.world_size:
-        return load_runtime_state(directory, ranks.rank, former)
-    states = [load_runtime_state(directory, rank, former) for rank in range(former)]
-    mine = reshard(states, StepShape.of(_saved_config(directory)), shape, ranks.rank)
+        return read_runtime_state(reader, ranks.rank, former)
+    states = [read_runtime_state(reader, rank, former) for rank in range(former)]
+    mine = reshard(states, StepShape.of(_saved_config(reader)), shape, ranks.rank)
     return mine if mine.rng else msgspec.structs.replace(mine, rng=rng.capture())
 
 
-def _saved_config(directory: Path) -> RunConfig:
-    return load_resolved(directory / "config.yaml")
+def _saved_config(reader: CheckpointReader) -> RunConfig:
+    return parse_config(reader.read("config.yaml"), str(reader.directory / "config.yaml"))
 
 
 def load_replay(
-    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective
+    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective, keys: Keyring | None = None
 ) -> dict[tuple[int, int], Arrays]:
     """This rank's journaled rollouts that lie before it, by (step, global micro-batch).
 
@@ -171,7 +186,7 @@ def load_replay(
     def mine(step: int, micro_batch: int) -> bool:
         return (step, micro_batch) >= ahead and micro_batch % ranks.world_size == ranks.rank
 
-    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report)
+    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report, keys=keys)
 
 
 def where_it_starts(

@@ -11,11 +11,13 @@ from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
 from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
+from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.saver import CheckpointSaver, Contents, SavedCheckpoint
 from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.ledger import Ledger
@@ -49,6 +51,7 @@ class Checkpointer:
     Args:
         epoch: the incarnation that this is.
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
+        keys: what keeps older ones from being removed must be signed with one of them.
 
     Called by: trainer.loop, on every rank.
     """
@@ -65,7 +68,9 @@ class Checkpointer:
         schema: SchemaVersion,
         epoch: int,
         resumed_from: str,
+        keys: Keyring | None = None,
     ) -> None:
+        self._keys = keys
         self._config, self._paths, self._shape, self._rank = config, paths, shape, rank
         self._saver, self._ledger, self._schema, self._epoch = saver, ledger, schema, epoch
         self._assured = {resumed_from} - {""}
@@ -125,7 +130,7 @@ class Checkpointer:
             plan = plan_prune(
                 found, config.keep_last, keep_every=config.keep_every, verified={done.name}, num_verified=1
             )
-            apply_prune(paths, plan)
+            apply_prune(paths, plan, verifier=lambda path: verify(path, keys=self._keys))
             return b""
 
         try:
@@ -147,7 +152,7 @@ class Checkpointer:
             verified=self._assured,
             num_verified=_ASSURED_KEPT,
         )
-        apply_prune(self._paths, plan)
+        apply_prune(self._paths, plan, verifier=lambda path: verify(path, keys=self._keys))
         kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
         journal.prune(self._paths, oldest, current_epoch=self._epoch)

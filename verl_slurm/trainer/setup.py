@@ -21,6 +21,7 @@ from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.fence import require_epoch
+from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import rng
@@ -76,9 +77,11 @@ def build_loop(
 
     Raises:
         VerlSlurmError: something does not fit, see the class.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
         RanksFailed: rank 0 could not read what all depend on.
     """
     shape = StepShape.of(config)
+    keys = load_keys(config.checkpoint.encryption)
     rng.seed_all(config.seed, ranks.rank)
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
     model_path, data_root = Path(config.model.path), Path(config.data.root)
@@ -93,8 +96,8 @@ def build_loop(
     by_hand = isinstance(line, NoDaemon)
     directory = checkpoint_directory(paths, resume, by_hand=by_hand)
     if directory and by_hand:
-        ranks.on_first("verifying the checkpoint", lambda: require_verified(directory))
-    manifest = check_manifest(directory, config, digests.frozen) if directory else None
+        ranks.on_first("verifying the checkpoint", lambda: require_verified(directory, keys))
+    manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
     mesh = init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("dp",))
     models = build_models(model_path, dtype=config.model.dtype, mesh=mesh, device=device)
@@ -111,15 +114,15 @@ def build_loop(
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
     reward = build_reward(config.model.reward, device=device)
-    ledger = Ledger(paths, epoch, ranks.rank)
+    ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     state = fresh_state(config)
     if directory:
-        state = load_state(directory, config, shape, live_tensors(models, optimizers), ranks)
+        state = load_state(directory, config, shape, live_tensors(models, optimizers), ranks, keys)
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
-    replay = load_replay(paths, state, shape, ranks)
+    replay = load_replay(paths, state, shape, ranks, keys)
     reporter = Reporter(
         rank=ranks.rank,
         line=line,
@@ -145,6 +148,7 @@ def build_loop(
         ranks,
         epoch_check=lambda: require_epoch(paths, epoch),
         local=_local_place(config, paths, local_rank),
+        encryption=config.checkpoint.encryption,
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
     # The tensors that a save copies must not change before it has.
@@ -177,6 +181,7 @@ def build_loop(
             schema=schema,
             epoch=epoch,
             resumed_from=saved_as,
+            keys=keys,
         ),
         pace=Pace(
             config,

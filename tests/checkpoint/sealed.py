@@ -1,0 +1,61 @@
+"""Encrypted checkpoints without torch, for the tests of whatever meets one."""
+
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.commit import Staging, begin, commit, seal
+from verl_slurm.checkpoint.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format import PLAIN_FILES, Manifest, Topology
+from verl_slurm.checkpoint.schema import current_schema, render_schema
+from verl_slurm.keys import Keyring, MasterKey
+from verl_slurm.paths import RunPaths
+
+KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))
+KEYS = Keyring(KEY)
+PLAIN = {
+    "config.yaml": b"name: run\n",
+    "metadata.json": b"{}",
+    "orchestration.json": b"{}",
+    "scheduler.json": b"{}",
+    "schema_version.json": render_schema(current_schema()),
+    "actor/rank_0000.bin": b"actor weights" * 100,
+    "critic/rank_0000.bin": b"critic weights" * 100,
+    "optimizer/rank_0000.bin": b"",
+    "runtime_state.rank_0000.msgpack.zst": b"a prompt that is nobody's business",
+}
+
+
+def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path:
+    """A checkpoint as the saver makes one, encrypted where there is a key."""
+    staging: Staging = begin(paths, step, 0)
+    cipher = None if key is None else CheckpointCipher.begin(key, staging.final.name)
+    for name, data in PLAIN.items():
+        path = staging.directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data if cipher is None else cipher.seal(name, data))
+    entries = seal(staging.directory, list(PLAIN))
+    if cipher is not None:
+        entries = [
+            entry
+            if entry.path in PLAIN_FILES
+            else msgspec.structs.replace(entry, plain_size=len(PLAIN[entry.path]))
+            for entry in entries
+        ]
+    manifest = Manifest(
+        name=staging.final.name,
+        step=step,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id=current_schema().schema_id,
+        dataset_fingerprint="0" * 64,
+        world_size=1,
+        topology=Topology(dp=1),
+        files=tuple(entries),
+        created_utc="2025-01-01T00:00:00Z",
+        save_seconds=0.5,
+        encryption=msgspec.UNSET if cipher is None else cipher.record,
+    )
+    return commit(staging, manifest, epoch_check=lambda: None, keys=None if key is None else Keyring(key))

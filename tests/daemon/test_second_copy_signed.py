@@ -1,0 +1,44 @@
+"""The way home with a key: a node sends what is signed, the lead takes what is signed."""
+
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon.second_copy import collect, run_bring_home
+
+from tests.checkpoint.sealed import save_sealed
+from verl_slurm.checkpoint.local_copy import local_directory, this_node
+from verl_slurm.checkpoint.verify import verify
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
+from verl_slurm.errors import KeyRefused
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir
+from verl_slurm.keys import Keyring, new_key_file
+from verl_slurm.paths import RunPaths
+
+
+def test_only_signed_parts_come_home_and_a_node_without_the_key_says_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    key = new_key_file(tmp_path / "run.key")
+    keys = Keyring(key)
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    take_epoch(paths, job_id="1", restart=0)
+    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
+    config = RunConfig(checkpoint=CheckpointConfig(local_dir=str(tmp_path / "nvme"), encryption=encryption))
+    paths.run_yaml.write_bytes(dump(config))
+    local = local_directory(str(tmp_path / "nvme"), paths, this_node())
+    assert local is not None
+    local.mkdir(parents=True)
+    for step, signer in ((2, key), (4, None)):
+        made = save_sealed(paths, step, signer)
+        made.rename(local / made.name)
+
+    assert run_bring_home(paths.root, 1, "") == ExitCode.OK
+    (line,) = collect(paths, 1, keys)
+    assert line.startswith("step_000002: brought home")
+    assert verify(paths.checkpoint(2), keys=keys).ok
+    assert not paths.checkpoint(4).exists()
+    (tmp_path / "run.key").unlink()
+    with pytest.raises(KeyRefused, match="cannot be read"):
+        run_bring_home(paths.root, 1, "")

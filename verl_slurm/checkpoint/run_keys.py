@@ -1,0 +1,34 @@
+"""Which keys belong to a checkpoint that somebody names by its path: those that its run is configured with."""
+
+from pathlib import Path
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.keys import Keyring, load_keys, read_key_file
+from verl_slurm.paths import RunPaths
+
+__all__ = ["keys_for"]
+
+
+def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
+    """The keys for a run's directory, or for one of its checkpoints; None where it is configured with none.
+
+    Args:
+        key_file: this key instead, whatever the run says.
+
+    Raises:
+        KeyRefused, PermissionRefused: `keys.load_keys`.
+        ConfigError: the run's configuration does not load.
+
+    Called by: cli.checkpoints, cli.inspection, cli.export, cli.prune, checkpoint.export, export, dcp.compare.
+    """
+    if key_file is not None:
+        return Keyring(read_key_file(key_file))
+    place = place.resolve()
+    candidates = [place, place.parent.parent]
+    if place.parent.parent.name == RunPaths(place).partial.root.name:
+        candidates.append(place.parent.parent.parent)  # a partial save lies one deeper
+    for directory in candidates:
+        run_yaml = RunPaths(directory).run_yaml
+        if run_yaml.is_file():
+            return load_keys(load_resolved(run_yaml).checkpoint.encryption)
+    return None

@@ -1,0 +1,149 @@
+"""What one save is made of: what the ranks bring, what rank 0 tells them, and the manifest that comes of it."""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.components import Components
+from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.local_copy import begin_part
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.format import RuntimeState
+from verl_slurm.save_path.media import Medium
+from verl_slurm.save_path.protocol import Sealing
+
+__all__ = [
+    "Attempt",
+    "Committed",
+    "Contents",
+    "LocalPlace",
+    "Plan",
+    "Provenance",
+    "SavedCheckpoint",
+    "manifest_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What one rank brings to a save, beside its tensors.
+
+    Attributes:
+        runtime: this rank's state. Nobody may change its arrays any more.
+        texts: further files by name; those of rank 0 are written, the other ranks' may be empty.
+    """
+
+    runtime: RuntimeState
+    texts: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What the manifest says of where a checkpoint comes from; the same for all saves of one incarnation."""
+
+    epoch: int
+    parent: str | None
+    schema_id: str
+    dataset_fingerprint: str
+    frozen: Mapping[str, str]
+    topology: Topology
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint; `num_bytes` over all ranks, `seconds` from `begin` to the rename."""
+
+    name: str
+    seconds: float
+    num_bytes: int
+    on_shared: bool = True
+    """Whether shared storage has it. If not, the nodes' own disks do, read back."""
+    problem: str = ""
+    """Which medium does not have it, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlace:
+    """The node's own disk, as one of its ranks sees it.
+
+    Attributes:
+        directory: `checkpoint.local_copy.local_directory`.
+        is_first: this rank commits and cleans up for its node; exactly one a node does.
+        keep: parts that stay.
+    """
+
+    directory: Path
+    is_first: bool
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One save, as a rank was asked for it. Called by: dcp.saver."""
+
+    paths: RunPaths
+    contents: Contents
+    components: Components
+    local: LocalPlace | None
+    started: float
+    seconds_left: float | None
+
+    def takes(self, path: str) -> bool:
+        """Whether a file of a domain belongs to this save."""
+        return not self.components or path.split("/")[0] in self.components
+
+    def directories(self, plan: "Plan") -> dict[Medium, Path]:
+        """This rank's directory on each medium that takes part."""
+        found = {} if plan.not_shared else {Medium.SHARED: self.paths.checkpoints / plan.name}
+        if self.local is not None:
+            with suppress(OSError):  # said by whoever opens it
+                begin_part(self.local.directory, plan.name)
+            found[Medium.LOCAL] = self.local.directory / plan.name
+        return found
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Rank 0's word to all at the start of a save: the staging directory's name, on every medium."""
+
+    name: str
+    not_shared: str
+    """Why shared storage takes no part; empty: it does."""
+    sealing: Sealing | None
+    """How this attempt is encrypted, on all media alike; None: not at all."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """Rank 0's word to all at its end."""
+
+    manifest: bytes
+    problem: str
+    """Why shared storage does not have it."""
+
+
+def manifest_of(
+    name: str, attempt: Attempt, provenance: Provenance, entries: list[FileEntry], sealing: Sealing | None
+) -> Manifest:
+    """Of the whole checkpoint, not yet sealed or signed. Called by: dcp.saver, rank 0."""
+    runtime = attempt.contents.runtime
+    return Manifest(
+        name=name,
+        step=runtime.step,
+        safe_point=runtime.safe_point,
+        phase=runtime.phase,
+        epoch=provenance.epoch,
+        parent=provenance.parent,
+        schema_id=provenance.schema_id,
+        dataset_fingerprint=provenance.dataset_fingerprint,
+        world_size=runtime.world_size,
+        topology=provenance.topology,
+        files=tuple(entries),
+        components=attempt.components,
+        frozen=dict(provenance.frozen),
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        save_seconds=round(time.monotonic() - attempt.started, 3),
+        encryption=msgspec.UNSET if sealing is None else sealing.encryption,
+    )

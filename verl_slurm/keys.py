@@ -1,0 +1,274 @@
+"""The keys of a run: where they come from, what is derived from them, and that they never show.
+
+A key is 32 random bytes. It comes from a file (`verl-slurm key new FILE`: 64 hex digits and a newline; 32 raw
+bytes are read too) or from an environment variable (64 hex digits); the configuration holds the path or the
+variable's name, never the key. A key is used for nothing itself: every use takes one of its own by HKDF-SHA256
+(RFC 5869), told apart by `info`. Its id, which may be seen by anybody, is the first 8 bytes (hex) of
+HMAC-SHA256(key, "verl-slurm key id v1").
+
+What would show a key is closed: `repr` gives the id, pickling and copying are refused (a process loads the key
+from where it is), no error quotes what was read, and core dumps are off from the moment a key is in memory.
+"""
+
+import hashlib
+import hmac
+import os
+import resource
+import secrets
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.errors import KeyRefused, PermissionRefused
+from verl_slurm.files import fsync_path, read_private
+
+__all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
+
+KEY_BYTES = 32
+_ID_TEXT = b"verl-slurm key id v1"
+_ID_BYTES = 8
+_NEW = "make one with `verl-slurm key new FILE`"
+
+
+class Secret:
+    """Bytes that do not show themselves.
+
+    Called by: whatever hands them to a cipher, by `reveal`.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        """The bytes. For the argument of a cipher, never for a name that lives on."""
+        return self._value
+
+    def hmac(self, data: bytes) -> str:
+        """HMAC-SHA256 of `data` under these bytes, hex."""
+        return hmac.new(self._value, data, hashlib.sha256).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a secret is neither pickled nor copied: load it from where it is")
+
+
+class MasterKey:
+    """A key of the user's.
+
+    Attributes:
+        id: 16 hex digits, public.
+
+    Called by: checkpoint.encryption, checkpoint.signature, runtime_state.sealing.
+    """
+
+    __slots__ = ("_secret", "id")
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        self._secret = Secret(key)
+        self.id = self._secret.hmac(_ID_TEXT)[: 2 * _ID_BYTES]
+
+    def derive(self, info: bytes, salt: bytes = b"") -> Secret:
+        """32 bytes for the one purpose that `info` names.
+
+        Raises:
+            KeyRefused: the package `cryptography` is not installed.
+        """
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError:
+            raise KeyRefused(
+                "encryption is configured, but a package it needs is missing",
+                where="cryptography",
+                remedy="pip install cryptography, or take checkpoint.encryption out of the configuration",
+            ) from None
+        kdf = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info)
+        return Secret(kdf.derive(self._secret.reveal()))
+
+    def __repr__(self) -> str:
+        return f"MasterKey(id={self.id})"
+
+
+class Keyring:
+    """The key that is written with, and those that are still read with.
+
+    Attributes:
+        current: seals and signs all that is new.
+        accept_unsigned: digest of the one manifest without an HMAC that is taken all the same, or None.
+
+    Called by: everything that saves, loads or verifies.
+    """
+
+    def __init__(
+        self, current: MasterKey, old: tuple[MasterKey, ...] = (), *, accept_unsigned: str | None = None
+    ) -> None:
+        self.current = current
+        self.accept_unsigned = accept_unsigned
+        self._keys = {key.id: key for key in (*old, current)}
+
+    def find(self, key_id: str, *, where: object) -> MasterKey:
+        """The key of that id.
+
+        Raises:
+            KeyRefused: it is none of ours.
+        """
+        key = self._keys.get(key_id)
+        if key is None:
+            raise KeyRefused(
+                "sealed with another key",
+                where=where,
+                found=f"key id {key_id}",
+                expected="key id " + " or ".join(sorted(self._keys)),
+                remedy="name that key's file in checkpoint.encryption.old_key_files",
+            )
+        return key
+
+    def __repr__(self) -> str:
+        return f"Keyring(current={self.current.id}, {len(self._keys)} keys)"
+
+
+def load_keys(config: EncryptionConfig | None) -> Keyring | None:
+    """The keys that the configuration names; None where none is configured.
+
+    Raises:
+        KeyRefused: a key is missing or no key.
+        PermissionRefused: a key file, or the folder it lies in, is open to others.
+
+    Called by: trainer, agent, saver process, cli, submit: each for itself, so that no key travels.
+    """
+    if config is None:
+        return None
+    _no_core_dumps()
+    if config.key_file is not None:
+        current = read_key_file(Path(config.key_file))
+    else:
+        current = _key_of_variable(config.key_env or "")
+    old = tuple(read_key_file(Path(path)) for path in config.old_key_files)
+    return Keyring(current, old, accept_unsigned=config.accept_unsigned)
+
+
+def read_key_file(path: Path) -> MasterKey:
+    """The key in a regular 0600 file of ours, in a folder where nobody else can put another in its place.
+
+    Raises:
+        KeyRefused: there is no such file, or it holds no key.
+        PermissionRefused: others can read it or replace it.
+    """
+    try:
+        _refuse_open_folder(path.parent)
+        data = read_private(path)
+    except PermissionRefused:
+        raise
+    except OSError as error:
+        raise KeyRefused(
+            "the key file cannot be read",
+            where=path,
+            found=error.strerror,
+            remedy=f"mend the path, or {_NEW}",
+        ) from None
+    if len(data) == KEY_BYTES:
+        if data.isascii():  # by chance once in 2 ** 32; mostly a pass phrase, or a key of half the length
+            raise _no_key(path, "32 characters of text")
+        return _checked(data, path)
+    return _from_hex(data, path)
+
+
+def new_key_file(path: Path) -> MasterKey:
+    """Make a key and write it, 0600, durably.
+
+    Raises:
+        KeyRefused: something of that name is there already.
+        PermissionRefused: others can write the folder.
+        OSError: it could not be written.
+
+    Called by: `verl-slurm key new`.
+    """
+    _refuse_open_folder(path.parent)
+    key = secrets.token_bytes(KEY_BYTES)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise KeyRefused(
+            "there is a file of that name already",
+            where=path,
+            remedy="choose another name: without its key a checkpoint is lost",
+        ) from None
+    try:
+        os.fchmod(fd, 0o600)
+        os.write(fd, key.hex().encode() + b"\n")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    fsync_path(path.parent)
+    return read_key_file(path)
+
+
+def _key_of_variable(name: str) -> MasterKey:
+    value = os.environ.get(name)
+    if value is None:
+        raise KeyRefused(
+            "the variable that holds the key is not set",
+            where=f"${name}",
+            remedy="export it, or use checkpoint.encryption.key_file, which needs nothing in the environment",
+        )
+    return _from_hex(value.encode(errors="replace"), f"${name}")
+
+
+def _from_hex(data: bytes, where: object) -> MasterKey:
+    text = data.removesuffix(b"\n")
+    try:
+        if len(text) != 2 * KEY_BYTES or not text.isalnum():
+            raise ValueError
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        # `from None`: the error would quote what it could not read.
+        raise _no_key(where, f"{len(data)} bytes that are no key") from None
+    return _checked(key, where)
+
+
+def _checked(key: bytes, where: object) -> MasterKey:
+    if len(set(key)) < 8:  # zeros, or a pattern typed by hand
+        raise _no_key(where, "a key of hardly any different bytes")
+    return MasterKey(key)
+
+
+def _no_key(where: object, found: str) -> KeyRefused:
+    return KeyRefused(
+        "this is no key",
+        where=where,
+        found=found,
+        expected=f"{2 * KEY_BYTES} hex digits, or {KEY_BYTES} random bytes",
+        remedy=_NEW,
+    )
+
+
+def _refuse_open_folder(folder: Path) -> None:
+    """Who may rename in the folder can put another file of ours in the key's place."""
+    try:
+        info = os.stat(folder)
+    except OSError as error:
+        raise KeyRefused(
+            "the key's folder cannot be looked at", where=folder, found=error.strerror, remedy="mend the path"
+        ) from None
+    mode = stat.S_IMODE(info.st_mode)
+    open_to_others = bool(mode & 0o022) and not mode & stat.S_ISVTX
+    if open_to_others or info.st_uid not in {0, os.geteuid()}:
+        raise PermissionRefused(
+            "others can replace the key file",
+            where=folder,
+            found=f"mode {mode:04o}, uid {info.st_uid}",
+            expected=f"a folder of uid {os.geteuid()} that nobody else may write",
+            remedy="put the key into a folder of your own with mode 0700",
+        )
+
+
+def _no_core_dumps() -> None:
+    """A core file would hold the key. (PR_SET_DUMPABLE would hide the ranks' /proc from their agent.)"""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

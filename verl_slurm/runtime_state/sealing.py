@@ -1,0 +1,94 @@
+"""Encrypted journal records: the specification. Rollouts are data, so where a key is set they are sealed too.
+
+```
+payload of a frame with magic VSLE:   id of the key, 8 bytes | salt, 32 bytes | ciphertext | tag, 16 bytes
+```
+
+AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v1").
+The salt is random, so the nonce is fixed (12 zero bytes) and no count of records is too large.
+Associated data are epoch, rank, step and micro-batch: a record in another place or of another segment does not
+open. Its offset is not bound, since compaction moves records; a record that is missing, or one at the end that
+was cut off, is not noticed here either and need not be: what the journal lacks is generated again, the same.
+
+With a key configured a record that is not sealed counts as damage: whoever can write the file could have made it.
+"""
+
+import secrets
+import struct
+
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused
+from verl_slurm.keys import Keyring, MasterKey, Secret
+
+__all__ = ["OVERHEAD_BYTES", "open_record", "seal_record"]
+
+_SALT_BYTES = 32
+_TAG_BYTES = 16
+_KEY_ID_BYTES = 8
+OVERHEAD_BYTES = _KEY_ID_BYTES + _SALT_BYTES + _TAG_BYTES
+_INFO = b"verl-slurm ledger v1"
+_NONCE = bytes(12)
+_PLACE = struct.Struct(">IIQI")
+
+Place = tuple[int, int, int, int]
+"""Epoch, rank, step, micro-batch."""
+
+
+def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
+    """`payload` as it is written.
+
+    Called by: `Ledger.append`.
+    """
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    salt = secrets.token_bytes(_SALT_BYTES)
+    sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _PLACE.pack(*place))
+    return bytes.fromhex(key.id) + salt + sealed
+
+
+def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool, where: object) -> bytes:
+    """What was written at `place`.
+
+    Args:
+        keys: None where none is configured.
+        sealed: what the frame says of `data`.
+
+    Raises:
+        KeyRefused: there is no key, or it was sealed with another one.
+        CheckpointCorrupt: it is not what was sealed there; or not sealed, where it has to be.
+
+    Called by: `ledger.load`, `ledger.stats`.
+    """
+    if not sealed:
+        if keys is None:
+            return data
+        raise CheckpointCorrupt(
+            "a ledger record is not encrypted, and a key is configured",
+            where=where,
+            remedy="its rollouts will be generated again",
+        )
+    key_id, salt = data[:_KEY_ID_BYTES].hex(), data[_KEY_ID_BYTES : _KEY_ID_BYTES + _SALT_BYTES]
+    if keys is None:
+        raise KeyRefused(
+            "the rollout journal is encrypted, and no key is configured",
+            where=where,
+            found=f"key id {key_id}",
+            remedy="set checkpoint.encryption={key_file: FILE}",
+        )
+    if len(data) < OVERHEAD_BYTES:
+        raise CheckpointCorrupt("an encrypted ledger record is too short", where=where)
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    key = _record_key(keys.find(key_id, where=where), salt)
+    try:
+        return AESGCM(key.reveal()).decrypt(_NONCE, data[_KEY_ID_BYTES + _SALT_BYTES :], _PLACE.pack(*place))
+    except InvalidTag:
+        raise CheckpointCorrupt(
+            "an encrypted ledger record does not open",
+            where=where,
+            expected="the bytes that were sealed there with this key",
+        ) from None
+
+
+def _record_key(key: MasterKey, salt: bytes) -> Secret:
+    return key.derive(_INFO, salt)

@@ -1,0 +1,222 @@
+"""The arena's bytes, encrypted while they are written: a stream of sealed chunks that every medium reads.
+
+Chunks are sealed once, into a ring of buffers, hashed there, and written from there to all directories: a
+nonce is used once however many media there are (`checkpoint.encryption`, section 4), the arena stays as it
+is, and no plaintext leaves it. The price: a faster medium waits for the slower one, once it is a ring ahead.
+
+Threads: sealers take the chunks in order; a buffer is used again when every reader is past it. A reader that
+gives up is waited for no longer.
+"""
+
+import hashlib
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+
+from verl_slurm.checkpoint.chunks import make_entry
+from verl_slurm.checkpoint.encryption import TAG_BYTES, CheckpointCipher, ChunkSealer
+from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.errors import KeyRefused
+from verl_slurm.keys import MasterKey
+from verl_slurm.save_path.protocol import ArenaFile, Sealing
+
+__all__ = ["RING_CHUNKS", "SealedStream", "Sealer", "StreamReader"]
+
+RING_CHUNKS = 16
+_ALIGNMENT = 4096
+
+
+class Sealer:
+    """A saver's key, for as long as it lives.
+
+    Called by: save_path.saver, where a key is configured.
+    """
+
+    def __init__(self, key: MasterKey) -> None:
+        self._key = key
+        self._salts: set[str] = set()
+        self._ring = mmap.mmap(-1, RING_CHUNKS * CHUNK_BYTES)
+
+    def begin(self, sealing: Sealing, source: memoryview, files: Sequence[ArenaFile]) -> "SealedStream":
+        """A stream of `files`, sealed for the checkpoint that `sealing` names.
+
+        Raises:
+            KeyRefused: the rank that asks has another key.
+            ValueError: its salt has served already.
+        """
+        record = sealing.encryption
+        if record.key_id != self._key.id:
+            raise KeyRefused(
+                "the key has changed since this rank started",
+                found=f"key id {self._key.id}",
+                expected=f"key id {record.key_id}",
+                remedy="put the former key back, or start the job again",
+            )
+        if record.salt in self._salts:
+            raise ValueError("a salt for the second time: its nonces must not be used again")
+        self._salts.add(record.salt)
+        cipher = CheckpointCipher(self._key, sealing.name, record)
+        sealers = [cipher.sealer(file.path, file.size) for file in files]
+        return SealedStream(source, files, sealers, memoryview(self._ring))
+
+
+class _File:
+    """One file of the stream: how far it is sealed."""
+
+    def __init__(self, file: ArenaFile, sealer: ChunkSealer, first: int) -> None:
+        self.file, self.sealer, self.first = file, sealer, first
+        self.left = sealer.num_chunks
+        self.leaves: list[bytes] = [b""] * (sealer.num_chunks - 1)
+        """Of all chunks of the file as it lies on disk; the last ones come with the last chunk."""
+        self.tag_bytes = TAG_BYTES * sealer.num_chunks
+        # Whole pages, so that it can be written past the page cache; the file is cut to size behind it.
+        self.tags = memoryview(mmap.mmap(-1, -(-self.tag_bytes // _ALIGNMENT) * _ALIGNMENT))
+
+
+class SealedStream:
+    """Files of one `Write`, as they will lie on disk. Make the readers first, then `run` on every sealing thread.
+
+    Args:
+        sealers: one a file, in the order of `files`.
+        ring: at least two chunks of page-aligned memory.
+    """
+
+    def __init__(
+        self, source: memoryview, files: Sequence[ArenaFile], sealers: Sequence[ChunkSealer], ring: memoryview
+    ) -> None:
+        self._source, self._ring = source, ring
+        self._slots = len(ring) // CHUNK_BYTES
+        self._files: list[_File] = []
+        first = 0
+        for file, sealer in zip(files, sealers, strict=True):
+            self._files.append(_File(file, sealer, first))
+            first += sealer.num_chunks
+        self._jobs = iter([(file, chunk) for file in self._files for chunk in range(file.left)])
+        self._ready = [False] * first
+        self._readers: list[StreamReader] = []
+        self._failed = False
+        self._changed = threading.Condition()
+
+    def reader(self) -> "StreamReader":
+        """For one more directory; all must be made before the first `run`."""
+        reader = StreamReader(self, {file.file.path: file for file in self._files})
+        self._readers.append(reader)
+        return reader
+
+    def run(self) -> None:
+        """Seal until nothing is left, or nobody reads any more."""
+        try:
+            while True:
+                with self._changed:
+                    job = next(self._jobs, None)
+                    if job is None or not self._wait_for_slot(*job):
+                        return
+                self._seal(*job)
+        except BaseException:
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()
+            raise
+
+    def entries(self) -> tuple[FileEntry, ...]:
+        """What the manifest will say of the files; none where not all of it was sealed."""
+        if not all(self._ready):
+            return ()
+        return tuple(
+            make_entry(file.file.path, file.file.size + file.tag_bytes, file.leaves, file.file.size)
+            for file in self._files
+        )
+
+    def _wait_for_slot(self, file: _File, chunk: int) -> bool:
+        number = file.first + chunk
+
+        def decided() -> bool:
+            return self._failed or all(r.done > number - self._slots for r in self._readers if not r.closed)
+
+        self._changed.wait_for(decided)
+        return not self._failed and not all(reader.closed for reader in self._readers)
+
+    def slot(self, file: _File, chunk: int) -> memoryview:
+        """Where a chunk's sealed bytes are."""
+        start = (file.first + chunk) % self._slots * CHUNK_BYTES
+        return self._ring[start : start + file.sealer.length(chunk)]
+
+    def _seal(self, file: _File, chunk: int) -> None:
+        start, out = file.file.at + chunk * CHUNK_BYTES, self.slot(file, chunk)
+        tag = file.sealer.seal_into(chunk, self._source[start : start + len(out)], out)
+        file.tags[chunk * TAG_BYTES : (chunk + 1) * TAG_BYTES] = tag
+        if chunk < file.sealer.num_chunks - 1:
+            file.leaves[chunk] = hashlib.sha256(out).digest()
+        else:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failed or file.left == 1)
+                if self._failed:
+                    return
+            file.leaves += _end_leaves(out, file.tags[: file.tag_bytes])
+        with self._changed:
+            file.left -= 1
+            self._ready[file.first + chunk] = True
+            self._changed.notify_all()
+
+    def wait_ready(self, number: int) -> None:
+        """Until chunk `number` of the stream is sealed.
+
+        Raises:
+            RuntimeError: it never will be; the thread that failed says why.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._ready[number])
+            if self._failed:
+                raise RuntimeError("sealing broke")
+
+    def advance(self, reader: "StreamReader", done: int, *, closed: bool = False) -> None:
+        """`reader` needs no chunk before `done` any more, or none at all."""
+        with self._changed:
+            reader.done, reader.closed = done, reader.closed or closed
+            self._changed.notify_all()
+
+
+class StreamReader:
+    """One directory's view of the stream; files are to be asked for in their order.
+
+    Attributes:
+        done: chunks that it is past.
+        closed: it wants no more.
+    """
+
+    def __init__(self, stream: SealedStream, files: dict[str, _File]) -> None:
+        self._stream, self._files = stream, files
+        self.done, self.closed = 0, False
+
+    def size(self, file: ArenaFile) -> int:
+        """Bytes of the file on disk."""
+        return file.size + self._files[file.path].tag_bytes
+
+    def blocks(self, file: ArenaFile) -> Iterator[memoryview]:
+        """The file from its beginning; each block may change when the next one is asked for.
+
+        The last block is longer than what belongs to the file: cut it to `size`.
+        """
+        sealed = self._files[file.path]
+        for chunk in range(sealed.sealer.num_chunks):
+            number = sealed.first + chunk
+            self._stream.wait_ready(number)
+            yield self._stream.slot(sealed, chunk)
+            self._stream.advance(self, number + 1)
+        yield sealed.tags
+
+    def close(self) -> None:
+        """Nobody waits for this reader any more."""
+        self._stream.advance(self, self.done, closed=True)
+
+
+def _end_leaves(last: memoryview, tags: memoryview) -> list[bytes]:
+    """Digests of the file's end on disk, from where its last chunk begins: that chunk, then the tags."""
+    fits = min(len(tags), CHUNK_BYTES - len(last))
+    first = hashlib.sha256(last)
+    first.update(tags[:fits])
+    rest = range(fits, len(tags), CHUNK_BYTES)
+    return [
+        first.digest(),
+        *(hashlib.sha256(tags[start : start + CHUNK_BYTES]).digest() for start in rest),
+    ]
