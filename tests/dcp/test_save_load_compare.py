@@ -147,7 +147,7 @@ def test_a_shard_that_cannot_be_written_fails_the_save_with_its_reason(tmp_path:
 def test_a_shard_that_cannot_be_read_fails_the_load_with_its_reason(tmp_path: Path) -> None:
     _save(tmp_path, Parts())
     (_directory(tmp_path) / "actor" / "rank_0000.bin").unlink()
-    with pytest.raises(RanksFailed, match=r"reading actor failed.*rank 0: FileNotFoundError"):
+    with pytest.raises(RanksFailed, match=r"reading tensors failed.*rank 0: FileNotFoundError"):
         load_tensors(_directory(tmp_path), Parts().tensors(), ALONE)
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_below
@@ -148,7 +149,7 @@ def read_checked(
     root: int,
     readings: Sequence[Reading],
     *,
-    threads: int,
+    threads: int | None = None,
     on_problem: OnProblem,
     from_medium: bool = True,
     bytes_per_s: float | None = None,
@@ -160,7 +161,8 @@ def read_checked(
 
     Args:
         root: descriptor of the checkpoint's directory.
-        threads: that read and hash; each has a buffer of 4 MiB.
+        threads: that read and hash; each has a buffer of 4 MiB. Default: two a core, so that the disk has work
+            while the cores have (measured on 2 cores: 1.14 × a plain read, with one a core 1.81 ×).
         on_problem: told the path and what is wrong with it, or the error; from any thread, one at a time.
         from_medium: go past the page cache where that can be done.
         bytes_per_s: one thread, which pauses so as to read no faster; None: as fast as it goes.
@@ -169,7 +171,7 @@ def read_checked(
         Bytes read.
     """
     work = _Work(root, readings, on_problem, from_medium, bytes_per_s)
-    threads = 1 if bytes_per_s else threads
+    threads = 1 if bytes_per_s else threads or 2 * num_threads()
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="read") as pool:
         done = [pool.submit(work.run) for _ in range(threads)]
         return sum(future.result() for future in done)

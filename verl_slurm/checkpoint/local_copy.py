@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import Reading, read_checked
-from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import MANIFEST, STAGING_NAME, Manifest
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order, render
@@ -146,7 +145,6 @@ def part_problems(part: LocalPart) -> list[str]:
         read_checked(
             root,
             wanted,
-            threads=num_threads(),
             on_problem=lambda path, what: problems.append(f"{path}: {what}"),
         )
     return problems

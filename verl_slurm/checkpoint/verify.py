@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import Reading, read_checked
-from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, missing_parts
 from verl_slurm.checkpoint.info import Problem, ProblemKind, Verdict
 from verl_slurm.checkpoint.manifest import parse
@@ -47,7 +46,7 @@ def verify(
         require_owner: everything must belong to us and be writable by nobody else. Loading needs that
             (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
         keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
-        threads: that hash; default: one a core.
+        threads: that read and hash; default: that of `read_checked`.
         bytes_per_s: read no faster, with one thread; None: as fast as it goes.
 
     Returns:
@@ -71,7 +70,7 @@ def verify(
                 if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
                 problems.extend(_tree_problems(manifest, entries))
-                num_bytes = _check_files(root, manifest, problems, threads or num_threads(), bytes_per_s)
+                num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
@@ -181,7 +180,7 @@ def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
 
 
 def _check_files(
-    root: int, manifest: Manifest, problems: list[Problem], threads: int, bytes_per_s: float | None
+    root: int, manifest: Manifest, problems: list[Problem], threads: int | None, bytes_per_s: float | None
 ) -> int:
     """Read and check every file the manifest names; returns the bytes read."""
 

@@ -4,7 +4,7 @@ Each rank reads the boxes that it holds, from whatever pieces they were saved in
 checked once more on the way (`checkpoint.chunks`). The ranks need no plan in common.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from verl_slurm.checkpoint.chunks import Wanted, read_checked
-from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.reader import CheckpointReader
-from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex, parse_index
+from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorIndex, parse_index
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.dcp.boxes import Overlap, dtype_name, local_part, overlap
 from verl_slurm.dcp.collective import Collective
@@ -52,21 +51,13 @@ def load_tensors(
         CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
         RanksFailed: reading failed on some rank.
     """
+    # Every rank checks for itself against the same files, so all refuse or none.
+    reader = CheckpointReader(directory, keys)
+    indexes = {domain: _index(reader, domain) for domain in domains}
     for domain, tensors in domains.items():
-        # Every rank checks for itself against the same file, so all refuse or none.
-        reader = CheckpointReader(directory, keys)
-        index = _index(reader, domain)
-        _check(directory / domain, index, tensors)
-
-        def read(
-            reader: CheckpointReader = reader,
-            index: TensorIndex = index,
-            domain: str = domain,
-            tensors: Tensors = tensors,
-        ) -> None:
-            _read(reader, domain, index, tensors)
-
-        ranks.together(f"reading {domain}", read)
+        _check(directory / domain, indexes[domain], tensors)
+    parts = [part for domain in domains for part in _parts(domain, indexes[domain], domains[domain])]
+    ranks.together("reading tensors", lambda: _read(reader, parts))
 
 
 def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
@@ -113,7 +104,7 @@ class WholeReader:
         for name in self.index.tensors if names is None else names:
             entry = self.index.tensors[name]
             tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        _read(self._reader, self._domain, self.index, tensors)
+        _read(self._reader, _parts(self._domain, self.index, tensors))
         return tensors
 
 
@@ -157,8 +148,9 @@ def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """What of one saved piece goes into one live tensor."""
+    """What of one saved piece goes into one live tensor. `path`: of the piece's file in the checkpoint."""
 
+    path: str
     piece: Piece
     overlap: Overlap
     target: Tensor
@@ -178,19 +170,28 @@ def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
     return parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
 
 
-def _read(reader: CheckpointReader, domain: str, index: TensorIndex, tensors: Tensors) -> None:
+def _parts(domain: str, index: TensorIndex, tensors: Tensors) -> Iterator[_Part]:
+    for name, tensor in tensors.items():
+        local, box = local_part(tensor)
+        for piece in index.tensors[name].pieces:
+            common = overlap(piece, box, local.element_size())
+            if common is not None and piece.numel:
+                target = local.detach()[common.target] if common.target else local.detach()
+                yield _Part(f"{domain}/{piece.file}", piece, common, target)
+
+
+def _read(reader: CheckpointReader, parts: Iterable[_Part]) -> None:
     with open_directory(reader.directory) as root:
-        for batch in _batches(index, tensors):
-            _read_batch(root, domain, reader, batch)
+        for batch in _batches(parts):
+            _read_batch(root, reader, batch)
 
 
-def _batches(index: TensorIndex, tensors: Tensors) -> Iterator[list[_Part]]:
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     batch: list[_Part] = []
     buffered = 0
-    for name, tensor in tensors.items():
-        for part in _parts(index.tensors[name], tensor):
-            batch.append(part)
-            buffered += 0 if part.is_direct else part.num_bytes
+    for part in parts:
+        batch.append(part)
+        buffered += 0 if part.is_direct else part.num_bytes
         if buffered >= _BUFFER_BYTES:
             yield batch
             batch, buffered = [], 0
@@ -198,15 +199,7 @@ def _batches(index: TensorIndex, tensors: Tensors) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _parts(entry: TensorEntry, tensor: Tensor) -> Iterator[_Part]:
-    local, box = local_part(tensor)
-    for piece in entry.pieces:
-        common = overlap(piece, box, local.element_size())
-        if common is not None and piece.numel:
-            yield _Part(piece, common, local.detach()[common.target] if common.target else local.detach())
-
-
-def _read_batch(root: int, domain: str, reader: CheckpointReader, batch: list[_Part]) -> None:
+def _read_batch(root: int, reader: CheckpointReader, batch: list[_Part]) -> None:
     directory = reader.directory
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[_Part, Tensor]] = []
@@ -216,9 +209,7 @@ def _read_batch(root: int, domain: str, reader: CheckpointReader, batch: list[_P
             into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
             buffers.append((part, into))
         start = part.piece.at + part.overlap.skip
-        wanted.setdefault(f"{domain}/{part.piece.file}", []).append(
-            Wanted(start, part.num_bytes, into.data_ptr())
-        )
+        wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))
     problems: list[tuple[str, str | OSError]] = []
     readings = []
     for path, ranges in wanted.items():
@@ -226,9 +217,7 @@ def _read_batch(root: int, domain: str, reader: CheckpointReader, batch: list[_P
         if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
             raise _unfit(directory / path, "no such bytes", "the file that the index names")
         readings.append(reader.reading(path, ranges))
-    read_checked(
-        root, readings, threads=num_threads(), on_problem=lambda path, what: problems.append((path, what))
-    )
+    read_checked(root, readings, on_problem=lambda path, what: problems.append((path, what)))
     for path, what in problems:
         if isinstance(what, OSError):
             raise what
