@@ -24,10 +24,12 @@ from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
 
 __all__ = [
+    "Part",
     "WholeReader",
     "load_runtime_state",
     "load_tensors",
     "read_index",
+    "read_parts",
     "read_runtime_state",
     "read_whole",
 ]
@@ -57,7 +59,7 @@ def load_tensors(
     for domain, tensors in domains.items():
         _check(directory / domain, indexes[domain], tensors)
     parts = [part for domain in domains for part in _parts(domain, indexes[domain], domains[domain])]
-    ranks.together("reading tensors", lambda: _read(reader, parts))
+    ranks.together("reading tensors", lambda: read_parts(reader, parts))
 
 
 def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
@@ -91,12 +93,12 @@ class WholeReader:
         CheckpointCorrupt: the index is not what the manifest says.
         KeyRefused: it needs a key that is not there.
 
-    Called by: export, read_whole.
+    Called by: export, dcp.storage, read_whole.
     """
 
     def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
-        self._reader, self._domain = CheckpointReader(directory, keys), domain
-        self.index = _index(self._reader, domain)
+        self.reader, self._domain = CheckpointReader(directory, keys), domain
+        self.index = _index(self.reader, domain)
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
         """As `read_whole`."""
@@ -104,7 +106,7 @@ class WholeReader:
         for name in self.index.tensors if names is None else names:
             entry = self.index.tensors[name]
             tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        _read(self._reader, _parts(self._domain, self.index, tensors))
+        read_parts(self.reader, _parts(self._domain, self.index, tensors))
         return tensors
 
 
@@ -147,7 +149,7 @@ def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """What of one saved piece goes into one live tensor. `path`: of the piece's file in the checkpoint."""
 
     path: str
@@ -170,24 +172,30 @@ def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
     return parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
 
 
-def _parts(domain: str, index: TensorIndex, tensors: Tensors) -> Iterator[_Part]:
+def _parts(domain: str, index: TensorIndex, tensors: Tensors) -> Iterator[Part]:
     for name, tensor in tensors.items():
         local, box = local_part(tensor)
         for piece in index.tensors[name].pieces:
             common = overlap(piece, box, local.element_size())
             if common is not None and piece.numel:
                 target = local.detach()[common.target] if common.target else local.detach()
-                yield _Part(f"{domain}/{piece.file}", piece, common, target)
+                yield Part(f"{domain}/{piece.file}", piece, common, target)
 
 
-def _read(reader: CheckpointReader, parts: Iterable[_Part]) -> None:
+def read_parts(reader: CheckpointReader, parts: Iterable[Part]) -> None:
+    """Read these parts into their targets, every chunk that they touch checked.
+
+    Raises:
+        CheckpointCorrupt: it changed since it was verified.
+        OSError: the storage did not give it.
+    """
     with open_directory(reader.directory) as root:
         for batch in _batches(parts):
             _read_batch(root, reader, batch)
 
 
-def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    batch: list[_Part] = []
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
     buffered = 0
     for part in parts:
         batch.append(part)
@@ -199,10 +207,10 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _read_batch(root: int, reader: CheckpointReader, batch: list[_Part]) -> None:
+def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
     directory = reader.directory
     wanted: dict[str, list[Wanted]] = {}
-    buffers: list[tuple[_Part, Tensor]] = []
+    buffers: list[tuple[Part, Tensor]] = []
     for part in batch:
         into = part.target
         if not part.is_direct:
