@@ -1,5 +1,6 @@
 """Fixtures for all: a real private Slurm cluster, for the session or made to measure."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -7,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.errors import SlurmMissing
+
+# The same examples at every run: a test that fails now and then hinders everybody, and tells nobody in time.
+# To look for new ones: HYPOTHESIS_PROFILE=explore.
+settings.register_profile("same", derandomize=True, print_blob=True)
+settings.register_profile("explore", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def _start(directory: Path, options: ClusterOptions) -> DevCluster:

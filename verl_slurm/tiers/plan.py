@@ -205,6 +205,10 @@ def _copying(
         reason = f"not good here ({copy.detail or 'incomplete'}), and nowhere whole to mend it from"
         old = copy.saved is not None and _age(copy, now) > _limit(state)
         return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
+    if copy is None or not copy.committed:
+        # An older attempt would be replaced by the newest at the next pass, and may be too old by then to stay.
+        newest = max(c.epoch for _, c in sources)
+        sources = [(s, c) for s, c in sources if c.epoch == newest]
     source, best_copy = sources[0]
     if copy is None or not copy.committed:
         if name not in needed and state.keep_days is not None and _age(best_copy, now) > _limit(state):
