@@ -127,6 +127,7 @@ def commit(staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], No
     if os.path.lexists(staging.final):
         verdict = verify(staging.final)
         if verdict.ok:
+            fsync_path(staging.final.parent)  # whoever renamed it may have died before it did so
             abort(staging)
             _point_latest(staging)
             return staging.final
