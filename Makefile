@@ -13,7 +13,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 PEERS := .venv-bench
 BENCH ?=
 
-.PHONY: help setup slurm demo test test-slurm test-rest check campaign fuzz bench s3 clean
+.PHONY: help setup slurm demo test test-slurm test-rest check campaign fuzz faults bench s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -68,6 +68,9 @@ campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 t
 
 fuzz: $(BIN)/.ready ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
+
+faults: $(BIN)/.ready ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
+	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
 
 s3: $(BIN)/.ready ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
 	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { $(SUDO) apt-get update -qq && \

@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.errors import PermissionRefused
@@ -19,7 +20,8 @@ __all__ = ["append_line", "fsync_path", "private_dir", "read_private", "write_fi
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` (and its parents) and hold it to 0700 and our own uid; refuse a foreign owner."""
+    """Make `path` (and its parents), durably, and hold it to 0700 and our own uid; refuse a foreign owner."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -36,6 +38,10 @@ def private_dir(path: Path) -> Path:
             os.fchmod(fd, 0o700)
     finally:
         os.close(fd)
+    for folder in made:
+        # Nothing in a new directory outlives a power cut that takes the directory's own name.
+        with suppress(PermissionError):  # we may make names there and not read it
+            fsync_path(folder.parent)
     return path
 
 

@@ -261,9 +261,9 @@ def test_no_plan_ever_loses_the_last_good_one_or_relies_on_what_goes(
 def test_an_older_attempt_is_not_copied_where_the_newest_is_too_old_to_stay() -> None:
     """Found by the property below: copied, replaced by the newest, dropped as too old, copied again for ever."""
     states = (
-        local(copy(1, epoch=1, verified=True), copy(2, epoch=1, verified=True)),
-        tier("t0", copy(1, 3, epoch=2, verified=True), copy(2, epoch=1, verified=True)),
-        tier("t1", copy(2, epoch=1, verified=True), keep=1),
+        local(copy(1, epoch=1), copy(2, epoch=1)),
+        tier("t0", copy(1, 3, epoch=2), copy(2, epoch=2)),
+        tier("t1", copy(2, epoch=2), keep=1),
     )
     assert kinds(*states)["t1", 1] == "skip"
 

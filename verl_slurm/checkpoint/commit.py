@@ -134,6 +134,7 @@ def commit(
     if os.path.lexists(staging.final):
         verdict = verify(staging.final, keys=keys)
         if verdict.ok:
+            fsync_path(staging.final.parent)  # whoever renamed it may have died before it did so
             abort(staging)
             _point_latest(staging)
             return staging.final

@@ -3,7 +3,9 @@
 ```
 LOCAL/<run>-<8 hex>/<node>/       0700. LOCAL: checkpoint.local_dir; hex: of the SHA-256 of the run directory's path
   step_000012/                    a part: the files of this node's ranks, and the manifest of the whole
-  .step_000012.<nonce>.tmp/       a part that is being written; the nonce is that of the shared staging directory
+  .step_000012.<nonce>.tmp/       a part that is being written; the nonce is that of the shared staging directory.
+                                  With a manifest it is whole, and counts: its writer died as it took an older
+                                  part of that name away
 ```
 
 The parts of all nodes, laid over one another, are the checkpoint. A part is written as the whole is: fsynced,
@@ -103,7 +105,8 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
     write_file(staging / MANIFEST, render(manifest))
     final = staging.parent / manifest.name
     if final.exists():
-        # Of a former life at the same safe point: the same state, and nobody reads it now.
+        # Of a former save at the same safe point: the same state, and perhaps all there is of it. Ours counts
+        # under its present name already (`list_parts`), should the power go meanwhile.
         drop_staging(final)
     os.rename(staging, final)
     fsync_path(final.parent)
@@ -119,20 +122,23 @@ def drop_staging(path: Path) -> None:
 def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     """This node's parts whose manifest verifies, newest first; anything else is passed over.
 
+    Of one name there may be two: see the specification.
+
     Args:
         keys: where given, a manifest that is not signed with one of them is passed over, too.
     """
     parts = []
     names = os.listdir(directory) if directory.is_dir() else []
     for name in names:
-        if CHECKPOINT_NAME.fullmatch(name) is None:
+        staged = STAGING_NAME.fullmatch(name)
+        if staged is None and CHECKPOINT_NAME.fullmatch(name) is None:
             continue
         try:
             manifest = read_manifest(directory / name, keys=keys)
         except (OSError, VerlSlurmError):
             continue
-        if manifest.name == name:
-            parts.append(LocalPart(name=name, path=directory / name, manifest=manifest))
+        if manifest.name == (staged[1] if staged else name):
+            parts.append(LocalPart(name=manifest.name, path=directory / name, manifest=manifest))
     return sorted(parts, key=lambda part: part.order, reverse=True)
 
 
@@ -155,11 +161,11 @@ def prune_parts(directory: Path, keep: int) -> list[str]:
 
     Called by: dcp.saver, one rank a node, when no part is being written.
     """
-    kept = {part.name for part in list_parts(directory)[:keep]}
+    kept = {part.path.name for part in list_parts(directory)[:keep]}
     gone = []
     for name in sorted(os.listdir(directory)):
-        is_part = CHECKPOINT_NAME.fullmatch(name) is not None
-        if (is_part and name not in kept) or (name.startswith(".step_") and name.endswith(".tmp")):
+        is_ours = CHECKPOINT_NAME.fullmatch(name) or (name.startswith(".step_") and name.endswith(".tmp"))
+        if is_ours and name not in kept:
             drop_staging(directory / name)
             gone.append(name)
     return gone

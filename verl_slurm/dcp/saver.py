@@ -233,7 +233,8 @@ class CheckpointSaver:
         if verdict.problem:
             failed[Medium.SHARED] = verdict.problem
             if self._staging_dir is not None:
-                door.abort(self._staging_dir)
+                with suppress(OSError):  # what is broken cannot be tidied, either; the next sweep does that
+                    door.abort(self._staging_dir)
         if Medium.LOCAL in media and Medium.LOCAL not in failed:
             problem = self._commit_local(attempt, media[Medium.LOCAL], manifest, check=bool(verdict.problem))
             if problem:

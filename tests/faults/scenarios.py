@@ -1,0 +1,162 @@
+"""What is interrupted: the real code, on the smallest run that has the case."""
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.world import World, recover
+from verl_slurm.checkpoint import commit
+from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.local_copy import assemble, list_parts, send_home
+from verl_slurm.checkpoint.pruning import carry_out, look
+from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.dcp.collective import RanksFailed
+
+__all__ = ["EXHAUSTIVE", "SCENARIOS", "Scenario", "memory_directory"]
+
+EXHAUSTIVE = bool(os.environ.get("VERL_SLURM_FAULTS"))
+
+
+@contextmanager
+def memory_directory() -> Iterator[Path]:
+    """A directory in memory, where there is such a thing: thousands of states are made in it."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="verl-slurm-faults-", dir=base) as name:
+        yield Path(name)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`prepare`, which is durable when `act` begins; crashes are in `act`.
+
+    Attributes:
+        two_media: saves go to the node's disk, too.
+        promised: names that count as promised from the beginning.
+        removable: names that `act` may remove.
+    """
+
+    act: Callable[[World], object]
+    prepare: Callable[[World], object] = lambda world: None
+    two_media: bool = False
+    promised: frozenset[str] = frozenset()
+    removable: frozenset[str] = frozenset()
+
+
+def _name(*steps: int) -> frozenset[str]:
+    return frozenset(f"step_{step:06d}" for step in steps)
+
+
+def _rot(directory: Path) -> None:
+    path = directory / "optimizer/rank_0000.bin"
+    path.write_bytes(b"rotten" + path.read_bytes()[6:])
+
+
+def _saved(*steps: int) -> Callable[[World], None]:
+    def save(world: World) -> None:
+        for step in steps:
+            world.save(step)
+
+    return save
+
+
+def _saved_and_rotten(world: World) -> None:
+    _saved(1, 2)(world)
+    _rot(world.paths.checkpoints / "step_000002")
+
+
+def _save_and_prune(world: World) -> None:
+    """As trainer.saving does it."""
+    done = world.save(4)
+    plan = plan_prune(list_checkpoints(world.paths), 1, verified={"step_000003", done.name}, num_verified=2)
+    assert apply_prune(world.paths, plan) == ["step_000001", "step_000002"]
+
+
+def _prune_by_hand(world: World) -> None:
+    found = look(world.paths, 1, quarantine_too=True)
+    assert carry_out(world.paths, found)[:2] == ["step_000001", "step_000002"]
+
+
+def _prepare_prune_by_hand(world: World) -> None:
+    _saved(1, 2, 3, 4)(world)
+    _rot(world.paths.checkpoints / "step_000004")
+    recover(world.root)  # sets it aside
+
+
+def _local_only(*steps: int) -> Callable[[World], None]:
+    def save(world: World) -> None:
+        for step in steps:
+            assert not world.save(step, seconds_left=0.0).on_shared
+
+    return save
+
+
+def _then(*acts: Callable[[World], object]) -> Callable[[World], None]:
+    def all_of_them(world: World) -> None:
+        for act in acts:
+            act(world)
+
+    return all_of_them
+
+
+def _bring_home(world: World) -> None:
+    for part in list_parts(world.local):
+        if not (world.paths.checkpoints / part.name).exists():
+            send_home(part, world.paths)
+    assert [good for _, good in assemble(world.paths)] == [True]
+
+
+def _resume(world: World) -> None:
+    assert recover(world.root).name == "step_000001"
+    assert os.listdir(world.paths.quarantine)
+
+
+def _die_before_the_fsync_and_save_again(world: World) -> None:
+    """The rename was done and is not durable; the second save finds the name taken by what verifies."""
+
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EIO, "died here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "fsync_path", refuse)
+        with pytest.raises(RanksFailed):
+            world.save(2)
+    world.remember()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            commit, "_point_latest", lambda staging: None
+        )  # the hint may fail, and fsyncs otherwise
+        world.save(2)
+
+
+SCENARIOS = {
+    "the first save": Scenario(_saved(1)),
+    "a save": Scenario(_saved(2), _saved(1), promised=_name(1)),
+    "the same step again": Scenario(_saved(2), _saved(1, 2), promised=_name(1, 2)),
+    "the name is taken by a rotten one": Scenario(_saved(2), _saved_and_rotten, promised=_name(1)),
+    "the same step again, after a death before the fsync": Scenario(
+        _die_before_the_fsync_and_save_again, _saved(1), promised=_name(1)
+    ),
+    "save and prune": Scenario(
+        _save_and_prune, _saved(1, 2, 3), promised=_name(1, 2, 3), removable=_name(1, 2)
+    ),
+    "prune by hand": Scenario(
+        _prune_by_hand, _prepare_prune_by_hand, promised=_name(1, 2, 3), removable=_name(1, 2)
+    ),
+    "the first dual write": Scenario(_saved(1), two_media=True),
+    "a dual write": Scenario(_saved(3), _saved(1, 2), two_media=True, promised=_name(1, 2)),
+    "local only": Scenario(_local_only(2, 3), _saved(1), two_media=True, promised=_name(1)),
+    "the same step again, local only": Scenario(
+        _local_only(2), _then(_saved(1), _local_only(2)), two_media=True, promised=_name(1, 2)
+    ),
+    "bring home": Scenario(
+        _bring_home, _then(_saved(1), _local_only(2)), two_media=True, promised=_name(1, 2)
+    ),
+    "a start sets a rotten one aside": Scenario(_resume, _saved_and_rotten, promised=_name(1)),
+}

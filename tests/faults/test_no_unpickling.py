@@ -1,0 +1,99 @@
+"""Nothing in the package can run code that lies in a file: read off the source, call by call.
+
+`torch.load` only with `weights_only=True`; `numpy.load` never with `allow_pickle`; YAML only by the safe loader; no
+eval, no exec; no module that unpickles. That pickle and its kin are not even imported is tests/test_house.py's.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = [path for top in ("verl_slurm", "daemon") for path in sorted((ROOT / top).rglob("*.py"))]
+
+_NEVER = {
+    "eval", "exec", "compile", "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads",
+    "shelve.open", "dill.load", "dill.loads", "joblib.load", "cloudpickle.load", "cloudpickle.loads",
+    "pandas.read_pickle", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load",
+    "torch.distributed.all_gather_object", "torch.distributed.broadcast_object_list",
+    "torch.distributed.gather_object", "torch.distributed.scatter_object_list", "torch.hub.load",
+}  # fmt: skip
+
+
+def _offences(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {
+                a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0]
+                for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        words = {keyword.arg: getattr(keyword.value, "value", keyword.value) for keyword in node.keywords}
+        name = _name(node.func, aliases)
+        if name in _NEVER:
+            # `yaml.load(text, Loader=...)` of a subclass of the safe loader is the one way to refuse doubled keys.
+            if name == "yaml.load" and "Loader" in words and "Safe" in "".join(_bases(tree, words["Loader"])):
+                continue
+            yield f"line {node.lineno}: {name}"
+        if name == "torch.load" and words.get("weights_only") is not True:
+            yield f"line {node.lineno}: torch.load without weights_only=True"
+        if words.get("allow_pickle") not in (None, False):
+            yield f"line {node.lineno}: allow_pickle"
+        if words.get("trust_remote_code") not in (None, False):
+            yield f"line {node.lineno}: trust_remote_code"
+
+
+def _name(function: ast.expr, aliases: dict[str, str]) -> str:
+    parts: list[str] = []
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    if not isinstance(function, ast.Name):
+        return ""
+    return ".".join([aliases.get(function.id, function.id), *reversed(parts)])
+
+
+def _bases(tree: ast.Module, loader: object) -> list[str]:
+    wanted = getattr(loader, "id", "")
+    return [
+        ast.unparse(b)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ClassDef) and n.name == wanted
+        for b in n.bases
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_in_a_file_can_make_us_run_it(path: Path) -> None:
+    assert list(_offences(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch.load(x)", True),
+        ("import torch\ntorch.load(x, weights_only=False)", True),
+        ("import torch as t\nt.load(x)", True),
+        ("from torch import load as l\nl(x)", True),
+        ("import torch\ntorch.load(x, weights_only=True)", False),
+        ("import numpy as np\nnp.load(x, allow_pickle=True)", True),
+        ("import numpy as np\nnp.load(x, allow_pickle=flag)", True),
+        ("import numpy as np\nnp.load(x)", False),
+        ("import yaml\nyaml.load(x, Loader=yaml.Loader)", True),
+        ("import yaml\nyaml.safe_load(x)", False),
+        ("import yaml\nclass L(yaml.CSafeLoader):\n  pass\nyaml.load(x, Loader=L)", False),
+        ("import torch.distributed as dist\ndist.all_gather_object(a, b)", True),
+        ("eval(x)", True),
+        ("model.eval()", False),
+    ],
+)
+def test_the_reader_of_sources_sees_it(source: str, found: bool) -> None:
+    assert bool(list(_offences(source))) is found
