@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from tests.faults.disk import Ack, Disk, Make, Operation, Remove, Rename, Sync, Truncate, Write
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import ArenaFile, Written
+from verl_slurm.save_path.protocol import ArenaFile, Sealing, Written
 from verl_slurm.save_path.writing import write_and_hash
 
 __all__ = ["Call", "Fault", "InProcess", "Tracer"]
@@ -77,13 +78,17 @@ class InProcess:
 
     pid = 0
 
-    def __init__(self, arena: Arena, *, hashers: int = 1) -> None:
+    def __init__(self, arena: Arena, *, hashers: int = 1, encryption: EncryptionConfig | None = None) -> None:
+        assert encryption is None
         self._arena = arena
 
     def wait_ready(self) -> None:
         """It is."""
 
-    def write(self, files: Sequence[ArenaFile], directories: Sequence[str]) -> Written:
+    def write(
+        self, files: Sequence[ArenaFile], directories: Sequence[str], sealing: Sealing | None = None
+    ) -> Written:
+        assert sealing is None
         entries, outcomes = write_and_hash(self._arena.view, files, directories)
         return Written(save=0, files=entries, outcomes=outcomes)
 

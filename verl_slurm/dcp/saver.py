@@ -42,7 +42,7 @@ from verl_slurm.dcp.attempt import (
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.files import private_dir
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
@@ -273,7 +273,7 @@ class CheckpointSaver:
         if self._staging_dir is not None and not problem:
             try:
                 door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check, keys=self._keys)
-            except OSError as error:
+            except (OSError, CheckpointCorrupt) as error:
                 if attempt.local is None or Medium.LOCAL in failed:
                     raise
                 problem = f"{type(error).__name__}: {error}"
