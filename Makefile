@@ -51,13 +51,13 @@ test: setup ## all tests, the real-Slurm ones included
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@# The Slurm tests wait much of their time; the others run meanwhile.
-	@$(MAKE) --no-print-directory -j2 -Oline test-slurm test-rest
+	@$(MAKE) --no-print-directory -j2 test-slurm test-rest
 
 test-slurm: setup
-	$(BIN)/python -m pytest -p no:cacheprovider -m slurm
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm | sed -u "s/^/slurm | /"'
 
 test-rest: setup
-	$(BIN)/python -m pytest -p no:cacheprovider -m 'not slurm'
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm" | sed -u "s/^/      | /"'
 
 check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests without torch and Slurm
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -4,13 +4,14 @@ What every rank must agree on (digests, the first start's layout) is worked out 
 that all refuse together or none.
 """
 
+import threading
 from pathlib import Path
 
 import msgspec
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from verl_slurm.checkpoint.fingerprint import check_dataset, fingerprint
+from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Topology
 from verl_slurm.checkpoint.frozen import store_frozen
@@ -20,11 +21,12 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
+from verl_slurm.errors import VerlSlurmError
 from verl_slurm.fence import require_epoch
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.trainer import rng
+from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
@@ -49,6 +51,8 @@ from verl_slurm.trainer.stopping import Stopper
 from verl_slurm.wire.client import NoDaemon, RankLine
 
 __all__ = ["build_loop"]
+
+_STORED_AT_ONCE = 1 << 30
 
 
 class _Digests(msgspec.Struct, frozen=True):
@@ -222,11 +226,27 @@ def _first_look(
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
         for role, path in models.items():
-            store_frozen(paths, path, seen[role])
+            _store(paths, path, seen[role])
     frozen = {role: found.digest for role, found in seen.items()}
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
+
+
+def _store(paths: RunPaths, model: Path, seen: Fingerprint) -> None:
+    """A small model at once; a large one beside the training, which need not wait. What fails is said: a start that
+    finds no copy tries again."""
+
+    def work() -> None:
+        try:
+            store_frozen(paths, model, seen)
+        except (OSError, VerlSlurmError) as error:
+            console.complain(f"no copy of {model} in {paths.frozen}: {error}")
+
+    if seen.num_bytes <= _STORED_AT_ONCE:
+        work()
+    else:
+        threading.Thread(target=work, name="frozen", daemon=True).start()
 
 
 def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:
