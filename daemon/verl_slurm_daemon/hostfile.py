@@ -71,6 +71,11 @@ def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
     shape = config.distributed
     if len(hosts) != shape.nodes:
         raise _wrong("distributed.nodes", f"{len(hosts)} hosts", f"{shape.nodes}")
+    if len(hosts) > 1 and config.checkpoint.local_dir:
+        # Only Slurm can have every node send what it holds.
+        raise _wrong(
+            "checkpoint.local_dir", config.checkpoint.local_dir, "null, with several hosts and no Slurm"
+        )
     for host in hosts:
         if host.slots < shape.ranks_per_node:
             raise _wrong(host.name, f"slots={host.slots}", f"slots={shape.ranks_per_node} or more")

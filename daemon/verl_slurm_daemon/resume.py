@@ -120,7 +120,9 @@ def _adopt(paths: RunPaths, source: Path) -> str:
 def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
     chosen = checkpoint_order(choice.name) if choice.name else None
     reasons = []
-    for info in list_checkpoints(paths):
+    # Partial saves, too: one of the way that was left would stand in for the new one of its name.
+    infos = [*list_checkpoints(paths), *list_checkpoints(paths.partial, partial=True)]
+    for info in infos:
         order = checkpoint_order(info.name)
         if info.kind != "committed" or order is None or (chosen is not None and order <= chosen):
             continue

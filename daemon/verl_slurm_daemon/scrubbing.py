@@ -53,8 +53,8 @@ def scrub_next(
     path = paths.checkpoints / due.name
     require_epoch(paths, epoch)
     one = scrub_one(path, set_aside=True, bytes_per_s=config.scrub_mb_per_s * 1e6)
-    if not path.exists() and one.set_aside is None:
-        return 0.0, {}  # pruned while it was read
+    if one.gone:
+        return 0.0, {}
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
     told: dict[str, object] = {"name": due.name, "good": one.verdict.ok, "num_bytes": one.verdict.num_bytes}
     # One that cannot be read now stays due, and is not asked for again at once.

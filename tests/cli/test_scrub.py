@@ -1,5 +1,6 @@
 """`verl-slurm scrub`: everything is read, what is damaged is set aside, the data set included in the look."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.checkpoint import scrub as scrub_module
 from verl_slurm.checkpoint.fingerprint import fingerprint, write
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -48,3 +50,21 @@ def test_changed_data_is_found_unless_it_is_left_out(cli: Cli, run: RunPaths) ->
     assert result.code == ExitCode.DATASET_DRIFT
     assert "data: changed a.jsonl" in result.out
     assert cli("scrub", run.root, "--no-data").code == ExitCode.OK
+
+
+def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
+    cli: Cli, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = scrub_module.verify
+
+    def prune_first(path: Path, **options: Any) -> Any:
+        if path == run.checkpoint(10):
+            shutil.rmtree(path)
+        return real(path, **options)
+
+    monkeypatch.setattr(
+        scrub_module.scrub_one, "__kwdefaults__", {"bytes_per_s": None, "verifier": prune_first}
+    )
+    result = cli("scrub", run.root, "--json")
+    assert result.code == ExitCode.OK
+    assert len(result.json["checkpoints"]) == 1

@@ -3,7 +3,7 @@
 import pytest
 from verl_slurm_daemon.hostfile import Host, check_hosts, find_host, parse_hostfile
 
-from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, RunConfig
 from verl_slurm.errors import ConfigError
 
 TEXT = "# the first leads\nworker-0 slots=8\n\nworker-1.cluster slots=4  # smaller\n"
@@ -50,3 +50,11 @@ def test_hosts_that_do_not_fit_the_run_are_refused() -> None:
         check_hosts((Host("a", 8),), config)
     with pytest.raises(ConfigError, match="slots=4 or more"):
         check_hosts((Host("a", 4), Host("b", 2)), config)
+
+
+def test_second_copies_need_slurm_to_come_home() -> None:
+    config = RunConfig(
+        distributed=DistributedConfig(nodes=2, dp_size=2), checkpoint=CheckpointConfig(local_dir="/nvme")
+    )
+    with pytest.raises(ConfigError, match="checkpoint.local_dir"):
+        check_hosts((Host("a", 1), Host("b", 1)), config)

@@ -95,10 +95,10 @@ def contents(step: int = 2, state: RuntimeState | None = None) -> Contents:
     )
 
 
-def provenance() -> Provenance:
+def provenance(epoch: int = 1) -> Provenance:
     """Of nobody in particular."""
     return Provenance(
-        epoch=1,
+        epoch=epoch,
         parent=None,
         schema_id=current_schema().schema_id,
         dataset_fingerprint="0" * 64,
@@ -114,14 +114,17 @@ def checkpoint_saver(
     fence: Callable[[], None] = lambda: None,
     local: LocalPlace | None = None,
     encryption: EncryptionConfig | None = None,
+    epoch: int = 1,
+    usual_seconds: float | None = None,
 ) -> CheckpointSaver:
     """A saver for `parts`; close it."""
     return CheckpointSaver(
         RunPaths(root),
         parts.tensors(),
-        provenance(),
+        provenance(epoch),
         ALONE,
         epoch_check=fence,
         local=local,
+        usual_seconds=usual_seconds,
         encryption=encryption,
     )

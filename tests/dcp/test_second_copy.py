@@ -230,3 +230,28 @@ def test_every_run_and_node_has_a_place_of_its_own(run: RunPaths, tmp_path: Path
     }
     assert len(places) == 4
     assert local_directory(None, run, "n1") is None
+
+
+def test_what_a_later_incarnation_saved_outlives_higher_steps_of_a_former_one(
+    run: RunPaths, local: Path
+) -> None:
+    """The run went back: its new part of a lower step is the one that counts (review)."""
+    for step in (100, 110):
+        _save(run, local, Parts(), step)
+    saver = checkpoint_saver(
+        run.root, Parts(), local=LocalPlace(directory=local, is_first=True, keep=1), epoch=2
+    )
+    try:
+        saver.begin(contents(60)).result()
+    finally:
+        saver.close()
+    assert [part.name for part in list_parts(local)] == ["step_000060"]
+
+
+def test_the_speed_of_a_former_life_is_known_at_the_first_save(run: RunPaths, local: Path) -> None:
+    place = LocalPlace(directory=local, is_first=True, keep=2)
+    saver = checkpoint_saver(run.root, Parts(), local=place, usual_seconds=30.0)
+    try:
+        assert not saver.begin(contents(1), seconds_left=20.0).result().on_shared
+    finally:
+        saver.close()

@@ -51,7 +51,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
 from verl_slurm.runtime_state.ledger import stats
-from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop
+from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
@@ -559,3 +559,19 @@ def test_an_end_that_only_the_nodes_disks_have_is_no_end(tmp_path: Path) -> None
     with pytest.raises(FinalSaveFailed, match="not on shared storage: full"):
         loop.run()
     assert [m.on_shared for m in line.messages if isinstance(m, Saved)] == [False]
+
+
+def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: Path) -> None:
+    class NoSaver(_Saves):
+        def begin(self, *_: object, **__: object) -> Future[SavedCheckpoint]:
+            done: Future[SavedCheckpoint] = Future()
+            error = RanksFailed("writing the checkpoint failed", found="rank 1: SaverDied: gone")
+            error.kinds = frozenset({"SaverDied"})
+            done.set_exception(error)
+            return done
+
+    loop, line = _at_the_end(tmp_path, NoSaver())
+    with pytest.raises(SaverLost) as caught:
+        loop.run()
+    assert caught.value.exit_code is ExitCode.INTERNAL
+    assert any(isinstance(m, SaveFailed) for m in line.messages)

@@ -57,6 +57,8 @@ class Incarnation:
         resumed: str = "",
     ) -> None:
         self._paths, self._patch, self.ledger = paths, patch, _NoLedger()
+        paths.root.mkdir(exist_ok=True)
+        paths.orchestration.write_bytes(b"{}")
         self._checkpointer = Checkpointer(
             config=RunConfig(checkpoint=CheckpointConfig(keep_last=keep_last, keep_every=keep_every)),
             paths=paths,

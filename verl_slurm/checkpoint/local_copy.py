@@ -122,6 +122,8 @@ def drop_staging(path: Path) -> None:
 def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     """This node's parts whose manifest verifies, newest first; anything else is passed over.
 
+    What a later incarnation saved is newer, whatever its step: the run may have gone back.
+
     Of one name there may be two: see the specification.
 
     Args:
@@ -139,7 +141,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
             continue
         if manifest.name == (staged[1] if staged else name):
             parts.append(LocalPart(name=manifest.name, path=directory / name, manifest=manifest))
-    return sorted(parts, key=lambda part: part.order, reverse=True)
+    return sorted(parts, key=lambda part: (part.manifest.epoch, part.order), reverse=True)
 
 
 def part_problems(part: LocalPart) -> list[str]:

@@ -32,10 +32,16 @@ class Due:
 
 @dataclass(frozen=True, kw_only=True)
 class Scrubbed:
-    """What one scrub found. `set_aside`: where a damaged one was moved; None: it was not."""
+    """What one scrub found.
+
+    Attributes:
+        set_aside: where a damaged one was moved; None: it was not.
+        gone: it was removed, by the retention of a living run, while it was read: no judgement.
+    """
 
     verdict: Verdict
     set_aside: Path | None
+    gone: bool = False
 
 
 def next_due(
@@ -77,6 +83,8 @@ def scrub_one(
     """
     verdict = verifier(path, bytes_per_s=bytes_per_s)
     moved = None
+    if not verdict.ok and not path.exists():
+        return Scrubbed(verdict=verdict, set_aside=None, gone=True)
     if set_aside and not verdict.ok and verdict.damaged:
         moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
     return Scrubbed(verdict=verdict, set_aside=moved)

@@ -42,7 +42,8 @@ def scrub(run: RunPaths, dry_run: bool, no_data: bool, rate: float | None, as_js
     for info in infos:
         bar.show("reading back", done, total)
         one = scrub_one(info.path, set_aside=not dry_run, bytes_per_s=rate and rate * 1e6)
-        found.append((info.path, one))
+        if not one.gone:
+            found.append((info.path, one))
         done += info.num_bytes
     bar.close()
     drifted = [] if no_data else _drift(run)

@@ -63,6 +63,7 @@ class CheckpointSaver:
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
+        usual_seconds: that a save to shared storage took before; None: nobody knows.
         encryption: where the key is that everything is encrypted and signed with; None: with none.
 
     Raises:
@@ -80,12 +81,13 @@ class CheckpointSaver:
         *,
         epoch_check: Callable[[], None],
         local: LocalPlace | None = None,
+        usual_seconds: float | None = None,
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self._keys = load_keys(encryption)
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
         self._local = local
-        self._last_seconds: float | None = None
+        self._last_seconds = usual_seconds
         self._staging_dir: door.Staging | None = None
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
         self._ranks = ranks.another()
@@ -300,10 +302,12 @@ class CheckpointSaver:
                 problem = "; ".join(part_problems(part)[:3]) if check else ""
                 if problem:
                     drop_staging(part.path)
-                prune_parts(local.directory, local.keep)
-            except OSError as error:
+            except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
         texts = [text.decode() for text in self._ranks.gather(problem.encode())]
+        if local.is_first and not any(texts):  # older ones go only when every node has this one
+            with suppress(OSError):
+                prune_parts(local.directory, local.keep)
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)[:500]
 
     def _clean(self, attempt: "Attempt", plan: "Future[Plan]") -> None:

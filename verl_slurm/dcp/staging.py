@@ -9,6 +9,7 @@ The arena holds one state. A save that comes while the one before is being writt
 begins it is told how long (`Pending.waited`).
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from verl_slurm.dcp.layout import Layout, plan_layout
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import ConfigError
 from verl_slurm.save_path.arena import Arena, available_memory
-from verl_slurm.save_path.handle import SaverProcess
+from verl_slurm.save_path.handle import SaverDied, SaverProcess
 from verl_slurm.save_path.protocol import Sealing, Written
 
 __all__ = ["Staging"]
@@ -54,7 +55,9 @@ class Staging:
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self.layout: Layout = plan_layout(domains, ranks)
-        ranks.together("making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes))
+        ranks.together(
+            "making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes, _ranks_here())
+        )
         self._arena = Arena(self.layout.arena_bytes)
         whole = torch.frombuffer(self._arena.view, dtype=torch.uint8)
         self._live = [slot.tensor for slot in self.layout.slots]
@@ -128,7 +131,10 @@ class Staging:
             _pin(self._arena, self._device)
 
     def _copy(self, ready: "torch.cuda.Event | None") -> None:
-        self._warm.result()
+        try:
+            self._warm.result()
+        except Exception as error:
+            raise SaverDied(f"the saver never came up: {error}") from error
         with torch.no_grad():
             if ready is None:
                 torch._foreach_copy_(self._copies, self._live)
@@ -146,14 +152,20 @@ def _view(whole: Tensor, at: int, like: Tensor) -> Tensor:
     return flat.view(like.dtype).view(like.shape)
 
 
-def _require_memory(num_bytes: int) -> None:
+def _ranks_here() -> int:
+    """Ranks of this node, by torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _require_memory(num_bytes: int, ranks: int) -> None:
+    """For all ranks of this node: each asks before any has touched a page."""
     free = available_memory()
-    if num_bytes > free:
+    if num_bytes * ranks > free:
         raise ConfigError(
             "no memory for a second copy of this rank's state, which saving needs",
             where="checkpoint",
             found=f"{free} bytes free",
-            expected=f"{num_bytes} bytes for each rank",
+            expected=f"{num_bytes} bytes for each of {ranks} ranks",
             remedy="ask for more memory (slurm.mem_mb_per_node), or for more ranks",
         )
 

@@ -62,7 +62,7 @@ class Arena:
             "no memory for the staging arena of checkpoints",
             found=os.strerror(number),
             expected=f"{self.size} bytes of shared memory for each rank",
-            remedy="ask for more memory (slurm.mem_mb_per_node), or set checkpoint.staging=false",
+            remedy="ask for more memory (slurm.mem_mb_per_node), or for more nodes",
         )
 
     def close(self) -> None:

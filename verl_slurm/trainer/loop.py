@@ -18,6 +18,7 @@ from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.save_path.handle import SaverDied
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape, after, safe_point
 from verl_slurm.trainer.report import Reporter
@@ -26,7 +27,7 @@ from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopping import Order, Stopper
 
-__all__ = ["Ending", "FinalSaveFailed", "Loop"]
+__all__ = ["Ending", "FinalSaveFailed", "Loop", "SaverLost"]
 
 
 class Ending(StrEnum):
@@ -38,6 +39,12 @@ class Ending(StrEnum):
 
 class FinalSaveFailed(VerlSlurmError):
     """All steps are done, and the result is on no disk: not an end, but a crash that another start may mend."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+class SaverLost(VerlSlurmError):
+    """Nothing can be saved any more in this process: a crash that another start mends."""
 
     exit_code = ExitCode.INTERNAL
 
@@ -153,7 +160,7 @@ class Loop:
         state, request_id = self._state, order.request_id if order else 0
         position = state.position
         self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
-        self._settle_first()
+        waited = self._settle_first()
         if self._saved is not None and self._is_saved():
             self._reporter.saved(
                 request_id, msgspec.structs.replace(self._saved[1], seconds=0.0), f"{why}; nothing new since"
@@ -164,7 +171,7 @@ class Loop:
         outcome = self._checkpointer.begin(
             state,
             tidy=order is None or not order.stop,
-            seconds_left=order.seconds_left if order is not None else None,
+            seconds_left=order.less(waited) if order is not None else None,
         )
         self._saving = _Saving(position, request_id, why, outcome)
 
@@ -176,15 +183,16 @@ class Loop:
         outcome = self._checkpointer.begin_partial(self._state, components)
         self._saving = _Saving(self._state.position, 0, ", ".join(components), outcome, partial=True)
 
-    def _settle_first(self) -> None:
-        """There is one staging arena: what is being written must be done before the next save."""
+    def _settle_first(self) -> float:
+        """There is one staging arena: what is being written must be done before the next save; the seconds it took."""
         if self._saving is None:
-            return
+            return 0.0
         started = time.perf_counter()
         self._settle()
         waited = time.perf_counter() - started
         self._reporter.stalled(waited)
         self._reporter.say(f"training waited {waited:.2f} s: the save before was still being written")
+        return waited
 
     def _settle(self) -> None:
         """Wait for the save that was begun, if any, and say what became of it. All ranks do so at one place.
@@ -207,6 +215,9 @@ class Loop:
                 self._pace.save_failed(self._save_problem)
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
+            if SaverDied.__name__ in error.kinds:
+                # No later save could succeed either: a restart in place makes a new one, and replays the ledger.
+                raise SaverLost("a saver process is gone", found=error.found) from error
             return
         if saving.partial:
             self._pace.partial_ends()
@@ -216,7 +227,10 @@ class Loop:
         self._saved = (saving.position, done)
         self._save_problem = done.problem or None
         self._reporter.saved(saving.request_id, done, saving.why)
-        self._pace.saved(num_bytes=done.num_bytes, seconds=done.seconds)
+        if done.on_shared:
+            self._pace.saved(num_bytes=done.num_bytes, seconds=done.seconds)
+        else:
+            self._pace.save_failed(done.problem)
 
 
 @dataclass(frozen=True)

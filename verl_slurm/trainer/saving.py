@@ -1,7 +1,6 @@
 """What a checkpoint of this trainer consists of, and what is cleaned up after it."""
 
 from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
 
@@ -73,6 +72,8 @@ class Checkpointer:
         self._keys = keys
         self._config, self._paths, self._shape, self._rank = config, paths, shape, rank
         self._saver, self._ledger, self._schema, self._epoch = saver, ledger, schema, epoch
+        # Now, while shared storage is there: a save to the nodes' own disks must not need it.
+        self._orchestration = paths.orchestration.read_bytes() if rank == 0 else b""
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
@@ -174,7 +175,7 @@ class Checkpointer:
             "scheduler.json": _json(schedule_record(train, position.step)),
             "metadata.json": _json(metadata),
             "config.yaml": dump(self._config),
-            "orchestration.json": Path(self._paths.orchestration).read_bytes(),
+            "orchestration.json": self._orchestration,
             SCHEMA_VERSION: render_schema(self._schema),
         }
 

@@ -152,6 +152,7 @@ def build_loop(
         ranks,
         epoch_check=lambda: require_epoch(paths, epoch),
         local=_local_place(config, paths, local_rank),
+        usual_seconds=manifest.save_seconds if manifest else None,
         encryption=config.checkpoint.encryption,
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")

@@ -43,6 +43,10 @@ class Order:
     seconds_left: float | None = None
     """Until the ranks must be gone, on the node where that is soonest; None: no deadline."""
 
+    def less(self, seconds: float) -> float | None:
+        """What is left after `seconds` more."""
+        return None if self.seconds_left is None else max(0.0, self.seconds_left - seconds)
+
 
 @dataclass(frozen=True)
 class Agreement:
