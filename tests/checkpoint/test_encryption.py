@@ -18,7 +18,6 @@ from verl_slurm.checkpoint.encryption import (
     CheckpointCipher,
     ChunkOpener,
     ChunkSealer,
-    SealedReader,
     open_bytes,
     seal_bytes,
 )
@@ -203,40 +202,6 @@ def test_a_tag_that_was_cut_is_refused() -> None:
     opener = ChunkOpener(file_key(), PATH, 1, chunk_bytes=SMALL)
     with pytest.raises(ValueError):
         opener.open_into(0, memoryview(b"x"), bytes(4), memoryview(bytearray(1)))
-
-
-@given(st.integers(0, 70), st.integers(0, 70))
-@settings(max_examples=60, deadline=None)
-def test_a_reader_gives_any_part(a: int, b: int) -> None:
-    plain = text(70)
-    fd = os.memfd_create("sealed")
-    try:
-        os.write(fd, seal_bytes(file_key(), PATH, plain, chunk_bytes=SMALL))
-        reader = SealedReader(fd, ChunkOpener(file_key(), PATH, 70, chunk_bytes=SMALL))
-        low, high = min(a, b), max(a, b)
-        assert reader.read(low, high - low) == plain[low:high]
-        assert reader.read() == plain
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.parametrize("size", [0, 1, 40])
-def test_a_reader_refuses_another_size_and_what_does_not_open(size: int) -> None:
-    sealed = bytearray(seal_bytes(file_key(), PATH, text(size), chunk_bytes=SMALL))
-    sealed[-1] ^= 1
-    fd = os.memfd_create("sealed")
-    try:
-        os.write(fd, sealed)
-        with pytest.raises(CheckpointCorrupt):
-            SealedReader(fd, ChunkOpener(file_key(), PATH, size, chunk_bytes=SMALL)).read()
-        if size:
-            with pytest.raises(ValueError):
-                SealedReader(fd, ChunkOpener(file_key(), PATH, size, chunk_bytes=SMALL)).read(0, size + 1)
-        os.ftruncate(fd, len(sealed) - 1)
-        with pytest.raises(CheckpointCorrupt):
-            SealedReader(fd, ChunkOpener(file_key(), PATH, size, chunk_bytes=SMALL))
-    finally:
-        os.close(fd)
 
 
 def test_the_files_that_stay_plain_stay_plain() -> None:

@@ -74,7 +74,7 @@ def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
 
     Args:
         staging_dir: `Staging.directory`.
-        files: paths below it that this rank wrote and has closed, `actor/__0_0.distcp`.
+        files: paths below it that this rank wrote and has closed, `actor/index.json`.
 
     Returns:
         One entry a file, in the order given.

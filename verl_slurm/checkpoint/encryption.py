@@ -38,7 +38,6 @@ sealer refuses to seal a chunk again, and a saver process a salt that it has see
 Measured on one core (EPYC with VAES): section "Cost" of docs/decisions/0003-encryption.md.
 """
 
-import os
 import secrets
 import struct
 import threading
@@ -67,7 +66,6 @@ __all__ = [
     "CheckpointCipher",
     "ChunkOpener",
     "ChunkSealer",
-    "SealedReader",
     "open_bytes",
     "seal_bytes",
 ]
@@ -151,7 +149,7 @@ class ChunkSealer(_Chunks):
 class ChunkOpener(_Chunks):
     """Opens the chunks of one file, in any order, from any number of threads.
 
-    Called by: the loader of tensors, `SealedReader`, `open_bytes`.
+    Called by: chunks.read_checked, `open_bytes`.
     """
 
     def open_into(self, index: int, ciphertext: memoryview, tag: bytes, out: memoryview) -> None:
@@ -181,68 +179,6 @@ class ChunkOpener(_Chunks):
                 expected="the bytes that were sealed here with this key",
                 remedy="resume from an older checkpoint (verl-slurm checkpoints)",
             ) from None
-
-
-class SealedReader:
-    """Random access to the plain bytes of a sealed file that is open for reading.
-
-    Args:
-        fd: stays the caller's; read by position only, so threads may share it.
-
-    Raises:
-        CheckpointCorrupt: the file has not the size that its plain size asks for, or is empty by forgery.
-
-    Called by: loader, export, inspect.
-    """
-
-    def __init__(self, fd: int, opener: ChunkOpener) -> None:
-        self._fd, self._opener = fd, opener
-        self.size = opener.plain_size
-        wanted = sealed_size(self.size, opener.chunk_bytes)
-        if (found := os.fstat(fd).st_size) != wanted:
-            raise _wrong_size(found, wanted)
-        self._tags = self._read(self.size, wanted - self.size)
-        if self.size == 0:
-            self._open(
-                0, memoryview(bytearray())
-            )  # nobody will read it, but that it is empty was sealed, too
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on; whole chunks are decrypted straight into it."""
-        if not 0 <= offset <= offset + out.nbytes <= self.size:
-            raise ValueError(f"{out.nbytes} bytes from {offset} of a file of {self.size}")
-        chunk, done = self._opener.chunk_bytes, 0
-        while done < out.nbytes:
-            index, skip = divmod(offset + done, chunk)
-            length = self._opener.length(index)
-            take = min(length - skip, out.nbytes - done)
-            if take == length:
-                self._open(index, out[done : done + take])
-            else:
-                whole = memoryview(bytearray(length))
-                self._open(index, whole)
-                out[done : done + take] = whole[skip : skip + take]
-            done += take
-
-    def read(self, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes from `offset` on; default: to the end."""
-        out = bytearray(self.size - offset if length is None else length)
-        self.read_into(offset, memoryview(out))
-        return bytes(out)
-
-    def _open(self, index: int, out: memoryview) -> None:
-        at = index * TAG_BYTES
-        data = self._read(index * self._opener.chunk_bytes, out.nbytes)
-        self._opener.open_into(index, memoryview(data), bytes(self._tags[at : at + TAG_BYTES]), out)
-
-    def _read(self, offset: int, length: int) -> bytearray:
-        data, done = bytearray(length), 0
-        while done < length:
-            count = os.preadv(self._fd, [memoryview(data)[done:]], offset + done)
-            if not count:
-                raise _wrong_size(offset + done, offset + length)
-            done += count
-        return data
 
 
 class CheckpointCipher:
@@ -296,10 +232,6 @@ class CheckpointCipher:
     def opener(self, entry: FileEntry) -> ChunkOpener:
         """To read a sealed file by chunks."""
         return ChunkOpener(self.file_key(entry.path), entry.path, _plain_size(entry))
-
-    def open_reader(self, fd: int, entry: FileEntry) -> SealedReader:
-        """To read a sealed file by offsets."""
-        return SealedReader(fd, self.opener(entry))
 
     def seal(self, path: str, data: bytes) -> bytes:
         """A small file, sealed; files of PLAIN_FILES as they are."""

@@ -43,8 +43,8 @@ __all__ = [
 # What the trainer saves beside these structs. Change the text when the meaning or layout changes, and every
 # older checkpoint is refused (or migrated) instead of being misread.
 TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
-    "trainer.actor": {"parameters": "tensor by qualified name, torch.distributed.checkpoint"},
-    "trainer.critic": {"parameters": "tensor by qualified name, torch.distributed.checkpoint"},
+    "trainer.actor": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
+    "trainer.critic": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
     "trainer.optimizer": {
         "actor": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",
         "critic": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",

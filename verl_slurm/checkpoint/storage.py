@@ -138,7 +138,7 @@ def judge_room(free: FreeSpace, need: Need) -> Room:
 def usual_speed(outcomes: Sequence[Outcome]) -> float | None:
     """Median bytes a second of the saves that went well; None: too few to say.
 
-    Called by: judge_health; the emergency save, to foretell whether its deadline can be met.
+    Called by: judge_health.
     """
     speeds = [_speed(outcome) for outcome in outcomes if not outcome.error]
     known = [speed for speed in speeds if speed is not None][-_WINDOW:]

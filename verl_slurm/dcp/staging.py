@@ -5,8 +5,8 @@ change them in place: `fence` waits for that, and stands before every optimizer 
 of its time generating, with the weights as they are, so the fence hardly ever has to wait. Then the saver
 process hashes and writes the arena (`save_path.protocol`), and the thread waits for it.
 
-The arena holds one state. A save that comes while the one before is being written waits for it, and whoever
-begins it is told how long (`Pending.waited`).
+The arena holds one state. A save that comes while the one before is being written waits for it; the training
+loop says how long.
 """
 
 import os
@@ -112,10 +112,6 @@ class Staging:
         started = time.perf_counter()
         self._copied.wait()
         return time.perf_counter() - started
-
-    def wait_warm(self) -> None:
-        """Until the arena is faulted in and the saver serves. The first save waits for it otherwise."""
-        self._warm.result()
 
     def close(self) -> None:
         """End the saver; what is being written is finished first."""

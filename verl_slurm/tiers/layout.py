@@ -5,7 +5,7 @@
 A tier holds *objects*: a key and bytes. In a bucket they are objects, in a directory they are files.
 
 ```
-PREFIX/RUN_NAME-RUN_ID/step_000012/actor/__0_0.distcp      one object for each file of the checkpoint,
+PREFIX/RUN_NAME-RUN_ID/step_000012/actor/rank_0000.bin     one object for each file of the checkpoint,
 PREFIX/RUN_NAME-RUN_ID/step_000012/...                     under the file's own path
 PREFIX/RUN_NAME-RUN_ID/step_000012/manifest.json           the commit record, the same bytes as in the run
 ```
