@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.dcp.parts import runtime as plain_runtime
 from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.encryption import TAG_BYTES
 from verl_slurm.checkpoint.format import CHUNK_BYTES, MANIFEST, SCHEMA_VERSION, FileEntry, Topology
@@ -56,16 +57,8 @@ def domains(seed: int = 1) -> dict[str, Tensors]:
 
 
 def runtime(step: int) -> RuntimeState:
-    return RuntimeState(
-        rank=0,
-        world_size=1,
-        step=step,
-        phase="step_end",
-        index=0,
-        safe_point=0,
-        rollout_offset=8,
-        episode_id=8,
-        kl_coef=0.1,
+    return plain_runtime(
+        step,
         rng={"python": MARK},
         rollouts={"prompt": np.frombuffer(MARK * 3, dtype=np.uint8).copy()},
         rewards={"scores": np.frombuffer(MARK, dtype=np.float32).copy()},

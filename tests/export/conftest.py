@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.dcp.parts import runtime
 from verl_slurm.checkpoint import export as exporting
 from verl_slurm.checkpoint.export import Wish
 from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
@@ -16,7 +17,6 @@ from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import ModelConfig, RunConfig, TrainConfig
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state.format import RuntimeState
 
 
 class Trained:
@@ -67,18 +67,9 @@ class Trained:
         schema = current_schema()
         parts = {r: (m, self.optimizers[r]) for r, m in (("actor", self.actor), ("critic", self.critic))}
         history = [{"step": float(n), "reward": n / 10, "kl": 0.5} for n in range(1, step + 1)]
-        runtime = RuntimeState(
-            rank=0,
-            world_size=1,
-            step=step,
-            phase="step_end",
-            index=0,
-            safe_point=0,
-            rollout_offset=8,
-            episode_id=8,
-            kl_coef=0.1,
+        state = runtime(
+            step,
             kl_window=[0.5, 0.25],
-            rng={"torch": np.arange(4, dtype=np.uint8), "python": b"abc"},
             rollouts={"response_ids": np.zeros((3, 4), dtype=np.int64)},
             history=history,
         )
@@ -89,7 +80,7 @@ class Trained:
             "orchestration.json": layout,
         }
         contents = Contents(
-            runtime=runtime,
+            runtime=state,
             texts={name: json.dumps(value).encode() for name, value in texts.items()}
             | {"config.yaml": dump(config), SCHEMA_VERSION: render_schema(schema)},
         )
