@@ -6,7 +6,6 @@ source is read by all and written by none.
 
 import errno
 import fcntl
-import hashlib
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_directory
+from verl_slurm.save_path.lanes import LANES, Hasher, hash_each
 from verl_slurm.save_path.protocol import ArenaFile, Outcome
 from verl_slurm.save_path.sealing import SealedStream, StreamReader
 
@@ -32,6 +32,7 @@ def write_and_hash(
     directories: Sequence[str],
     *,
     hashers: int = 1,
+    hasher: Hasher = hash_each,
     stream: SealedStream | None = None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
     """Write every file below every directory, and hash each once.
@@ -39,7 +40,8 @@ def write_and_hash(
     Args:
         source: the arena; page-aligned.
         hashers: threads that hash.
-        stream: of these files; then what it seals is what is written and hashed.
+        hasher: what they hash with.
+        stream: of these files; then what it seals is what is written and hashed, chunk by chunk.
 
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
@@ -52,27 +54,32 @@ def write_and_hash(
             pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory, started)
             for directory in directories
         ]
-        entries = _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers)
+        entries = (
+            _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers, hasher)
+        )
         return entries, tuple(outcome.result() for outcome in outcomes)
 
 
 def _hash_all(
-    source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int
+    source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int, hasher: Hasher
 ) -> tuple[FileEntry, ...]:
     leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
-    work = iter([(file, chunk) for file in files for chunk in range(leaf_count(file.size))])
+    chunks = [(file, chunk) for file in files for chunk in range(leaf_count(file.size))]
+    # Whole chunks first: those of one length are hashed together.
+    chunks.sort(key=lambda job: job[0].size < (job[1] + 1) * CHUNK_BYTES)
+    work = iter([chunks[first : first + LANES] for first in range(0, len(chunks), LANES)])
     lock = threading.Lock()
 
     def run() -> None:
         while True:
             with lock:
-                job = next(work, None)
-            if job is None:
+                some = next(work, None)
+            if some is None:
                 return
-            file, chunk = job
-            start = file.at + chunk * CHUNK_BYTES
-            piece = source[start : min(start + CHUNK_BYTES, file.at + file.size)]
-            leaves[file.path][chunk] = hashlib.sha256(piece).digest()
+            starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in some]
+            pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
+            for (file, chunk), digest in zip(some, hasher(pieces), strict=True):
+                leaves[file.path][chunk] = digest
 
     for done in [pool.submit(run) for _ in range(hashers)]:
         done.result()
