@@ -242,7 +242,7 @@ def from_saver() -> Sequence[bytes]:
     outcome = Outcome(directory="/run/checkpoints/x", error="full", errno=28, seconds=0.5)
     return [
         msgspec.json.encode(message)
-        for message in (Ready(), Written(save=1, files=(entry,), outcomes=(outcome,)))
+        for message in (Ready(), Written(save=1, files=(entry,), outcome=outcome))
     ]
 
 

@@ -84,7 +84,8 @@ def test_a_medium_that_fails_early_or_late_does_not_hold_the_other_up(
     late = tmp_path / "late" / files[-1].path
     late.parent.mkdir(parents=True)
     late.write_text("in the way")
-    places = [str(tmp_path / name) for name in ("missing", "good", "late")]
+    (tmp_path / "file").write_text("in the way")
+    places = [str(tmp_path / name) for name in ("file", "good", "late")]
     entries, outcomes = write_and_hash(
         arena, files, places, hashers=2, stream=Sealer(KEY).begin(new_sealing(), arena, files)
     )
@@ -101,8 +102,9 @@ def test_where_no_medium_takes_it_nothing_goes_on_and_there_are_no_entries(
     short_ring: None, tmp_path: Path
 ) -> None:
     arena, files = layout(SIZES)
+    (tmp_path / "file").write_text("in the way")
     entries, outcomes = write_and_hash(
-        arena, files, [str(tmp_path / "missing")], stream=Sealer(KEY).begin(new_sealing(), arena, files)
+        arena, files, [str(tmp_path / "file")], stream=Sealer(KEY).begin(new_sealing(), arena, files)
     )
     assert entries == ()
     assert outcomes[0].error is not None
@@ -169,7 +171,7 @@ def test_the_saver_process_reads_the_key_for_itself_and_shows_it_nowhere(
         saver.wait_ready()
         argv = Path(f"/proc/{saver.pid}/cmdline").read_bytes()
         sealing = new_sealing(key)
-        written = saver.write(files, [str(tmp_path)], sealing)
+        (written,) = saver.write(files, [str(tmp_path)], sealing)
     finally:
         saver.close()
         arena.close()

@@ -80,28 +80,30 @@ class Staging:
         directories: Callable[[], Sequence[Path]],
         components: Sequence[str] = (),
         sealing: Callable[[], Sealing | None] = lambda: None,
-    ) -> "Future[Written]":
+        on_done: Callable[[Written], None] = lambda _: None,
+    ) -> "Future[None]":
         """Save the tensors as they are now. The one before must be done.
 
         Args:
             directories: says, when the copy is made, where the files go; called from another thread.
             components: the domains whose files are written; empty: all. All are copied.
             sealing: says then how they are encrypted, if they are; called behind it.
+            on_done: told what became of each directory, as soon as that is known; called from that thread.
 
         Returns:
-            What became of each directory. It raises what `directories` raises, and SaverDied.
+            When all is told. It raises what `directories` raises, and SaverDied.
         """
         self._copied = copied = threading.Event()
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
 
-        def work() -> Written:
+        def work() -> None:
             try:
                 self._copy(ready)
             finally:
                 copied.set()
             where = [str(directory) for directory in directories()]
             files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
-            return self._saver.write(files, where, sealing())
+            self._saver.write(files, where, sealing(), on_done)
 
         return self._thread.submit(work)
 

@@ -10,13 +10,15 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_directory
+from verl_slurm.files import make_private
 from verl_slurm.save_path.protocol import ArenaFile, Outcome
 from verl_slurm.save_path.sealing import SealedStream, StreamReader
 
@@ -33,13 +35,16 @@ def write_and_hash(
     *,
     hashers: int = 1,
     stream: SealedStream | None = None,
+    on_done: Callable[[tuple[FileEntry, ...], Outcome], None] = lambda _files, _outcome: None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
     """Write every file below every directory, and hash each once.
 
     Args:
         source: the arena; page-aligned.
+        directories: made where they are missing.
         hashers: threads that hash.
         stream: of these files; then what it seals is what is written and hashed.
+        on_done: told of each directory as soon as it is done and everything is hashed, from this thread.
 
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
@@ -53,6 +58,8 @@ def write_and_hash(
             for directory in directories
         ]
         entries = _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers)
+        for outcome in as_completed(outcomes):
+            on_done(entries, outcome.result())
         return entries, tuple(outcome.result() for outcome in outcomes)
 
 
@@ -106,7 +113,7 @@ def _write_all(
 ) -> Outcome:
     direct = True
     try:
-        with closing(content), open_directory(directory) as root, ExitStack() as opened:
+        with closing(content), _made(directory) as root, ExitStack() as opened:
             folders: dict[str, int] = {}
             written: list[int] = []
             for file in files:
@@ -132,6 +139,14 @@ def _write_all(
             seconds=time.monotonic() - started,
         )
     return Outcome(directory=directory, seconds=time.monotonic() - started, direct=direct)
+
+
+@contextmanager
+def _made(directory: str) -> Iterator[int]:
+    """A descriptor of a directory. Made here, where its storage can hold up nobody else, unless it is there."""
+    make_private(Path(directory))
+    with open_directory(directory) as fd:
+        yield fd
 
 
 @contextmanager
