@@ -93,6 +93,7 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
     if final.exists():
         # Of a former save at the same safe point: the same state, and perhaps all there is of it. Ours counts
         # under its present name already (`list_parts`), should the power go meanwhile.
+        fsync_path(final.parent)
         drop_staging(final)
     os.rename(staging, final)
     fsync_path(final.parent)

@@ -224,30 +224,28 @@ class CheckpointSaver:
             if plan.not_shared:
                 # Storage that is not tried because it is slow may not answer this, either.
                 threading.Thread(target=self._ask_owner, args=(attempt,), daemon=True).start()
-                committed = Committed(0, plan.not_shared)
+                failed[Medium.SHARED] = plan.not_shared
             else:
                 committed = self._commit_shared(attempt, plan, media[Medium.SHARED], small)
-            num_bytes = committed.num_bytes
-            if committed.problem:
-                failed[Medium.SHARED] = committed.problem
+                num_bytes = committed.num_bytes
+                if committed.problem:
+                    failed[Medium.SHARED] = committed.problem
         except RanksFailed as error:
             if keeping is None:
                 raise
             # A dead saver, too: what the nodes' disks have by then counts, and the next save says that it is dead.
-            failed[Medium.SHARED], kinds = error.found or str(error), error.kinds
+            failed[Medium.SHARED], kinds = _text(error), error.kinds
         finally:
             if keeping is not None:
                 wait([keeping])
-        if keeping is not None:
+        if self._second is not None and keeping is not None:
             try:
                 kept = keeping.result()
-                problem = kept.problem
+                problem, num_bytes = kept.problem, num_bytes or kept.num_bytes
                 if Medium.SHARED in failed and not problem and Fenced.__name__ not in kinds:
-                    assert self._second is not None
                     problem = self._second.read_back(kept)  # nobody else will
-                num_bytes = num_bytes or kept.num_bytes
             except RanksFailed as error:
-                problem, kinds = error.found or str(error), kinds | error.kinds
+                problem, kinds = _text(error), kinds | error.kinds
             if problem:
                 failed[Medium.LOCAL] = problem
         if all(medium in failed for medium in media) or Fenced.__name__ in kinds:
@@ -373,3 +371,7 @@ class CheckpointSaver:
         except Exception as error:  # noqa: BLE001 - all ranks hear of it where they write
             done.set_exception(error)
         return done
+
+
+def _text(error: RanksFailed) -> str:
+    return str(error.found or error)
