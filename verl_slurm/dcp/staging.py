@@ -133,6 +133,8 @@ class Staging:
             self._warm.result()
         except Exception as error:
             raise SaverDied(f"the saver never came up: {error}") from error
+        if not self._live:
+            return  # a rank that holds replicas only: other ranks write them
         with torch.no_grad():
             if ready is None:
                 torch._foreach_copy_(self._copies, self._live)
