@@ -1,8 +1,7 @@
-"""Two ranks on two nodes, in one process: a thread and a saver each, with gates where a medium is to be slow."""
+"""Two ranks on two nodes, in one process: a thread and a saver each."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +14,8 @@ from verl_slurm.dcp import staging
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, Contents, LocalPlace, SavedCheckpoint
 from verl_slurm.paths import RunPaths
-from verl_slurm.save_path import writing
 
-__all__ = ["Gate", "Nodes", "Ranks", "gate"]
-
-
-class Gate:
-    """Where writes of the tensors to one medium wait.
-
-    Attributes:
-        reached: a write has come to it: it has begun on that medium, and not more.
-    """
-
-    def __init__(self) -> None:
-        self.reached, self._opened = threading.Event(), threading.Event()
-        self._error: OSError | None = None
-
-    def open(self, error: OSError | None = None) -> None:
-        """Let all pass, or fail with `error`."""
-        self._error = error
-        self._opened.set()
-
-    def wait(self) -> None:
-        self.reached.set()
-        assert self._opened.wait(60)
-        if self._error is not None:
-            raise self._error
-
-
-@contextmanager
-def gate(below: Path) -> Iterator[Gate]:
-    """A gate before the last file of tensors on the medium at `below`; what was written before lies there."""
-    found, real = Gate(), writing._folder
-    with pytest.MonkeyPatch.context() as patch:
-
-        @contextmanager
-        def folder(root: int, name: str) -> Iterator[int]:
-            if name == "optimizer" and Path(f"/proc/self/fd/{root}").readlink().is_relative_to(below):
-                found.wait()
-            with real(root, name) as fd:
-                yield fd
-
-        patch.setattr(writing, "_folder", folder)
-        try:
-            yield found
-        finally:
-            found.open()
+__all__ = ["Nodes", "Ranks"]
 
 
 class Ranks(Collective):

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.dcp.nodes import Nodes, gate
+from tests.dcp.nodes import Nodes
 from tests.dcp.parts import Parts
+from tests.faults.gates import gate
 from tests.faults.world import SHARED, World, recover
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, part_problems, send_home
 from verl_slurm.checkpoint.verify import verify
@@ -65,7 +66,9 @@ def test_the_nodes_copy_is_committed_while_shared_storage_still_writes_and_then_
         done = saving.result(60)
     assert (done.on_shared, done.problem) == (True, "")
     assert verify(world.paths.checkpoints / NAME).ok
-    manifests = [(place / NAME / "manifest.json").read_bytes() for place in (world.paths.checkpoints, world.local)]
+    manifests = [
+        (place / NAME / "manifest.json").read_bytes() for place in (world.paths.checkpoints, world.local)
+    ]
     assert manifests[0] == manifests[1]
     assert [word.on_shared for word in told.words] == [False]
     assert os.listdir(world.local) == [NAME]
@@ -116,7 +119,7 @@ def test_a_dead_saver_does_not_take_what_the_nodes_have_along(world: World) -> N
     with gate(world.paths.root) as shared:
         saving = world.begin(2, on_kept=told)
         assert told.said.wait(60)
-        shared.open(RuntimeError("the saver process is gone"))  # type: ignore[arg-type]
+        shared.open(RuntimeError("the saver process is gone"))
         done = saving.result(60)
     assert (done.on_shared, "is gone" in done.problem) == (False, True)
     assert recover(world.root).name == NAME
@@ -160,7 +163,7 @@ def test_a_shared_storage_that_does_not_say_who_owns_the_run_is_not_waited_for(
 KILLED = """
 import os, sys
 from pathlib import Path
-from tests.dcp.nodes import gate
+from tests.faults.gates import gate
 from tests.faults.world import World
 with World.at(Path(sys.argv[1]), two_media=True) as world:
     world.save(1)
