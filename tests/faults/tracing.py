@@ -92,6 +92,8 @@ class InProcess:
         directories: Sequence[str],
         sealing: Sealing | None = None,
         on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
     ) -> tuple[Written, ...]:
         assert sealing is None
 

@@ -148,6 +148,7 @@ class CheckpointSaver:
             components,
             lambda: plan.result().sealing,
             lambda written: attempt.answered(plan.result(), written),
+            hurry=on_kept is not None,
         )
         staged.add_done_callback(attempt.ended)
         return self._thread.submit(self._save, attempt, plan, staged, then)

@@ -81,6 +81,8 @@ class Staging:
         components: Sequence[str] = (),
         sealing: Callable[[], Sealing | None] = lambda: None,
         on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
     ) -> "Future[None]":
         """Save the tensors as they are now. The one before must be done.
 
@@ -89,6 +91,7 @@ class Staging:
             components: the domains whose files are written; empty: all. All are copied.
             sealing: says then how they are encrypted, if they are; called behind it.
             on_done: told what became of each directory, as soon as that is known; called from that thread.
+            hurry: no directory is to wait for another.
 
         Returns:
             When all is told. It raises what `directories` raises, and SaverDied.
@@ -103,7 +106,7 @@ class Staging:
                 copied.set()
             where = [str(directory) for directory in directories()]
             files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
-            self._saver.write(files, where, sealing(), on_done)
+            self._saver.write(files, where, sealing(), on_done, hurry=hurry)
 
         return self._thread.submit(work)
 

@@ -64,12 +64,15 @@ class SaverProcess:
         directories: Sequence[str],
         sealing: Sealing | None = None,
         on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
     ) -> tuple[Written, ...]:
         """Have `files` written below every one of `directories`; returns when each is durable or given up.
 
         Args:
             directories: no two alike.
             on_done: told of each directory as soon as the saver answers for it, from this thread.
+            hurry: no directory is to wait for another.
 
         Returns:
             An answer a directory, in the order of `directories`.
@@ -78,7 +81,13 @@ class SaverProcess:
             SaverDied: it ended, or answered another question.
         """
         self._count += 1
-        request = Write(save=self._count, files=tuple(files), directories=tuple(directories), sealing=sealing)
+        request = Write(
+            save=self._count,
+            files=tuple(files),
+            directories=tuple(directories),
+            sealing=sealing,
+            hurry=hurry,
+        )
         data = memoryview(msgspec.json.encode(request) + b"\n")
         try:
             while data:

@@ -59,6 +59,8 @@ class Write(_Message, frozen=True, kw_only=True):
     files: tuple[ArenaFile, ...]
     directories: tuple[str, ...]
     sealing: Sealing | None = None
+    hurry: bool = False
+    """No directory is to wait for another, whatever that costs."""
 
 
 class Ready(_Message, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import load_keys
 from verl_slurm.save_path.arena import Arena
 from verl_slurm.save_path.protocol import FromSaver, Outcome, Ready, Write, Written
-from verl_slurm.save_path.sealing import SealedStream, Sealer
+from verl_slurm.save_path.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save_path.writing import write_and_hash
 
 __all__ = ["main"]
@@ -86,7 +86,8 @@ def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream
         )
     if sealer is None or request.sealing is None:
         return None
-    return sealer.begin(request.sealing, arena.view, request.files)
+    patience = 0.0 if request.hurry else PATIENCE_S
+    return sealer.begin(request.sealing, arena.view, request.files, patience)
 
 
 def _answer(save: int, files: tuple[FileEntry, ...], outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
@@ -52,7 +52,10 @@ def write_and_hash(
     Called by: save_path.saver.
     """
     started = time.monotonic()
-    with ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool:
+    with (
+        closing(stream) if stream else nullcontext(),
+        ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool,
+    ):
         outcomes = [
             pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory, started)
             for directory in directories
@@ -101,8 +104,11 @@ class _Plain:
     def size(self, file: ArenaFile) -> int:
         return file.size
 
-    def blocks(self, file: ArenaFile) -> Iterable[memoryview]:
-        return (self._source[file.at : file.at + file.size],)
+    def opened(self, file: ArenaFile, fd: int) -> None:
+        """Nobody asks."""
+
+    def blocks(self, file: ArenaFile) -> Iterable[tuple[int, memoryview]]:
+        return ((0, self._source[file.at : file.at + file.size]),)
 
     def close(self) -> None:
         """Nobody waits for it."""
@@ -121,6 +127,7 @@ def _write_all(
                 if folder not in folders:
                     folders[folder] = opened.enter_context(_folder(root, folder))
                 fd = opened.enter_context(_new_file(folders[folder], name))
+                content.opened(file, fd)
                 direct = _write_one(fd, name, content.blocks(file), content.size(file)) and direct
                 written.append(fd)
             # Not after each file: the disk would stand still in between.
@@ -172,14 +179,14 @@ def _new_file(folder: int, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_one(fd: int, name: str, blocks: Iterable[memoryview], size: int) -> bool:
-    """Write, and cut to `size`; returns whether it went past the page cache."""
+def _write_one(fd: int, name: str, blocks: Iterable[tuple[int, memoryview]], size: int) -> bool:
+    """Write each block where it belongs, and cut to `size`; returns whether it went past the page cache."""
     direct = _set_direct(fd, True)
-    start = 0
-    for data in blocks:
+    end = 0
+    for start, data in blocks:
         direct = _write_block(fd, name, data, start, direct)
-        start += len(data)
-    if start != size:
+        end = start + len(data)
+    if end != size:
         os.ftruncate(fd, size)
     return direct
 
