@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,12 +74,22 @@ class World:
         finally:
             saver.close()
 
-    def save(self, step: int, *, seconds_left: float | None = None) -> SavedCheckpoint:
-        """A save of weights that no other save has; what it answers is a promise."""
+    def begin(
+        self,
+        step: int,
+        *,
+        seconds_left: float | None = None,
+        on_kept: Callable[[SavedCheckpoint], None] | None = None,
+    ) -> "Future[SavedCheckpoint]":
+        """Begin a save of weights that no other save has."""
         with torch.no_grad():
             for parameter in self.parts.model.parameters():
                 parameter += 1
-        done = self.saver.begin(contents(step), seconds_left=seconds_left).result()
+        return self.saver.begin(contents(step), seconds_left=seconds_left, on_kept=on_kept)
+
+    def save(self, step: int, *, seconds_left: float | None = None) -> SavedCheckpoint:
+        """The same; what it answers is a promise."""
+        done = self.begin(step, seconds_left=seconds_left).result()
         if self.tracer is not None:
             self.tracer.ack(done.name)
         self.remember()

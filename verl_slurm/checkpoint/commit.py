@@ -34,7 +34,7 @@ from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 
-__all__ = ["Staging", "abort", "begin", "commit", "seal", "staging_path", "sweep"]
+__all__ = ["Staging", "abort", "begin", "commit", "name_staging", "seal", "sweep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,16 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
     Called by: dcp.saver, rank 0, once a save.
     """
     private_dir(paths.checkpoints)
-    directory = staging_path(paths, step, safe_point)
-    directory.mkdir(mode=0o700)
+    staging = name_staging(paths, step, safe_point)
+    staging.directory.mkdir(mode=0o700)
+    return staging
+
+
+def name_staging(paths: RunPaths, step: int, safe_point: int) -> Staging:
+    """The same, with nothing made yet: no storage is asked, and none can hold us up (`files.make_private`)."""
     final = paths.checkpoint(step, safe_point)
+    directory = paths.staging(final, secrets.token_hex(8))
     return Staging(directory=directory, final=final, step=step, safe_point=safe_point)
-
-
-def staging_path(paths: RunPaths, step: int, safe_point: int) -> Path:
-    """A name for a staging directory that nobody can guess; it is not made."""
-    return paths.staging(paths.checkpoint(step, safe_point), secrets.token_hex(8))
 
 
 def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:

@@ -180,6 +180,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     created_utc: str
     """ISO 8601 with Z."""
     save_seconds: float
+    """Until the first medium had it all."""
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
     hmac: str | msgspec.UnsetType = msgspec.UNSET

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
-from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.frozen import store_frozen
+from verl_slurm.checkpoint.interruptions import measured_saves
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
@@ -22,6 +23,7 @@ from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
@@ -152,7 +154,7 @@ def build_loop(
         ranks,
         epoch_check=lambda: require_epoch(paths, epoch),
         local=_local_place(config, paths, local_rank),
-        usual_seconds=manifest.save_seconds if manifest else None,
+        usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
         encryption=config.checkpoint.encryption,
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
@@ -248,6 +250,17 @@ def _store(paths: RunPaths, model: Path, seen: Fingerprint) -> None:
         work()
     else:
         threading.Thread(target=work, name="frozen", daemon=True).start()
+
+
+def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
+    """What the last save to shared storage took. A manifest may have been made before that was over."""
+    try:
+        told = measured_saves(read_events(paths), 1)
+    except OSError:
+        told = []
+    if told:
+        return told[-1][1]
+    return manifest.save_seconds if manifest else None
 
 
 def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:
