@@ -101,7 +101,11 @@ class Effects:
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
         checkpoint = self._config.checkpoint
-        self._spawn(scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home))
+        self._spawn(
+            scrub_forever(
+                self._paths, checkpoint, self._journal, self._epoch, self._bring_home, self._keys
+            )
+        )
 
     def _announce(self, generation: int) -> None:
         """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""

@@ -1,16 +1,20 @@
 """Reading back what nobody has asked for: disks lose bits in silence, and a resume is a bad moment to find out.
 
 `next_due` says which checkpoint comes next, and why: pure. `scrub_one` reads it, every byte, slowly if asked, and
-sets aside what is damaged beyond doubt. What the system would not read, or others may write, is reported and left.
+sets aside what is damaged beyond doubt. What the system would not read, others may write, or nobody with the run's key
+has signed, is reported and left: a resume judges it the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from verl_slurm.checkpoint.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.verify import verify
+from verl_slurm.keys import Keyring
 
 __all__ = ["Due", "Scrubbed", "next_due", "scrub_one"]
 
@@ -43,6 +47,12 @@ class Scrubbed:
     set_aside: Path | None
     gone: bool = False
 
+    @property
+    def is_signed(self) -> bool:
+        """There is a signature, whether anybody could check it or not."""
+        manifest = self.verdict.manifest
+        return manifest is not None and not isinstance(manifest.hmac, msgspec.UnsetType)
+
 
 def next_due(
     infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
@@ -70,6 +80,7 @@ def scrub_one(
     path: Path,
     *,
     set_aside: bool,
+    keys: Keyring | None = None,
     bytes_per_s: float | None = None,
     verifier: Callable[..., Verdict] = verify,
 ) -> Scrubbed:
@@ -77,11 +88,13 @@ def scrub_one(
 
     Args:
         set_aside: move it to quarantine where it is damaged.
+        keys: where given, its manifest must be signed with one of them. What is not, is never moved: it may be a
+            good checkpoint of another key.
         bytes_per_s: read no faster; None: as fast as it goes.
 
     Called by: cli, and the daemon now and then.
     """
-    verdict = verifier(path, bytes_per_s=bytes_per_s)
+    verdict = verifier(path, keys=keys, bytes_per_s=bytes_per_s)
     moved = None
     if not verdict.ok and not path.exists():
         return Scrubbed(verdict=verdict, set_aside=None, gone=True)
