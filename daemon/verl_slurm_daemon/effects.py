@@ -102,9 +102,7 @@ class Effects:
         write_lead_address(self._paths, self._address)
         checkpoint = self._config.checkpoint
         self._spawn(
-            scrub_forever(
-                self._paths, checkpoint, self._journal, self._epoch, self._bring_home, self._keys
-            )
+            scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home, self._keys)
         )
 
     def _announce(self, generation: int) -> None:

@@ -34,7 +34,11 @@ def last_read(paths: RunPaths) -> dict[str, float]:
     for event in read_events(paths):
         judged = event.get("good") is True or event.get("judged") is True
         name, when = event.get("name"), event.get("time")
-        if (event["event"] == "verified" or (event["event"] == "scrubbed" and judged)) and isinstance(name, str) and isinstance(when, str):
+        if (
+            (event["event"] == "verified" or (event["event"] == "scrubbed" and judged))
+            and isinstance(name, str)
+            and isinstance(when, str)
+        ):
             try:
                 found[name] = datetime.fromisoformat(when).timestamp()
             except ValueError:

@@ -102,9 +102,7 @@ def test_what_nobody_with_the_runs_key_signed_is_named_and_left(cli: Cli, sealed
     assert (answer["ok"], answer["signature"]) == (False, "checked")
 
 
-def test_the_one_that_accept_unsigned_names_is_good(
-    cli: Cli, sealed_run: RunPaths, tmp_path: Path
-) -> None:
+def test_the_one_that_accept_unsigned_names_is_good(cli: Cli, sealed_run: RunPaths, tmp_path: Path) -> None:
     digest = read_manifest(sealed_run.checkpoint(20)).digest
     _configure(sealed_run, key_file=str(tmp_path / "run.key"), accept_unsigned=digest)
     assert cli("scrub", sealed_run.root, "--no-data").code == ExitCode.OK
@@ -124,9 +122,7 @@ def test_without_the_key_at_hand_the_scrub_says_what_it_did_not_check(
     assert cli("scrub", sealed_run.root, "--key-file", tmp_path / "run.key").code == ExitCode.KEY
 
 
-def test_a_signed_checkpoint_of_a_run_without_a_key_is_not_passed_in_silence(
-    cli: Cli, run: RunPaths
-) -> None:
+def test_a_signed_checkpoint_of_a_run_without_a_key_is_not_passed_in_silence(cli: Cli, run: RunPaths) -> None:
     assert cli("scrub", run.root, "--json").json["signature"] == "none"
     save_sealed(run, 30)
     assert "signature not checked: no key" in cli("scrub", run.root).err

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from verl_slurm_daemon.resume import find_resume_point, read_back
 
@@ -196,9 +198,16 @@ def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_pa
     )
     run.run_yaml.write_bytes(dump(config))
     made = [save_sealed(run, 2, key), save_sealed(run, 4, None)]
-    assert sync(run, config).ok
+    # As somebody who can write to the tier, and has not the key.
+    assert sync(run, msgspec.structs.replace(config, checkpoint=CheckpointConfig())).ok
     for path in made:
         path.rename(tmp_path / path.name)
+    run.tier_records.unlink()
     point = find_resume_point(run, "auto", 1, Keyring(key), has_tiers=True)
     assert point.name == "step_000002"
     assert not run.checkpoint(4).exists()
+    made[0].rename(tmp_path / "lost")
+    for path in (Path(str(cold.path))).rglob(made[0].name):
+        shutil.rmtree(path)
+    with pytest.raises(TierError, match="nothing could be brought back"):
+        find_resume_point(run, "auto", 1, Keyring(key), has_tiers=True)

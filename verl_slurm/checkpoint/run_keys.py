@@ -45,7 +45,7 @@ def keys_at_hand(place: Path, key_file: Path | None = None) -> tuple[Keyring | N
         KeyRefused, PermissionRefused: `key_file` was named, and is none.
         ConfigError: the run's configuration does not load.
 
-    Called by: cli.scrub, tiers.mover.
+    Called by: cli.scrub.
     """
     try:
         return keys_for(place, key_file), ""
