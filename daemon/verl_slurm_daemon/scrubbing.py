@@ -1,4 +1,4 @@
-"""The slow scrub of a running job: one checkpoint after the other is read back, and what rotted is set aside.
+"""The slow scrub of a running job: checkpoints and frozen models are read back one by one; what rotted is set aside.
 
 When each was read last is in the journal (`verified`, `scrubbed`), so it holds over requeues. Where the nodes have a
 second copy, the damaged one is brought home at once. Nothing here may end a run: what goes wrong is written down.
@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.scrub import next_due, scrub_one
+from verl_slurm.checkpoint.frozen_check import frozen_digests
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.scrub import next_due, scrub_frozen, scrub_one
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
@@ -23,6 +25,8 @@ __all__ = ["last_read", "scrub_forever", "scrub_next"]
 
 _SETTLE_S = 600.0
 """After a start there is enough to do."""
+
+_FROZEN = "frozen/"
 
 
 def last_read(paths: RunPaths) -> dict[str, float]:
@@ -58,12 +62,18 @@ def scrub_next(
         Seconds until the next look, and what to journal; empty: nothing was due.
     """
     every_s = config.scrub_every_h * 3600
-    due = next_due(list_checkpoints(paths), last_read(paths), now=now, every_s=every_s)
+    infos = [*list_checkpoints(paths), *_frozen(paths)]
+    due = next_due(infos, last_read(paths), now=now, every_s=every_s)
     if due.name is None or due.in_s > 0:
         return min(due.in_s, every_s), {}
-    path = paths.checkpoints / due.name
     require_epoch(paths, epoch)
-    one = scrub_one(path, set_aside=True, keys=keys, bytes_per_s=config.scrub_mb_per_s * 1e6)
+    bytes_per_s = config.scrub_mb_per_s * 1e6
+    if due.name.startswith(_FROZEN):
+        digest = due.name.removeprefix(_FROZEN)
+        one = scrub_frozen(paths, digest, set_aside=True, bytes_per_s=bytes_per_s)
+    else:
+        path = paths.checkpoints / due.name
+        one = scrub_one(path, set_aside=True, keys=keys, bytes_per_s=bytes_per_s)
     if one.gone:
         return 0.0, {}
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
@@ -77,6 +87,14 @@ def scrub_next(
     if not any(problem.kind == "unreadable" for problem in one.verdict.problems):
         told["judged"] = True
     return _SETTLE_S, told
+
+
+def _frozen(paths: RunPaths) -> list[CheckpointInfo]:
+    """The copies in RUN/frozen, to stand in line with the checkpoints: behind all of them."""
+    return [
+        CheckpointInfo(kind="committed", name=_FROZEN + digest, path=paths.frozen / digest)
+        for digest in frozen_digests(paths)
+    ]
 
 
 async def scrub_forever(
@@ -97,5 +115,8 @@ async def scrub_forever(
             pause, told = _SETTLE_S, {"good": False, "detail": str(error)}
         if told:
             journal.event("scrubbed", **told)
-        if told.get("good") is False and config.local_dir:
+        of_checkpoint = not str(told.get("name", "")).startswith(
+            _FROZEN
+        )  # nodes have no copy of a frozen model
+        if told.get("good") is False and of_checkpoint and config.local_dir:
             await bring_home("")

@@ -11,6 +11,7 @@ from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.checkpoint import scrub as scrub_module
 from verl_slurm.checkpoint.fingerprint import fingerprint, write
+from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
@@ -73,6 +74,31 @@ def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
     result = cli("scrub", run.root, "--json")
     assert result.code == ExitCode.OK
     assert len(result.json["checkpoints"]) == 1
+
+
+@pytest.fixture
+def with_model(run: RunPaths) -> Path:
+    """RUN/frozen has a model; returns its file there."""
+    model = run.root.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes(b"{}")
+    return store_frozen(run, model, fingerprint(model)) / "config.json"
+
+
+def test_frozen_models_are_read_back_and_a_damaged_one_is_set_aside(
+    cli: Cli, run: RunPaths, with_model: Path
+) -> None:
+    name = with_model.parent.name
+    assert f"frozen/{name}  ok" in cli("scrub", run.root).out
+    with_model.write_bytes(b"[]")
+    dry = cli("scrub", run.root, "--dry-run", "--json")
+    assert (dry.code, dry.json["frozen"][0]["ok"]) == (ExitCode.CORRUPT, False)
+    assert with_model.exists()
+    real = cli("scrub", run.root)
+    assert real.code == ExitCode.CORRUPT
+    assert "set aside: frozen/quarantine/" in real.out
+    assert not with_model.exists()
+    assert cli("scrub", run.root).code == ExitCode.OK
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from verl_slurm_daemon.scrubbing import last_read, scrub_next
 
 from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.checkpoint.fingerprint import fingerprint
+from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced
 from verl_slurm.events import append_event
@@ -78,6 +80,20 @@ def test_what_is_not_signed_with_the_runs_key_is_said_left_and_keeps_no_other_fr
     assert names == [("step_000020", False), ("step_000010", True)]
     assert planted.is_dir()
     assert scrub_next(run, CONFIG, epoch, max(last_read(run).values()), KEYS)[1] == {}
+
+
+def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes(b"{}")
+    stored = store_frozen(run, tmp_path / "model", fingerprint(tmp_path / "model"))
+    (stored / "config.json").write_bytes(b"[]")
+    epoch, told = _epoch(run), []
+    for _ in range(3):
+        told.append(scrub_next(run, CONFIG, epoch, 2e9)[1])
+        append_event(run, "scrubbed", **told[-1])
+    assert [found["name"] for found in told] == ["step_000020", "step_000010", f"frozen/{stored.name}"]
+    assert told[-1]["good"] is False
+    assert not stored.exists()
 
 
 def test_a_fenced_lead_sets_nothing_aside(run: RunPaths) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.frozen_check import check_frozen
 from verl_slurm.checkpoint.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.keys import Keyring
+from verl_slurm.paths import RunPaths
 
-__all__ = ["Due", "Scrubbed", "next_due", "scrub_one"]
+__all__ = ["Due", "Scrubbed", "next_due", "scrub_frozen", "scrub_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,5 +101,22 @@ def scrub_one(
     if not verdict.ok and not path.exists():
         return Scrubbed(verdict=verdict, set_aside=None, gone=True)
     if set_aside and not verdict.ok and verdict.damaged:
+        moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
+    return Scrubbed(verdict=verdict, set_aside=moved)
+
+
+def scrub_frozen(
+    paths: RunPaths, digest: str, *, set_aside: bool, bytes_per_s: float | None = None
+) -> Scrubbed:
+    """Read one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start makes a new one.
+
+    Called by: cli, and the daemon now and then.
+    """
+    path = paths.frozen / digest
+    verdict = check_frozen(paths, digest, bytes_per_s=bytes_per_s)
+    if not verdict.ok and not path.exists():
+        return Scrubbed(verdict=verdict, set_aside=None, gone=True)
+    moved = None
+    if set_aside and verdict.damaged:
         moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
     return Scrubbed(verdict=verdict, set_aside=moved)

@@ -1,6 +1,7 @@
 """`verl-slurm scrub`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -8,6 +9,9 @@ from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, exits, json_option, key_option
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+
+if TYPE_CHECKING:
+    from verl_slurm.checkpoint.scrub import Scrubbed
 
 __all__ = ["scrub"]
 
@@ -24,12 +28,13 @@ _UNCHECKED = "not checked"
 def scrub(
     run: RunPaths, dry_run: bool, no_data: bool, rate: float | None, key_file: Path | None, as_json: bool
 ) -> int:
-    """Read back all that RUN would need one day: every checkpoint, partial ones too, and the data set.
+    """Read back all that RUN would need one day: checkpoints, partial ones too, frozen models, and the data set.
 
     Every byte is read from the medium and held against its digest. A checkpoint that is damaged beyond doubt is
     set aside (checkpoints/quarantine), so that a resume takes the one before it at once; one that cannot be read
     or that others may write is named and left. The data set is read in full, so a change behind an unchanged
-    size and mtime is found, too.
+    size and mtime is found, too. The copies of models that do not train (RUN/frozen) are treated like checkpoints;
+    the next start makes a new one where one was set aside.
 
     Where the run has a key, each manifest must be signed with it, as a resume asks: one that is not is named and
     left. Where that key cannot be read here, the bytes are checked all the same, and `signature not checked: no
@@ -43,8 +48,9 @@ def scrub(
     verl-slurm scrub runs/big --dry-run --no-data --json
     """
     from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.checkpoint.frozen_check import frozen_digests
     from verl_slurm.checkpoint.run_keys import keys_at_hand
-    from verl_slurm.checkpoint.scrub import Scrubbed, scrub_one
+    from verl_slurm.checkpoint.scrub import scrub_frozen, scrub_one
 
     keys, missing = keys_at_hand(run.root, key_file)
     infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
@@ -56,32 +62,31 @@ def scrub(
         if not one.gone:
             found.append((info.path, one))
         done += info.num_bytes
+    frozen: list[tuple[Path, Scrubbed]] = []
+    for digest in frozen_digests(run):
+        bar.show("reading back frozen models", done, total)
+        one = scrub_frozen(run, digest, set_aside=not dry_run, bytes_per_s=rate and rate * 1e6)
+        if not one.gone:
+            frozen.append((run.frozen / digest, one))
     bar.close()
     drifted = [] if no_data else _drift(run)
-    good = all(one.verdict.ok for _, one in found)
+    everything = [*found, *frozen]
+    good = all(one.verdict.ok for _, one in everything)
     signature = _signature(keys is not None, missing, any(one.is_signed for _, one in found))
     if as_json:
         render.json_value(
             {
                 "ok": good and not drifted,
                 "signature": signature,
-                "checkpoints": [
-                    {
-                        "path": str(path),
-                        "ok": one.verdict.ok,
-                        "problems": [str(problem) for problem in one.verdict.problems],
-                        "set_aside": one.set_aside and str(one.set_aside),
-                        "num_bytes": one.verdict.num_bytes,
-                    }
-                    for path, one in found
-                ],
+                "checkpoints": [_shown(path, one) for path, one in found],
+                "frozen": [_shown(path, one) for path, one in frozen],
                 "data": drifted,
             }
         )
     else:
         if signature.startswith(_UNCHECKED):
             render.warning(f"signature {signature}")
-        for path, one in found:
+        for path, one in everything:
             name = path.relative_to(run.root)
             render.line(f"{name}  {'ok' if one.verdict.ok else 'BAD'}, {one.verdict.num_bytes / 1e6:.1f} MB")
             for problem in one.verdict.problems:
@@ -91,9 +96,19 @@ def scrub(
         for line in drifted:
             render.line(f"data: {line}")
     if not good:
-        needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in found)
+        needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in everything)
         return ExitCode.KEY if needs_key else ExitCode.CORRUPT
     return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
+
+
+def _shown(path: Path, one: "Scrubbed") -> dict[str, object]:
+    return {
+        "path": str(path),
+        "ok": one.verdict.ok,
+        "problems": [str(problem) for problem in one.verdict.problems],
+        "set_aside": one.set_aside and str(one.set_aside),
+        "num_bytes": one.verdict.num_bytes,
+    }
 
 
 def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
