@@ -130,8 +130,8 @@ def _decide(model: Model, event: ev.Event) -> Decision:
             return Decision(model)
         case ev.GenerationEnded(exit_code):
             return _on_generation_ended(model, exit_code)
-        case ev.Verified(name, good, detail):
-            return _on_verified(model, name, good, detail)
+        case ev.Verified():
+            return _on_verified(model, event)
         case ev.SaveDeadline():
             if model.state in (State.SAVING, State.CHECKING):
                 return _give_up(model, "the deadline is near and the save is not verified")
@@ -331,11 +331,12 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
     return _launch(model)
 
 
-def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
-    note = act.Note("verified" if good else "corrupt", {"name": name, "detail": detail})
-    if good:
+def _on_verified(model: Model, event: ev.Verified) -> Decision:
+    word = "verified" if event.good else "pruned" if event.pruned else "corrupt"
+    note = act.Note(word, {"name": event.name, "detail": event.detail})
+    if event.good:
         model = msgspec.structs.replace(model, crashes=0)
-    if name != model.unverified:
+    if event.name != model.unverified:
         return Decision(model, (note,))
     model = msgspec.structs.replace(model, unverified="")
     if model.state is not State.CHECKING:
@@ -346,8 +347,8 @@ def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
         return Decision(model, (note,))  # its end is the next event
     after = (
         _exit(model, ExitCode.OK, "all steps are done")
-        if good
-        else _on_crash(model, "the last save is corrupt")
+        if event.good
+        else _on_crash(model, f"the last save is {word}")
     )
     return Decision(after.model, (note, *after.actions))
 

@@ -168,6 +168,14 @@ def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() ->
     assert act.Requeue() in actions
 
 
+def test_a_save_that_was_pruned_before_it_was_read_back_is_no_corrupt_one() -> None:
+    story = training()
+    story.then(saved(0))
+    (note,) = story.then(ev.Verified(SAVED, False, "removed", pruned=True))
+    assert note.event == "pruned"  # type: ignore[union-attr]
+    assert story.model.unverified == ""
+
+
 def test_a_cancel_saves_and_never_requeues() -> None:
     story = training()
     story.then(cause("cancel", 15.0))

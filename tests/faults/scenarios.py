@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.faults.gates import gate
@@ -16,9 +17,13 @@ from tests.faults.world import World, plant, recover, tree_of
 from verl_slurm.checkpoint import commit
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.format import MANIFEST, Topology
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, send_home
+from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.checkpoint.pruning import carry_out, look
 from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 
@@ -145,6 +150,22 @@ def _resume(world: World) -> None:
     assert os.listdir(world.paths.quarantine)
 
 
+def _saved_by_two_ranks(world: World) -> None:
+    """step_000002 by another number of ranks: of that name, and not the same state."""
+    _saved(1, 2)(world)
+    final = world.paths.checkpoint(2)
+    data = (final / "runtime_state.rank_0000.msgpack.zst").read_bytes()
+    (final / "runtime_state.rank_0001.msgpack.zst").write_bytes(data)
+    (final / "runtime_state.rank_0001.msgpack.zst").chmod(0o600)
+    manifest = read_manifest(final)
+    files = (*manifest.files, entry_of("runtime_state.rank_0001.msgpack.zst", data))
+    by_two = msgspec.structs.replace(manifest, world_size=2, topology=Topology(dp=2), files=files)
+    (final / MANIFEST).write_bytes(render(sealed(by_two)))
+    world.truth["step_000002"] = []
+    world.remember()
+    assert world.truth["step_000002"]
+
+
 def _die_before_the_fsync_and_save_again(world: World) -> None:
     """The rename was done and is not durable; the second save finds the name taken by what verifies."""
 
@@ -190,6 +211,7 @@ SCENARIOS = {
     "the same step again, after a death before the fsync": Scenario(
         _die_before_the_fsync_and_save_again, _saved(1), promised=_name(1)
     ),
+    "the name is taken by one of two ranks": Scenario(_saved(2), _saved_by_two_ranks, promised=_name(1, 2)),
     "save and prune": Scenario(
         _save_and_prune, _saved(1, 2, 3), promised=_name(1, 2, 3), removable=_name(1, 2)
     ),

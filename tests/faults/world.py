@@ -179,7 +179,9 @@ def problems(root: Path, truth: dict[str, list[Tree]], acked: set[str], removabl
             good = _one_thread(info.path).ok
             if good != (tree_of(info.path) in truth.get(info.name, [])):
                 found.append(f"{info.name} is taken for {'good' if good else 'bad'}")
-        if info.kind == "quarantined" and tree_of(info.path) in truth.get(info.name.split(".")[0], []):
+        name = info.name.split(".")[0]
+        replaced = (paths.checkpoints / name).is_dir()  # by one of that name with another state
+        if info.kind == "quarantined" and tree_of(info.path) in truth.get(name, []) and not replaced:
             found.append(f"{info.name} was set aside and is good")
         if info.kind == "torn":
             found.append(f"{info.name} was left: {info.detail}")

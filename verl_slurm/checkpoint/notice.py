@@ -5,7 +5,7 @@ from typing import Literal
 
 __all__ = ["Notice", "Topic"]
 
-Topic = Literal["cadence", "storage", "partial"]
+Topic = Literal["cadence", "storage", "partial", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True)

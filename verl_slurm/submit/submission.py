@@ -41,7 +41,7 @@ from verl_slurm.submit.preflight import (
     choose_cluster,
 )
 from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
-from verl_slurm.submit.room import check_room
+from verl_slurm.submit.room import check_room, frozen_to_come
 
 __all__ = ["Submitted", "carry_out", "check_drift", "plan_submission"]
 
@@ -123,7 +123,7 @@ def plan_submission(
         _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
-    if note := check_room(config, paths.checkpoints, committed):
+    if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
         notes.append(note)
     return SubmissionPlan(
         config=config,

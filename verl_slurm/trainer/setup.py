@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Manifest, Topology
-from verl_slurm.checkpoint.frozen import store_frozen
+from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
 from verl_slurm.checkpoint.interruptions import measured_saves
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
@@ -51,6 +51,7 @@ from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner, Optimizers
 from verl_slurm.trainer.stopping import Stopper
 from verl_slurm.wire.client import NoDaemon, RankLine
+from verl_slurm.wire.messages import Notice
 
 __all__ = ["build_loop"]
 
@@ -228,25 +229,33 @@ def _first_look(
         models["reward"] = Path(name)
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
-        for role, path in models.items():
-            _store(paths, path, seen[role])
+        _store(paths, {path: seen[role] for role, path in models.items()}, line)
     frozen = {role: found.digest for role, found in seen.items()}
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
 
 
-def _store(paths: RunPaths, model: Path, seen: Fingerprint) -> None:
-    """A small model at once; a large one beside the training, which need not wait. What fails is said: a start that
-    finds no copy tries again."""
+def _store(paths: RunPaths, models: dict[Path, Fingerprint], line: RankLine) -> None:
+    """Small models at once; large ones beside the training, which need not wait. What fails is said: the next start
+    tries again."""
+
+    def notice(text: str) -> None:
+        line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
+        console.complain(text)
 
     def work() -> None:
+        for model, seen in models.items():
+            try:
+                store_frozen(paths, model, seen, notice=notice)
+            except (OSError, VerlSlurmError) as error:
+                notice(f"no copy of {model} in {paths.frozen}: {error}")
         try:
-            store_frozen(paths, model, seen)
-        except (OSError, VerlSlurmError) as error:
-            console.complain(f"no copy of {model} in {paths.frozen}: {error}")
+            read_back_others(paths, {seen.digest for seen in models.values()}, notice=notice)
+        except OSError as error:
+            notice(f"{paths.frozen} could not be read back: {error}")
 
-    if seen.num_bytes <= _STORED_AT_ONCE:
+    if sum(seen.num_bytes for seen in models.values()) <= _STORED_AT_ONCE:
         work()
     else:
         threading.Thread(target=work, name="frozen", daemon=True).start()

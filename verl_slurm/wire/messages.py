@@ -190,7 +190,7 @@ class Notice(_Message, frozen=True, kw_only=True):
     """Rank 0: something about saving that people should hear, and that stops nothing. Only when it changes."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial"]
+    topic: Literal["cadence", "storage", "partial", "frozen"]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
     loud: bool
     """Something is wrong."""
