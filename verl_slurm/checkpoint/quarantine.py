@@ -14,6 +14,7 @@ import msgspec
 
 from verl_slurm.checkpoint.format import STAGING_NAME
 from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import fsync_path, private_dir, write_file
 
 __all__ = ["move_to_quarantine", "put_back", "put_back_unfinished"]
@@ -81,7 +82,7 @@ def put_back_unfinished(checkpoints: Path) -> list[Path]:
     for note in sorted((checkpoints / "quarantine").glob(f"*{_RECORD}")):
         try:
             record = msgspec.json.decode(note.read_bytes(), type=_Record)
-        except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             continue  # somebody else's
         plain = checkpoint_order(record.name) is not None and STAGING_NAME.fullmatch(record.until_gone)
         aside = note.with_name(note.name.removesuffix(_RECORD))
