@@ -33,7 +33,7 @@ def test_a_missing_configuration_is_refused(workplace: Path, cli: Cli) -> None:
         (["train.steps=many"], "wrong value: override train.steps=many (found 'many', text, expected int)"),
         (
             ["model.path=builtin:huge"],
-            "no such built-in: model.path (found builtin:huge, expected builtin:tiny)",
+            "no such built-in: model.path (found builtin:huge, expected builtin:tiny or builtin:tiny32)",
         ),
         (["model.reward=rule:vibes"], "expected rule:arithmetic"),
         (["distributed.dp_size=3"], "the same number of ranks on every node"),
