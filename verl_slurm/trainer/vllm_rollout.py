@@ -97,6 +97,8 @@ class VLLMRollout:
 
                 from verl_slurm.trainer.vllm_sampler import CounterSampling
 
+                if device.type == "cpu":
+                    _without_shared_memory()
                 self._llm: Any = LLM(
                     str(model_path),
                     logits_processors=[CounterSampling],
@@ -191,6 +193,18 @@ class VLLMRollout:
             return
         with torch.compiler.set_stance("force_eager"):
             yield
+
+
+def _without_shared_memory() -> None:
+    """Let vLLM's ranks on a CPU speak over the process group, as it does where they do not share a machine.
+
+    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher: a
+    killed run leaves them behind, its next start fails on them ("create shm in SHMManager failed. errno: 17"), and two
+    runs on one node would meet in them. There is no setting for it.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
 
 
 def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dict[str, Any]:
