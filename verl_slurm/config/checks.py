@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.rollout_checks import rollout_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.errors import ConfigError
@@ -63,7 +64,7 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _keys, _slurm)
+    parts = (_names, _shape, _batches, rollout_complaints, _times, _cadence, _partial_saves, _keys, _slurm)
     found = [complaint for part in parts for complaint in part(config)]
     return [*found, *tier_complaints(config.tiers)]
 

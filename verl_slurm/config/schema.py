@@ -38,7 +38,8 @@ class ModelConfig(_Section, frozen=True):
     """Which models train, and which one rewards."""
 
     path: str = "builtin:tiny"
-    """A Hugging Face model directory, or `builtin:tiny`: a small Qwen2 that the project builds."""
+    """A Hugging Face model directory, or `builtin:tiny`: a small Qwen2 that the project builds (`builtin:tiny32`: one
+    with heads of 32, which vLLM wants on a CPU)."""
     reward: str = "rule:arithmetic"
     """`rule:NAME`, or `classifier:DIR` for a Hugging Face sequence classifier with one label."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -58,11 +59,23 @@ class DataConfig(_Section, frozen=True):
 class RolloutConfig(_Section, frozen=True):
     """How the policy is sampled."""
 
-    engine: Literal["hf"] = "hf"
+    engine: Literal["hf", "vllm"] = "hf"
+    """`hf`: Hugging Face's `generate`, on a whole copy of the actor on every rank. `vllm`: vLLM, in the rank's own
+    process (an extra: `pip install 'verl-slurm[vllm]'`, on CPUs `make vllm`)."""
     micro_batch_size_per_device: Positive = 16
     """Prompts sampled at once on one rank. A safe point lies behind each such micro-batch."""
     max_new_tokens: Positive = 6
     temperature: PositiveFloat = 1.0
+    max_logprob_gap: PositiveFloat = 0.02
+    """Largest mean difference, over a step's tokens, of the log probabilities that the engine sampled with and those
+    that the actor gives the same tokens (nats). Above it the run stops: the engine had other weights, or computes
+    something else. Kernels explain 1e-6 in float32 and 5e-3 in bfloat16."""
+    tensor_parallel_size: Positive = 1
+    """vllm: ranks, of one node, that sample together, each with its share of every layer."""
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0.0, le=0.95)] = 0.4
+    """vllm: share of a GPU for its weights and caches; training needs the rest of the same GPU."""
+    enforce_eager: bool = True
+    """vllm: no CUDA graphs and no compiling: a faster start, and no compiler needed on the nodes."""
 
 
 class TrainConfig(_Section, frozen=True):

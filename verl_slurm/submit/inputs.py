@@ -32,7 +32,11 @@ __all__ = [
 
 _BUILTIN = "builtin:"
 # What quickstart and the trainer offer; they import torch, so their names are repeated here and held by a test.
-BUILTIN_MODELS = ("tiny",)
+BUILTIN_MODELS: dict[str, dict[str, int]] = {
+    name: {"num_attention_heads": 4, "head_dim": head_dim, "max_position_embeddings": 128}
+    for name, head_dim in (("tiny", 16), ("tiny32", 32))
+}
+"""Name → what a rollout engine wants to know of it."""
 BUILTIN_DATA = ("arithmetic",)
 RULES = ("arithmetic",)
 _CLASSIFIER = "classifier:"

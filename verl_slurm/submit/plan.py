@@ -34,6 +34,7 @@ Cluster = Literal["slurm", "local"]
 
 # What may differ between the submissions of one run: it does not touch what is computed.
 _FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.")
+_FREE_KEYS = {"rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a
 # forgotten SBATCH_NO_REQUEUE would silently beat our `--requeue`; and those of a job that we are inside of,
@@ -122,7 +123,7 @@ def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
 
 def may_change(key: str) -> bool:
     """Whether `key` may differ between two submissions of one run."""
-    return key.startswith(_FREE_SECTIONS)
+    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS
 
 
 def refuse_changes(

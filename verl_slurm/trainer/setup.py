@@ -30,6 +30,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.orchestration import check_or_write, describe
@@ -45,7 +46,6 @@ from verl_slurm.trainer.resuming import (
     where_it_starts,
 )
 from verl_slurm.trainer.rewards import build_reward
-from verl_slurm.trainer.rollout import HFRollout
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner, Optimizers
@@ -110,14 +110,12 @@ def build_loop(
     models = build_models(model_path, dtype=config.model.dtype, mesh=mesh, device=device)
     optimizers = _optimizers(models, config)
     tokenizer = load_tokenizer(model_path)
-    sampler = HFRollout(
-        model_path,
-        config.rollout,
-        seed=config.seed,
+    sampler = build_engine(
+        config,
         eos_id=int(tokenizer.eos_token_id),
         pad_id=int(tokenizer.pad_token_id),
-        dtype=config.model.dtype,
         device=device,
+        ranks=ranks,
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
     reward = build_reward(config.model.reward, device=device)

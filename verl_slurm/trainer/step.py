@@ -21,11 +21,12 @@ from verl_slurm.trainer import console
 from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
+from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
 from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
-from verl_slurm.trainer.rollout import HFRollout
+from verl_slurm.trainer.sampler_gap import gap_and_tokens, require_small_gap
 from verl_slurm.trainer.schedule import learning_rate
 from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
 
@@ -57,7 +58,7 @@ class Learner:
         shape: StepShape,
         models: Models,
         optimizers: Optimizers,
-        sampler: HFRollout,
+        sampler: RolloutEngine,
         data: PromptData,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward,
@@ -100,6 +101,8 @@ class Learner:
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
             self._sampler.sync(self._models.actor)
             self._synced_step = position.step
+        if batch is not None and self._sampler.collective:
+            self._sampler.generate(_rows(prompts, slice(0)), position.step)  # others of our group may sample
         if batch is None:
             batch = self._sampler.generate(prompts, position.step)
             self.new_rollouts += size
@@ -150,7 +153,10 @@ class Learner:
 
     def _estimate(self, state: TrainState) -> None:
         train = self._config.train
-        mask, scored = stacked(state.buffers.rollouts)["response_mask"], stacked(state.buffers.scored)
+        rollouts, scored = stacked(state.buffers.rollouts), stacked(state.buffers.scored)
+        mask = rollouts["response_mask"]
+        gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
+        require_small_gap(*gap, limit=self._config.rollout.max_logprob_gap, step=state.position.step)
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
         rewards = token_rewards(scored["scores"], kl, mask, state.kl.coef)
         advantages, returns = gae(
@@ -242,14 +248,14 @@ class Learner:
         rollouts, scored = stacked(buffers.rollouts), stacked(buffers.scored)
         mask = rollouts["response_mask"]
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
-        gap = torch.where(mask, (scored["old_logprobs"] - rollouts["logprobs"]).abs(), torch.zeros_like(kl))
+        gap, _ = gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask)
         updates = torch.tensor(buffers.updates, dtype=torch.float64).mean(dim=0)
         mine: list[Tensor] = [
             torch.tensor(float(len(mask)), dtype=torch.float64),
             scored["scores"].double().sum(),
             kl.double().sum(),
             mask.double().sum(),
-            gap.double().sum(),
+            torch.tensor(gap, dtype=torch.float64),
             torch.tensor(float(self._my_tokens), dtype=torch.float64),
             *updates,
         ]
