@@ -98,20 +98,12 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
 
 def _shape(config: RunConfig) -> Iterator[Complaint]:
     shape = config.distributed
-    for key, size in (("tp_size", shape.tp_size), ("pp_size", shape.pp_size)):
-        if size != 1:
-            yield Complaint(
-                f"distributed.{key}",
-                str(size),
-                "1: this version shards over data-parallel ranks alone",
-                f"set distributed.{key}=1 and raise distributed.dp_size",
-            )
     if shape.world_size % shape.nodes:
         yield Complaint(
             "distributed.nodes",
             f"{shape.world_size} ranks on {shape.nodes} nodes",
             "the same number of ranks on every node",
-            "make distributed.dp_size a multiple of distributed.nodes",
+            "make dp_size * tp_size * pp_size a multiple of distributed.nodes",
         )
     elif (
         shape.device == "cuda"

@@ -1,4 +1,4 @@
-"""Actor, critic and reference: loaded by Hugging Face names, sharded by FSDP2.
+"""Actor, critic and reference: loaded by Hugging Face names, sharded over the grid of ranks.
 
 Parameter names are those of the Hugging Face classes (`AutoModelForCausalLM`, and for the critic
 `AutoModelForTokenClassification` with one label), so a checkpoint's tensors can be exported as they are.
@@ -20,6 +20,9 @@ from transformers.utils import logging as hf_logging
 
 from verl_slurm.errors import DataError
 from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.parallel.gradients import clip_over_grid
+from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.tensor import cut_tensors
 
 __all__ = [
     "Models",
@@ -146,13 +149,17 @@ def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """FSDP2 over `mesh`, a group for each decoder layer and one for the rest; None: leave it whole."""
+    """Tensor parallel over `tp`, FSDP2 over `dp`, a group for each decoder layer and one for the rest.
+
+    None: leave it whole.
+    """
     if mesh is None:
         return model
+    cut_tensors(model, mesh["tp"])
     layers = model.get_submodule("model.layers")
     for layer in layers.children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     return model
 
 
@@ -162,7 +169,7 @@ def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: tor
     Args:
         path: Hugging Face model directory, seen by every rank.
         dtype: `float32` or `bfloat16`.
-        mesh: the data-parallel mesh (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
+        mesh: with axes `pp`, `dp` and `tp` (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
         device: where the parameters live.
 
     Returns:
@@ -192,8 +199,14 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         raise ValueError(f"parameters without a source: {sorted(parameters)}")
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective."""
+def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) -> float:
+    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
+
+    Args:
+        grid: None: data parallel alone.
+    """
+    if grid is not None and (grid.shape.tp, grid.shape.pp) != (1, 1):
+        return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
@@ -23,6 +22,8 @@ from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
 from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
+from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.rollout import HFRollout
@@ -61,17 +62,19 @@ class Learner:
         data: PromptData,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward,
-        collective: Collective,
+        grid: Grid,
         ledger: Ledger,
         replay: dict[tuple[int, int], Arrays],
     ) -> None:
-        self._config, self._shape, self._ranks = config, shape, collective
+        self._config, self._shape, self._grid = config, shape, grid
+        # Of the ranks that differ in their rows only: whatever is summed is summed over these.
+        self._ranks, self._replica = grid.data, Replica(grid)
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
         self._ledger, self._replay = ledger, replay
         self._synced_step = -1
         self.new_rollouts = 0
-        """Responses sampled, not replayed, by this process."""
+        """Responses sampled, not replayed, by this process's replica; 0 where another rank counts for it."""
         self._my_tokens = 0
         self.new_tokens = 0
         """Response tokens sampled, not replayed, in the step that was finished last, over all ranks."""
@@ -92,19 +95,20 @@ class Learner:
 
     def _generate(self, state: TrainState) -> None:
         position, size = state.position, self._shape.prompts_per_generation
-        micro_batch = position.index * self._shape.world_size + self._ranks.rank
+        micro_batch = position.index * self._shape.dp_size + self._ranks.rank
         # rollout_offset counts what all ranks had consumed; this rank's share begins `rank` pieces later.
         prompts = self._data.batch(rollout_offset(position, self._shape) + self._ranks.rank * size, size)
-        batch = self._replayed(position.step, micro_batch, prompts)
+        batch = self._replica.found(lambda: self._replayed(position.step, micro_batch, prompts))
         # The sampler gets its weights once a step, and not at all where every rank finds all in the ledger.
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
             self._sampler.sync(self._models.actor)
             self._synced_step = position.step
         if batch is None:
-            batch = self._sampler.generate(prompts, position.step)
-            self.new_rollouts += size
+            batch = self._replica.sample(self._sampler, prompts, position.step)
+            if self._replica.is_leader:
+                self.new_rollouts += size
+                self._journal(position.step, micro_batch, batch)
             self._my_tokens += int(batch["response_mask"].sum())
-            self._journal(position.step, micro_batch, batch)
         state.buffers.rollouts.append(batch)
 
     def _replayed(self, step: int, micro_batch: int, prompts: Batch) -> Batch | None:
@@ -121,7 +125,7 @@ class Learner:
             self._ledger.append(step, micro_batch, to_arrays(batch))
         except OSError as error:
             # Without its record this rollout would be sampled again after a crash; no reason to crash now.
-            console.complain(f"rank {self._ranks.rank}: rollout not journaled: {error}")
+            console.complain(f"dp rank {self._ranks.rank}: rollout not journaled: {error}")
 
     # ---- score
 
@@ -137,14 +141,13 @@ class Learner:
             decode_responses(self._tokenizer, batch),
             self._data.answers(batch["sample_id"]),
         )
-        state.buffers.scored.append(
-            {
-                "scores": scores.float().cpu(),
-                "old_logprobs": old.float().cpu(),
-                "ref_logprobs": reference.float().cpu(),
-                "old_values": values(self._models.critic, batch).cpu(),
-            }
-        )
+        said = {
+            "scores": scores.float().cpu(),
+            "old_logprobs": old.float().cpu(),
+            "ref_logprobs": reference.float().cpu(),
+            "old_values": values(self._models.critic, batch).cpu(),
+        }
+        state.buffers.scored.append(self._replica.told(said))
 
     # ---- advantage
 
@@ -187,12 +190,12 @@ class Learner:
             ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
             ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
         ):
-            sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm)
+            sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm, self._grid)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(base, train, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        buffers.updates.append([sums[name] for name in UPDATE_METRICS])
+        buffers.updates.append(self._replica.told_numbers([sums[name] for name in UPDATE_METRICS]))
 
     def _backward(self, batch: Batch, tokens: float) -> Mapping[str, float]:
         """Add one micro-batch's gradients to both models; its share of the metrics."""
