@@ -22,7 +22,9 @@ from verl_slurm.errors import DataError
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.gradients import clip_over_grid
 from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.pipeline import LossOf, Passage, Stage, cut_stage
 from verl_slurm.trainer.parallel.tensor import cut_tensors
+from verl_slurm.trainer.parallel.weights import whole_parameters
 
 __all__ = [
     "Models",
@@ -33,6 +35,10 @@ __all__ = [
     "load_critic",
     "load_pretrained",
     "logprobs_and_entropy",
+    "passage",
+    "read_logprobs",
+    "read_values",
+    "run_passes",
     "values",
 ]
 
@@ -149,12 +155,13 @@ def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """Tensor parallel over `tp`, FSDP2 over `dp`, a group for each decoder layer and one for the rest.
+    """A stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`, a group for each decoder layer and one for the rest.
 
     None: leave it whole.
     """
     if mesh is None:
         return model
+    model = cut_stage(model, mesh["pp"])
     cut_tensors(model, mesh["tp"])
     layers = model.get_submodule("model.layers")
     for layer in layers.children():
@@ -186,14 +193,10 @@ def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: tor
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy a sharded model's parameters into a whole one, tensor by tensor. Collective for DTensors.
-
-    One tensor at a time, so that never more than one whole parameter exists twice.
-    """
+    """Copy a sharded model's parameters into a whole one, tensor by tensor. Collective (`whole_parameters`)."""
     parameters = dict(target.named_parameters())
     with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for name, whole in whole_parameters(source):
             parameters.pop(name).copy_(whole)
     if parameters:
         raise ValueError(f"parameters without a source: {sorted(parameters)}")
@@ -211,12 +214,43 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Prompt and response side by side, positions counted from the first real token."""
+def passage(batch: Batch, device: torch.device) -> Passage:
+    """Prompt and response side by side, positions counted from the first real token.
+
+    Asked for are the logits before each response token, which choose it: T + 1 positions from the end, of which
+    the very last chooses nothing.
+    """
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+    return Passage(ids=ids, mask=mask.long(), positions=positions, keep=batch["response_ids"].shape[1] + 1)
+
+
+def _call(model: nn.Module, given: Passage, **options: int) -> Tensor:
+    output = model(
+        input_ids=given.ids,
+        attention_mask=given.mask,
+        position_ids=given.positions,
+        use_cache=False,
+        **options,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+def read_logprobs(logits: Tensor, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`."""
+    distribution = torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
+    tokens = batch["response_ids"].to(logits.device).unsqueeze(-1)
+    logprobs = distribution.gather(-1, tokens).squeeze(-1)
+    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    return logprobs, entropy
+
+
+def read_values(logits: Tensor, batch: Batch) -> Tensor:
+    """Values from the critic's logits [N, T + 1 or more, 1] of a passage: see `values`."""
+    num_tokens = batch["response_ids"].shape[1]
+    return logits[:, -num_tokens - 1 : -1, 0].float()
 
 
 def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -224,31 +258,56 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
 
     Args:
         model: a causal LM. Sharded: a collective forward, so all ranks call it equally often with
-            whatever batch they have.
+            whatever batch their replica has.
         batch: prompt_ids, prompt_mask, response_ids, response_mask.
         temperature: the one the response was sampled with; the distribution is softmax(logits / it).
 
     Returns:
         logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. Outside the
-        response mask the numbers mean nothing.
+        response mask the numbers mean nothing, and on a pipeline's stages but the last none of them does.
     """
-    device = next(model.parameters()).device
-    num_tokens = batch["response_ids"].shape[1]
-    # The logits before token t choose it: T + 1 positions from the end, the very last chooses nothing.
-    output = model(**_inputs(batch, device), use_cache=False, logits_to_keep=num_tokens + 1)
-    distribution = torch.log_softmax(output.logits[:, :-1].float() / temperature, dim=-1)
-    tokens = batch["response_ids"].to(device).unsqueeze(-1)
-    logprobs = distribution.gather(-1, tokens).squeeze(-1)
-    entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return logprobs, entropy
+    given = passage(batch, _device(model))
+    if isinstance(model, Stage):
+        scored = model.score_pass(given)
+        return _nothing(batch, 2) if scored is None else read_logprobs(scored, batch, temperature=temperature)
+    return read_logprobs(_call(model, given, logits_to_keep=given.keep), batch, temperature=temperature)
 
 
 def values(critic: nn.Module, batch: Batch) -> Tensor:
     """The critic's value before each response token, float32 [N, T], on its device.
 
-    Sharded: a collective forward. Outside the response mask the numbers mean nothing.
+    Sharded: a collective forward. Outside the response mask the numbers mean nothing, and on a pipeline's stages but
+    the last none of them does.
     """
-    device = next(critic.parameters()).device
-    num_tokens = batch["response_ids"].shape[1]
-    logits: Tensor = critic(**_inputs(batch, device), use_cache=False).logits
-    return logits[:, -num_tokens - 1 : -1, 0].float()
+    given = passage(batch, _device(critic))
+    if isinstance(critic, Stage):
+        scored = critic.score_pass(given)
+        return _nothing(batch, 1)[0] if scored is None else read_values(scored, batch)
+    return read_values(_call(critic, given), batch)
+
+
+def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: LossOf) -> None:
+    """Forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients. Collective.
+
+    Args:
+        micro_batch: rows of one.
+        loss_of: of a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch. Losses are added up. In a
+            pipeline it is asked on the last stage only.
+    """
+    if isinstance(model, Stage):
+        model.train_pass(given, micro_batch, loss_of)
+        return
+    # A critic's head is one column wide: nothing is saved by asking it for fewer positions.
+    options = {"logits_to_keep": given.keep} if hasattr(model, "lm_head") else {}
+    for rows in torch.arange(len(given.ids)).split(micro_batch):
+        loss = loss_of(_call(model, given.rows(rows), **options), rows)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+
+
+def _nothing(batch: Batch, num: int) -> tuple[Tensor, ...]:
+    """Columns of the right shape, for a stage that does not know what is in them."""
+    return tuple(torch.zeros(batch["response_ids"].shape) for _ in range(num))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

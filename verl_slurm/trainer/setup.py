@@ -192,7 +192,7 @@ def build_loop(
             ranks,
             reporter,
             step=state.position.step,
-            state_bytes=_state_bytes(models),
+            state_bytes=_state_bytes(models) * grid.shape.pp,
         ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,

@@ -21,7 +21,16 @@ from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_r
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
-from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
+from verl_slurm.trainer.models import (
+    Models,
+    clip_gradients,
+    logprobs_and_entropy,
+    passage,
+    read_logprobs,
+    read_values,
+    run_passes,
+    values,
+)
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
@@ -31,6 +40,9 @@ from verl_slurm.trainer.schedule import learning_rate
 from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
 
 __all__ = ["Learner", "Optimizers"]
+
+_Terms = tuple[Tensor, Mapping[str, Tensor]]
+"""A loss that carries a gradient, and metrics."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +194,7 @@ class Learner:
         # Mean over the mini-batch's tokens on all ranks; FSDP averages over ranks (losses.py says why).
         tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
         sums = dict.fromkeys(UPDATE_METRICS, 0.0)
-        for start in range(0, size, train.micro_batch_size_per_device):
-            piece = _rows(batch, slice(start, start + train.micro_batch_size_per_device))
-            for name, value in self._backward(piece, tokens).items():
-                sums[name] += value
+        self._passes(batch, tokens, sums)
         for role, model, optimizer, base in (
             ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
             ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
@@ -197,14 +206,26 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
         buffers.updates.append(self._replica.told_numbers([sums[name] for name in UPDATE_METRICS]))
 
-    def _backward(self, batch: Batch, tokens: float) -> Mapping[str, float]:
-        """Add one micro-batch's gradients to both models; its share of the metrics."""
-        train = self._config.train
-        batch = {name: column.to(_device(self._models.actor)) for name, column in batch.items()}
-        mask = batch["response_mask"]
-        logprobs, entropy_NT = logprobs_and_entropy(
-            self._models.actor, batch, temperature=self._config.rollout.temperature
-        )
+    def _passes(self, batch: Batch, tokens: float, sums: dict[str, float]) -> None:
+        """Add a mini-batch's gradients to both models, and its share of the metrics to `sums`."""
+        size, actor, critic = self._config.train.micro_batch_size_per_device, self._models.actor, self._models.critic
+        batch = {name: column.to(_device(actor)) for name, column in batch.items()}
+
+        def policy(logits: Tensor, rows: Tensor) -> Tensor:
+            piece = _rows(batch, rows)
+            read = read_logprobs(logits, piece, temperature=self._config.rollout.temperature)
+            return _counted(self._policy_terms(*read, piece, tokens), sums)
+
+        def value(logits: Tensor, rows: Tensor) -> Tensor:
+            piece = _rows(batch, rows)
+            return _counted(self._value_terms(read_values(logits, piece), piece, tokens), sums)
+
+        for model, loss_of in ((actor, policy), (critic, value)):
+            run_passes(model, passage(batch, _device(model)), size, loss_of)
+
+    def _policy_terms(self, logprobs: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
+        """The actor's loss over a micro-batch, and its share of the metrics."""
+        train, mask = self._config.train, batch["response_mask"]
         policy = policy_loss(
             logprobs,
             batch["old_logprobs"],
@@ -214,24 +235,24 @@ class Learner:
             denominator=tokens,
         )
         entropy = masked_mean(entropy_NT, mask, tokens)
-        _run_backward(policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss)
+        return policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss, {
+            "policy_loss": policy.loss,
+            "entropy": entropy,
+            "policy_kl": policy.approx_kl,
+            "policy_clip": policy.clip_fraction,
+        }
+
+    def _value_terms(self, values_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
+        """The critic's loss over a micro-batch, and its share of the metrics."""
         value = value_loss(
-            values(self._models.critic, batch),
+            values_NT,
             batch["old_values"],
             batch["returns"],
-            mask,
-            value_clip=train.value_clip,
+            batch["response_mask"],
+            value_clip=self._config.train.value_clip,
             denominator=tokens,
         )
-        _run_backward(value.loss)
-        return {
-            "policy_loss": float(policy.loss.detach()),
-            "value_loss": float(value.loss.detach()),
-            "entropy": float(entropy.detach()),
-            "policy_kl": float(policy.approx_kl),
-            "policy_clip": float(policy.clip_fraction),
-            "value_clip": float(value.clip_fraction),
-        }
+        return value.loss, {"value_loss": value.loss, "value_clip": value.clip_fraction}
 
     # ---- the end of a step
 
@@ -284,5 +305,8 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _run_backward(loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+def _counted(terms: _Terms, sums: dict[str, float]) -> Tensor:
+    loss, metrics = terms
+    for name, value in metrics.items():
+        sums[name] += float(value.detach())
+    return loss
