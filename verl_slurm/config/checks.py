@@ -135,6 +135,17 @@ def _batches(config: RunConfig) -> Iterator[Complaint]:
     ):
         if whole % part:
             yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
+    pieces, stages = (
+        train.mini_batch_size_per_device // train.micro_batch_size_per_device,
+        config.distributed.pp_size,
+    )
+    if stages > 1 and pieces < stages:
+        yield Complaint(
+            "distributed.pp_size",
+            f"{stages} stages, and mini-batches of {pieces} micro-batches",
+            "as many micro-batches as stages, or more: 1F1B keeps them all at work",
+            f"e.g. train.micro_batch_size_per_device={max(train.mini_batch_size_per_device // stages, 1)}",
+        )
     if train.warmup_steps > train.steps:
         yield Complaint(
             "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"

@@ -131,9 +131,7 @@ def _held(domains: Mapping[str, Tensors]) -> list[tuple[_Held, Tensor]]:
     return found
 
 
-def _index(
-    domain: str, everybody: list[list[_Held]], pieces: Mapping[tuple[str, str], list[Piece]]
-) -> bytes:
+def _index(domain: str, everybody: list[list[_Held]], pieces: Mapping[tuple[str, str], list[Piece]]) -> bytes:
     """Every rank knows every one of its tensors' type and whole shape, if not its every piece."""
     tensors: dict[str, TensorEntry] = {}
     for piece in (piece for theirs in everybody for piece in theirs):

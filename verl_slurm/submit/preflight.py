@@ -17,6 +17,7 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import PartitionFacts
 from verl_slurm.submit.inputs import check_data, check_names
 from verl_slurm.submit.model_files import check_model
+from verl_slurm.submit.model_shape import check_model_shape
 from verl_slurm.submit.plan import Cluster
 
 __all__ = [
@@ -100,12 +101,13 @@ def check_inputs(config: RunConfig, written: str = "") -> None:
         written: `model.path` as the user wrote it.
 
     Raises:
-        ConfigError: no such built-in.
+        ConfigError: no such built-in, or the model cannot be divided as `distributed` says.
         DataError: see `inputs`.
     """
     check_names(config)
     if not config.model.path.startswith("builtin:"):
         check_model("model.path", Path(config.model.path), written)
+    check_model_shape(config.distributed, config.model.path)
     if config.model.reward.startswith(_CLASSIFIER):
         check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
     if not config.data.root.startswith("builtin:"):

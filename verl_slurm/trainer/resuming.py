@@ -180,23 +180,26 @@ def _saved_config(reader: CheckpointReader) -> RunConfig:
 
 
 def load_replay(
-    paths: RunPaths, state: TrainState, shape: StepShape, grid: Grid, keys: Keyring | None = None
+    paths: RunPaths, state: TrainState, shape: StepShape, dp_rank: int | None, keys: Keyring | None = None
 ) -> dict[tuple[int, int], Arrays]:
-    """This replica's journaled rollouts that lie before it, by (step, global micro-batch); none but for its leader.
+    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch).
 
     Damage in the journal costs only time: what was in it is sampled again, the same.
+
+    Args:
+        dp_rank: None: another rank of the replica looks for this one.
     """
 
-    if not grid.is_leader:
-        return {}  # told by the leader, so that all of them go on with the same
+    if dp_rank is None:
+        return {}
 
     def report(text: str) -> None:
-        console.complain(f"dp rank {grid.place.dp}: {text}")
+        console.complain(f"dp rank {dp_rank}: {text}")
 
     ahead = (state.position.step, first_generation(state.position, shape) * shape.dp_size)
 
     def mine(step: int, micro_batch: int) -> bool:
-        return (step, micro_batch) >= ahead and micro_batch % shape.dp_size == grid.place.dp
+        return (step, micro_batch) >= ahead and micro_batch % shape.dp_size == dp_rank
 
     return journal.load(paths, from_step=state.position.step, wanted=mine, report=report, keys=keys)
 

@@ -124,7 +124,7 @@ def build_loop(
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
-    replay = load_replay(paths, state, shape, grid, keys)
+    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, keys)
     reporter = Reporter(
         rank=ranks.rank,
         line=line,

@@ -208,7 +208,11 @@ class Learner:
 
     def _passes(self, batch: Batch, tokens: float, sums: dict[str, float]) -> None:
         """Add a mini-batch's gradients to both models, and its share of the metrics to `sums`."""
-        size, actor, critic = self._config.train.micro_batch_size_per_device, self._models.actor, self._models.critic
+        size, actor, critic = (
+            self._config.train.micro_batch_size_per_device,
+            self._models.actor,
+            self._models.critic,
+        )
         batch = {name: column.to(_device(actor)) for name, column in batch.items()}
 
         def policy(logits: Tensor, rows: Tensor) -> Tensor:

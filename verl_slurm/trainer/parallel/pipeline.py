@@ -160,7 +160,9 @@ class Stage(nn.Module):
             Hidden states [N, L, H]; from the last stage logits [N, keep, V].
         """
         given = {"input_ids" if self.line.is_first else "inputs_embeds": x}
-        output = self.model(**given, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        output = self.model(
+            **given, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
         hidden: Tensor = output.last_hidden_state
         if not self.line.is_last:
             return hidden

@@ -4,7 +4,7 @@ A replica of one rank (dp alone) does nothing here that it would not do anyway. 
 
 * one rank, the leader, looks into the ledger, journals and counts; the others are given what it found;
 * every rank has a whole copy of the policy to sample with, takes an equal part of the micro-batch's prompts, and
-  all parts are exchanged: sampling is as many times faster as the replica has ranks, and no rank samples what another does;
+  all parts are exchanged: no rank samples what another does;
 * what a forward pass says is told by one rank (the last pipeline stage's first) to all.
 
 So all of them hold the same buffers whatever their kernels round to. A sample's noise has its own name

@@ -2,8 +2,9 @@
 
 As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): query, key, value, gate and up projections by columns, the
 output and down projections by rows, so a layer adds up over its ranks twice forward and twice backward. The
-vocabulary is cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and the critic's
-head stay whole; every rank of the group computes the same update of them, because it gets the same bits from the sums.
+vocabulary is cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and
+the critic's head stay whole; every rank of the group computes the same update of them, because it gets the same bits
+from the sums.
 
 Exact: the same shape gives the same bits every time, interrupted or not. To tolerance: against another number of
 tensor-parallel ranks, for sums over hidden units are made in another order.
