@@ -174,6 +174,7 @@ def test_a_word_that_is_no_override_is_refused() -> None:
         (["model.reward=arithmetic"], "model.reward"),
         (["distributed.tp_size=3", "distributed.dp_size=1"], "distributed.nodes"),
         (["distributed.pp_size=2"], "distributed.pp_size"),
+        (["distributed.mixed_precision=bfloat16", "model.dtype=bfloat16"], "distributed.mixed_precision"),
         (["distributed.dp_size=3"], "distributed.nodes"),
         (["distributed.device=cuda"], "slurm.gpus_per_node"),
         (["train.mini_batch_size_per_device=33"], "train.mini_batch_size_per_device"),

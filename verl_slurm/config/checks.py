@@ -98,6 +98,13 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
 
 def _shape(config: RunConfig) -> Iterator[Complaint]:
     shape = config.distributed
+    if shape.mixed_precision != "none" and config.model.dtype != "float32":
+        yield Complaint(
+            "distributed.mixed_precision",
+            f"{shape.mixed_precision}, and model.dtype={config.model.dtype}",
+            "float32 parameters, to be mixed with",
+            "set model.dtype=float32, or distributed.mixed_precision=none",
+        )
     if shape.world_size % shape.nodes:
         yield Complaint(
             "distributed.nodes",

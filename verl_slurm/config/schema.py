@@ -107,6 +107,12 @@ class DistributedConfig(_Section, frozen=True):
     attention and of key-value heads. Best within one node."""
     pp_size: Positive = 1
     """Pipeline stages: contiguous layers on each, micro-batches in 1F1B order."""
+    mixed_precision: Literal["none", "bfloat16"] = "none"
+    """`bfloat16`: layers compute in bfloat16, while parameters, sums of gradients and AdamW's state stay float32. With
+    `model.dtype: bfloat16` instead, all of them are bfloat16."""
+    recompute: bool = False
+    """Keep only what goes in and out of each layer, and compute the rest again in the backward pass: less memory,
+    a third more time, the same numbers."""
     nodes: Positive = 2
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: NonNegative = 1

@@ -13,15 +13,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.errors import DataError
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.gradients import clip_over_grid
 from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.layers import policy_of, recompute_layers, shard_over_data
 from verl_slurm.trainer.parallel.pipeline import LossOf, Passage, Stage, cut_stage
 from verl_slurm.trainer.parallel.tensor import cut_tensors
 from verl_slurm.trainer.parallel.weights import whole_parameters
@@ -154,23 +155,30 @@ def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
     return model
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """A stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`, a group for each decoder layer and one for the rest.
-
-    None: leave it whole.
-    """
+def _shard(
+    model: nn.Module, mesh: DeviceMesh | None, shape: DistributedConfig, *, trains: bool = True
+) -> nn.Module:
+    """A stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`; None: leave it whole."""
     if mesh is None:
         return model
-    model = cut_stage(model, mesh["pp"])
+    model, policy = cut_stage(model, mesh["pp"]), policy_of(shape.mixed_precision)
+    if isinstance(model, Stage):
+        model.compute_dtype = policy.param_dtype
     cut_tensors(model, mesh["tp"])
-    layers = model.get_submodule("model.layers")
-    for layer in layers.children():
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    if trains and shape.recompute:
+        recompute_layers(model)
+    shard_over_data(model, mesh["dp"], policy)
     return model
 
 
-def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: torch.device) -> Models:
+def build_models(
+    path: Path,
+    *,
+    dtype: str,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    shape: DistributedConfig | None = None,
+) -> Models:
     """Load and shard all three. Collective where `mesh` is given: every rank calls it.
 
     Args:
@@ -178,6 +186,7 @@ def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: tor
         dtype: `float32` or `bfloat16`.
         mesh: with axes `pp`, `dp` and `tp` (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
         device: where the parameters live.
+        shape: precision and recomputing; None: neither.
 
     Returns:
         Models in eval mode: there is no dropout in PPO here, else the ratio of new to old policy would
@@ -185,11 +194,15 @@ def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: tor
 
     Raises:
         DataError: no model there, or not one that Hugging Face knows.
+        ConfigError: it cannot be cut like that.
     """
+    shape = shape or DistributedConfig()
     actor = load_causal_lm(path, dtype=dtype).to(device)
     critic = load_critic(path, dtype=dtype).to(device)
     reference = load_causal_lm(path, dtype=dtype).to(device).requires_grad_(False)
-    return Models(_shard(actor, mesh), _shard(critic, mesh), _shard(reference, mesh))
+    return Models(
+        _shard(actor, mesh, shape), _shard(critic, mesh, shape), _shard(reference, mesh, shape, trains=False)
+    )
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
@@ -269,7 +282,9 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
     given = passage(batch, _device(model))
     if isinstance(model, Stage):
         scored = model.score_pass(given)
-        return _nothing(batch, 2) if scored is None else read_logprobs(scored, batch, temperature=temperature)
+        if scored is None:
+            return _nothing(batch), _nothing(batch)
+        return read_logprobs(scored, batch, temperature=temperature)
     return read_logprobs(_call(model, given, logits_to_keep=given.keep), batch, temperature=temperature)
 
 
@@ -282,7 +297,7 @@ def values(critic: nn.Module, batch: Batch) -> Tensor:
     given = passage(batch, _device(critic))
     if isinstance(critic, Stage):
         scored = critic.score_pass(given)
-        return _nothing(batch, 1)[0] if scored is None else read_values(scored, batch)
+        return _nothing(batch) if scored is None else read_values(scored, batch)
     return read_values(_call(critic, given), batch)
 
 
@@ -299,14 +314,14 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
         return
     # A critic's head is one column wide: nothing is saved by asking it for fewer positions.
     options = {"logits_to_keep": given.keep} if hasattr(model, "lm_head") else {}
-    for rows in torch.arange(len(given.ids)).split(micro_batch):
+    for rows in torch.split(torch.arange(len(given.ids)), micro_batch):
         loss = loss_of(_call(model, given.rows(rows), **options), rows)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
-def _nothing(batch: Batch, num: int) -> tuple[Tensor, ...]:
-    """Columns of the right shape, for a stage that does not know what is in them."""
-    return tuple(torch.zeros(batch["response_ids"].shape) for _ in range(num))
+def _nothing(batch: Batch) -> Tensor:
+    """A column of the right shape, for a stage that does not know what is in it."""
+    return torch.zeros(batch["response_ids"].shape)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -102,7 +102,9 @@ def build_loop(
     manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
     grid = make_grid(topology_of(config), device, ranks)
-    models = build_models(model_path, dtype=config.model.dtype, mesh=grid.mesh, device=device)
+    models = build_models(
+        model_path, dtype=config.model.dtype, mesh=grid.mesh, device=device, shape=config.distributed
+    )
     optimizers = _optimizers(models, config)
     tokenizer = load_tokenizer(model_path)
     sampler = HFRollout(
@@ -111,7 +113,7 @@ def build_loop(
         seed=config.seed,
         eos_id=int(tokenizer.eos_token_id),
         pad_id=int(tokenizer.pad_token_id),
-        dtype=config.model.dtype,
+        dtype=_sampling_dtype(config),
         device=device,
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
@@ -253,6 +255,12 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
     if directory is None:
         return None
     return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
+
+
+def _sampling_dtype(config: RunConfig) -> str:
+    """What the actor computes in: a sampler of another precision would sample from another policy."""
+    mixed = config.distributed.mixed_precision
+    return config.model.dtype if mixed == "none" else mixed
 
 
 def _state_bytes(models: Models) -> int:

@@ -49,9 +49,10 @@ PROMPTS = 16
 TRAIN = TrainConfig(
     steps=1,
     batch_size_per_device=PROMPTS,
-    mini_batch_size_per_device=PROMPTS // 2,
+    # The whole step: another number of data-parallel ranks would draw other mini-batches.
+    mini_batch_size_per_device=PROMPTS,
     micro_batch_size_per_device=2,
-    ppo_epochs=1,
+    ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,
     weight_decay=0.01,

@@ -72,5 +72,5 @@ def _among(groups: list[list[int]], ranks: Collective) -> Collective:
         return ranks
     if len(groups[0]) == 1:
         return Collective(None)
-    mine, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")
+    mine, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")  # type: ignore[no-untyped-call]
     return Collective(mine)

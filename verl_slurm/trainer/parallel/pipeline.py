@@ -197,7 +197,7 @@ class Stage(nn.Module):
         num_rows = len(passage.ids)
         schedule = self._schedule(passage, micro_batch)
         self._keep, self._loss_of = passage.keep, loss_of
-        given = {"attention_mask": passage.mask, "position_ids": passage.positions}
+        given: dict[str, Any] = {"attention_mask": passage.mask, "position_ids": passage.positions}
         ids = (passage.ids,) if self.line.is_first else ()
         rows = torch.arange(num_rows) if self.line.is_last else None
         schedule.step(*ids, target=rows, return_outputs=False, **given)
@@ -218,7 +218,7 @@ class Stage(nn.Module):
         hidden = torch.empty((micro_batch, *self._hidden_shape(passage)[1:]), **made)
         ids, out = passage.ids[:micro_batch].to("meta"), hidden
         if line.is_last:
-            width = int(self.get_submodule(self._head).out_features)
+            width = int(cast(nn.Linear, self.get_submodule(self._head)).out_features)
             out = torch.empty((micro_batch, passage.keep, width), **made)
         stage = PipelineStage(
             self,

@@ -64,7 +64,7 @@ def _require(layer: nn.Module, plan: dict[str, ParallelStyle]) -> None:
 def _cut_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
     inner = model.get_submodule("model")
     embedding, head = getattr(inner, "embed_tokens", None), getattr(model, "lm_head", None)
-    tied = embedding is not None and head is not None and head.weight is embedding.weight
+    tied = None not in (embedding, head) and head.weight is embedding.weight  # type: ignore[union-attr]
     if embedding is not None and embedding.num_embeddings % mesh.size() == 0:
         style: ParallelStyle = RowwiseParallel(input_layouts=Replicate())
         parallelize_module(embedding, mesh, style)
@@ -72,4 +72,4 @@ def _cut_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     if tied:
         # Cutting gave each a tensor of its own; they were cut the same way.
-        head.weight = embedding.weight
+        head.weight = embedding.weight  # type: ignore[union-attr]
