@@ -194,9 +194,8 @@ def test_the_names_known_here_are_the_names_there_are() -> None:
     assert set(RULES) == set(REAL_RULES)
     for name, said in BUILTIN_MODELS.items():
         real = _config(_tokenizer(), _HEAD_DIMS[name])
-        head_dim = real.hidden_size // real.num_attention_heads
-        limit = real.max_position_embeddings
-        assert list(said.values()) == [real.num_attention_heads, head_dim, limit]
+        built = {"head_dim": real.hidden_size // real.num_attention_heads, **real.to_dict()}
+        assert {key: built[key] for key in said} == said
     for names, resolve in ((BUILTIN_MODELS, resolve_model), (BUILTIN_DATA, resolve_data)):
         with pytest.raises(ConfigError) as caught:
             resolve("builtin:nosuch", Path("/nowhere"))

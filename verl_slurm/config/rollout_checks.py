@@ -112,3 +112,9 @@ def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> Non
             expected=complaint.expected,
             remedy=complaint.remedy,
         )
+
+
+def sampling_dtype(config: RunConfig) -> str:
+    """What the actor computes in: a sampler of another precision would sample from another policy."""
+    mixed = config.distributed.mixed_precision
+    return config.model.dtype if mixed == "none" else mixed

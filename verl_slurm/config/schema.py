@@ -113,9 +113,19 @@ class DistributedConfig(_Section, frozen=True):
     """The shape of the job."""
 
     dp_size: Positive = 2
-    """Data-parallel ranks over all nodes; FSDP2 shards parameters, gradients and optimizer state over them."""
+    """Data-parallel ranks over all nodes; FSDP2 shards parameters, gradients and optimizer state over them. Sizes
+    "per device" are those of one data-parallel rank, however many devices hold its model together."""
     tp_size: Positive = 1
+    """Tensor-parallel ranks: heads and hidden units of every layer are dealt out to them. Divides the numbers of
+    attention and of key-value heads. Best within one node."""
     pp_size: Positive = 1
+    """Pipeline stages: contiguous layers on each, micro-batches in 1F1B order."""
+    mixed_precision: Literal["none", "bfloat16"] = "none"
+    """`bfloat16`: layers compute in bfloat16, while parameters, sums of gradients and AdamW's state stay float32. With
+    `model.dtype: bfloat16` instead, all of them are bfloat16."""
+    recompute: bool = False
+    """Keep only what goes in and out of each layer, and compute the rest again in the backward pass: less memory,
+    a third more time, the same numbers."""
     nodes: Positive = 2
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: NonNegative = 1
@@ -124,6 +134,11 @@ class DistributedConfig(_Section, frozen=True):
     @property
     def world_size(self) -> int:
         return self.dp_size * self.tp_size * self.pp_size
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """(dp, tp, pp)."""
+        return (self.dp_size, self.tp_size, self.pp_size)
 
     @property
     def ranks_per_node(self) -> int:

@@ -91,6 +91,19 @@ class Collective:
             for buffer, length in zip(buffers, lengths, strict=True)
         ]
 
+    def share(self, payload: bytes, *, source: int) -> bytes:
+        """The bytes of rank `source`, on every rank; the others' are not looked at."""
+        if self._group is None:
+            return payload
+        length = torch.tensor([len(payload)], dtype=torch.int64)
+        dist.broadcast(length, group=self._group, group_src=source)
+        data = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if self.rank == source and payload:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if len(data):
+            dist.broadcast(data, group=self._group, group_src=source)
+        return data.numpy().tobytes()
+
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do `work` on this rank; return its result only if no rank's raised.
 

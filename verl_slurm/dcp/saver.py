@@ -62,7 +62,7 @@ class CheckpointSaver:
     """Saves the same tensors again and again. Collective; made on the main thread of every rank.
 
     Args:
-        domains: `actor`, `critic`, `optimizer` → the live tensors (`dcp.tensors`), the same names on every rank,
+        domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`dcp.tensors`),
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.

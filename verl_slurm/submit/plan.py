@@ -147,7 +147,7 @@ def refuse_changes(
     changes = differences(old, new)
     if not begun:
         return [key for key, _, _ in changes]
-    resharded = old.distributed.world_size != new.distributed.world_size
+    resharded = old.distributed.axes != new.distributed.axes
     if resharded:
         require_same_step(old, new, where=run_dir / "run.yaml")
     fixed = [
@@ -163,7 +163,7 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected=f"the same values (only slurm, daemon, checkpoint and the number of ranks may change{steps})",
+            expected=f"the same values (only slurm, daemon, checkpoint and the shape of the ranks may change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]

@@ -18,6 +18,7 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import PartitionFacts
 from verl_slurm.submit.inputs import BUILTIN_MODELS, check_data, check_names
 from verl_slurm.submit.model_files import check_model, read_model_config
+from verl_slurm.submit.model_shape import check_model_shape
 from verl_slurm.submit.plan import Cluster
 
 __all__ = [
@@ -101,16 +102,19 @@ def check_inputs(config: RunConfig, written: str = "") -> None:
         written: `model.path` as the user wrote it.
 
     Raises:
-        ConfigError: no such built-in; or the rollout engine is not installed, or cannot sample from the model.
+        ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
+            model cannot be divided as `distributed` says.
         DataError: see `inputs`.
     """
     check_names(config)
     require_engine(config)
     if config.model.path.startswith("builtin:"):
-        check_engine(config, config.model.path, BUILTIN_MODELS[config.model.path.removeprefix("builtin:")])
+        said = BUILTIN_MODELS[config.model.path.removeprefix("builtin:")]
     else:
         check_model("model.path", Path(config.model.path), written)
-        check_engine(config, config.model.path, read_model_config(Path(config.model.path)))
+        said = read_model_config(Path(config.model.path))
+    check_engine(config, config.model.path, said)
+    check_model_shape(config.distributed, config.model.path, said)
     if config.model.reward.startswith(_CLASSIFIER):
         check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
     if not config.data.root.startswith("builtin:"):

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from verl_slurm.config.rollout_checks import require_engine
+from verl_slurm.config.rollout_checks import require_engine, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.trainer.data import Batch
@@ -51,7 +51,7 @@ def build_engine(
             seed=config.seed,
             eos_id=eos_id,
             pad_id=pad_id,
-            dtype=config.model.dtype,
+            dtype=sampling_dtype(config),
             device=device,
         )
     # Here, for it imports vLLM (seconds, and an extra).

@@ -20,6 +20,7 @@ from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as journal
+from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.models import Models
@@ -94,7 +95,7 @@ class Checkpointer:
             on_kept: told when the nodes' disks have it and shared storage has not (`CheckpointSaver.begin`).
         """
         contents = Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
+            runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
         )
         then = self._tidy if tidy else self._remember
@@ -103,10 +104,14 @@ class Checkpointer:
     def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
         """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
         contents = Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
+            runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
         )
         return self._saver.begin(contents, self._tidy_partial, components=components)
+
+    def _runtime(self, state: TrainState) -> RuntimeState:
+        world_size = self._config.distributed.world_size
+        return capture_state(state, self._shape, rank=self._rank, world_size=world_size)
 
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
-from verl_slurm.checkpoint.format import Manifest, Topology
+from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
 from verl_slurm.checkpoint.interruptions import measured_saves
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
@@ -33,8 +32,9 @@ from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
-from verl_slurm.trainer.orchestration import check_or_write, describe
+from verl_slurm.trainer.orchestration import check_or_write, describe, topology_of
 from verl_slurm.trainer.pace import Pace
+from verl_slurm.trainer.parallel.grid import make_grid
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
@@ -92,7 +92,6 @@ def build_loop(
     rng.seed_all(config.seed, ranks.rank)
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
     model_path, data_root = Path(config.model.path), Path(config.data.root)
-    topology = Topology(dp=config.distributed.dp_size)
     digests = msgspec.msgpack.decode(
         ranks.on_first(
             "checking data and models",
@@ -106,8 +105,10 @@ def build_loop(
         ranks.on_first("verifying the checkpoint", lambda: require_verified(directory, keys))
     manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
-    mesh = init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("dp",))
-    models = build_models(model_path, dtype=config.model.dtype, mesh=mesh, device=device)
+    grid = make_grid(topology_of(config), device, ranks)
+    models = build_models(
+        model_path, dtype=config.model.dtype, mesh=grid.mesh, device=device, shape=config.distributed
+    )
     optimizers = _optimizers(models, config)
     tokenizer = load_tokenizer(model_path)
     sampler = build_engine(
@@ -123,11 +124,11 @@ def build_loop(
 
     state = fresh_state(config)
     if directory:
-        state = load_state(directory, config, shape, live_tensors(models, optimizers), ranks, keys)
+        state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
-    replay = load_replay(paths, state, shape, ranks, keys)
+    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, keys)
     reporter = Reporter(
         rank=ranks.rank,
         line=line,
@@ -144,7 +145,7 @@ def build_loop(
         schema_id=schema.schema_id,
         dataset_fingerprint=digests.dataset,
         frozen=digests.frozen,
-        topology=topology,
+        topology=grid.shape,
     )
     saver = CheckpointSaver(
         paths,
@@ -173,7 +174,7 @@ def build_loop(
             data=data,
             tokenizer=tokenizer,
             reward=reward,
-            collective=ranks,
+            grid=grid,
             ledger=ledger,
             replay=replay,
         ),
@@ -195,7 +196,7 @@ def build_loop(
             ranks,
             reporter,
             step=state.position.step,
-            state_bytes=_state_bytes(models),
+            state_bytes=_state_bytes(models) * grid.shape.pp,
         ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,

@@ -22,17 +22,17 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import AutoConfig
 
-from verl_slurm.config.rollout_checks import max_model_len
+from verl_slurm.config.rollout_checks import max_model_len, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError
 from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import uniforms
 from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.parallel.weights import whole_parameters
 
 __all__ = ["VLLMRollout"]
 
@@ -122,7 +122,7 @@ class VLLMRollout:
 
         vLLM gathers a layer's tensors before it takes them over: a layer exists twice, not the model.
         """
-        weights = _whole_tensors(actor)
+        weights = whole_parameters(actor)
         with torch.no_grad(), self._manner():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for _ in weights:  # a tensor vLLM did not ask for is a collective that the other ranks wait in
@@ -213,7 +213,7 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
     size, longest = rollout.tensor_parallel_size, max_model_len(config)
     num_seqs = rollout.micro_batch_size_per_device
     arguments: dict[str, Any] = {
-        "dtype": config.model.dtype,
+        "dtype": sampling_dtype(config),
         "seed": config.seed % (1 << 32),
         "tensor_parallel_size": size,
         "enforce_eager": rollout.enforce_eager,
@@ -248,16 +248,9 @@ def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
     return int(
         max(
             _MIN_KV_BYTES,
-            num_seqs * blocks * _BLOCK * per_token * getattr(torch, config.model.dtype).itemsize,
+            num_seqs * blocks * _BLOCK * per_token * getattr(torch, sampling_dtype(config)).itemsize,
         )
     )
-
-
-def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A sharded model's parameters by their Hugging Face names, gathered as they are asked for."""
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        yield name, whole.detach()
 
 
 @contextmanager
