@@ -14,7 +14,14 @@ from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
 
-__all__ = ["check_engine", "max_model_len", "model_complaints", "require_engine", "rollout_complaints"]
+__all__ = [
+    "check_engine",
+    "max_model_len",
+    "model_complaints",
+    "require_engine",
+    "rollout_complaints",
+    "sampling_dtype",
+]
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _TP = "rollout.tensor_parallel_size"
