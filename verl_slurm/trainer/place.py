@@ -57,7 +57,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
             where="distributed",
             found=place.world_size,
             expected=expected,
-            remedy="start as many ranks as dp_size says",
+            remedy="start dp_size * tp_size * pp_size ranks",
         )
     device = _device(config, place)
     # The critic's logits are a view of its head's output, and nobody changes them in place.

@@ -1,9 +1,9 @@
 """Run by test_shapes: `shapes_worker.py MODEL DATA ROOT PLAN`, starts of runs, each in ranks of its own.
 
 PLAN is a JSON list of starts, done in order: `run` (a directory of ROOT), `shape` [dp, tp, pp], `stop` (the safe point,
-counted from this start, at which the last rank asks to stop; none: to the end), `config` (changes, as on the command
-line). A run that exists is resumed from its newest checkpoint, in whatever shape, and what was loaded is held to that
-checkpoint, bit for bit.
+counted from this start, at which the last rank asks to stop; none: to the end), `kill` (the one at which it is killed,
+and the others with it), `config` (changes, as on the command line). A run that exists is resumed from its newest
+checkpoint, in whatever shape, and what was loaded is held to that checkpoint, bit for bit.
 
 Ranks are forks of one process that has imported everything: an import of torch and transformers takes longer than
 all else here.
@@ -11,6 +11,7 @@ all else here.
 
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -61,13 +62,15 @@ TRAIN = TrainConfig(
 
 
 class Line(NoDaemon):
-    """Asks for a stop at one safe point."""
+    """Asks for a stop at one safe point, or dies there."""
 
-    def __init__(self, stop: int | None) -> None:
-        self._stop, self._polls = stop, 0
+    def __init__(self, stop: int | None, kill: int | None) -> None:
+        self._stop, self._kill, self._polls = stop, kill, 0
 
     def request(self) -> Request | None:
         number, self._polls = self._polls, self._polls + 1
+        if number == self._kill:
+            os.kill(os.getpid(), signal.SIGKILL)
         return Request(1, True, 0) if self._stop is not None and number >= self._stop else None
 
 
@@ -115,11 +118,11 @@ def require_loaded(loop: Loop, checkpoint: Path) -> None:
             assert torch.equal(local, part), f"{domain}/{name}"
 
 
-def run_rank(config: RunConfig, stop: int | None) -> None:
+def run_rank(config: RunConfig, stop: int | None, kill: int | None) -> None:
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
         epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config)))
-        line = Line(stop if ranks.rank == ranks.world_size - 1 else None)
+        line = Line(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
         config = load.load_resolved(paths.run_yaml)
         loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
         if resume:
@@ -127,17 +130,18 @@ def run_rank(config: RunConfig, stop: int | None) -> None:
         loop.run()
 
 
-def fork_rank(rank: int, world: int, port: int, config: RunConfig, stop: int | None) -> int:
+def fork_rank(rank: int, port: int, config: RunConfig, start: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        world = config.distributed.world_size
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ.update(
             {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
         )
-        run_rank(config, stop)
+        run_rank(config, start.get("stop"), start.get("kill"))
         code = 0
     except BaseException:  # noqa: BLE001 - the root of this process
         traceback.print_exc()
@@ -153,14 +157,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for(pids: list[int]) -> list[int]:
+    """Exit codes in the order in which ranks end; when one ends badly, the others are ended as torchrun would."""
+    codes = []
+    for _ in pids:
+        pid, status = os.wait()
+        codes.append(os.waitstatus_to_exitcode(status))
+        pids = [other for other in pids if other != pid]
+        if codes[-1]:
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+    return codes
+
+
 def main(model: Path, data: Path, root: Path, plan: list[dict[str, Any]]) -> int:
     os.umask(0o077)
     for start in plan:
-        config = config_of(model, data, root, start)
-        world, port = config.distributed.world_size, free_port()
-        pids = [fork_rank(rank, world, port, config, start.get("stop")) for rank in range(world)]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        if any(codes):
+        config, port = config_of(model, data, root, start), free_port()
+        pids = [fork_rank(rank, port, config, start) for rank in range(config.distributed.world_size)]
+        codes = wait_for(pids)
+        expected = -signal.SIGKILL if "kill" in start else 0
+        if any(code != expected for code in codes):
             sys.stderr.write(f"{start}: {codes}\n")
             return 1
     return 0

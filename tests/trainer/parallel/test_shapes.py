@@ -31,6 +31,7 @@ PLAN: list[dict[str, Any]] = [
     {"run": "dp", "shape": DP},
     {"run": "tp", "shape": TP},
     {"run": "tp-stopped", "shape": TP, "stop": 2},
+    {"run": "tp-stopped", "shape": TP, "kill": 5},
     {"run": "tp-stopped", "shape": TP},
     {"run": "pp", "shape": PP},
     {"run": "pp-stopped", "shape": PP, "stop": 14},
@@ -39,17 +40,16 @@ PLAN: list[dict[str, Any]] = [
     {"run": "twice-stopped", "shape": TWICE, "stop": 5},
     {"run": "twice-stopped", "shape": TWICE},
     # One run through many shapes, at every kind of place.
-    {"run": "moved", "shape": TWICE, "stop": 1},
-    {"run": "moved", "shape": PP, "stop": 4},
+    {"run": "moved", "shape": TWICE, "kill": 1},
+    {"run": "moved", "shape": PP, "stop": 7},
     {"run": "moved", "shape": TWO, "stop": 5},
     {"run": "moved", "shape": TP, "stop": 1},
     {"run": "moved", "shape": PP, "stop": NONE},
     {"run": "moved", "shape": BOTH},
     {"run": "pp-recomputed", "shape": PP, "config": {"distributed.recompute": True}},
-    {"run": "tp-recomputed", "shape": TP, "config": {"distributed.recompute": True}},
-    {"run": "mixed", "shape": BOTH, "config": MIXED},
-    {"run": "mixed-stopped", "shape": BOTH, "config": MIXED, "stop": 14},
-    {"run": "mixed-stopped", "shape": BOTH, "config": MIXED},
+    {"run": "mixed", "shape": PP, "config": MIXED},
+    {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 14},
+    {"run": "mixed-stopped", "shape": PP, "config": MIXED},
 ]
 
 
@@ -79,11 +79,13 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits_in_the_same_shape(root: 
     assert result.num_tensors > 100
 
 
-@pytest.mark.parametrize("run", ["dp", "tp-stopped", "pp-stopped", "moved", "twice-stopped"])
+@pytest.mark.parametrize("run", ["tp-stopped", "pp-stopped", "moved", "twice-stopped"])
 def test_every_rollout_is_journaled_once_by_one_rank_of_its_replica(root: Path, run: str) -> None:
     journal = stats(RunPaths(root / run))
     assert journal.duplicates == ()
     assert journal.problems == ()
+    (row,) = json.loads((_final(root, "dp") / "metadata.json").read_bytes())["history"]
+    assert (journal.rollouts, journal.tokens) == (16, 16 * row["response_tokens"])
 
 
 @pytest.mark.parametrize("run", ["tp", "pp", "twice", "moved"])
@@ -103,9 +105,8 @@ def test_a_manifest_says_the_shape_it_was_written_in(root: Path) -> None:
     assert manifest.world_size == 4
 
 
-@pytest.mark.parametrize("run", ["tp", "pp"])
-def test_what_is_computed_again_is_the_same_to_the_bit(root: Path, run: str) -> None:
-    result = compare(_final(root, run), _final(root, f"{run}-recomputed"))
+def test_what_is_computed_again_is_the_same_to_the_bit(root: Path) -> None:
+    result = compare(_final(root, "pp"), _final(root, "pp-recomputed"))
     assert result.same, result.differing
 
 

@@ -26,7 +26,7 @@ __all__ = ["Replica", "Sampler", "decode_batch", "encode_batch"]
 
 
 class Sampler(Protocol):
-    """What samples. Not collective."""
+    """What samples, alone or (where it has a true `collective`) together with other ranks of its own."""
 
     def generate(self, prompts: Batch, step: int) -> Batch:
         """Sample one response for each prompt."""
@@ -83,10 +83,10 @@ class Replica:
         num = len(prompts["sample_id"])
         mine = slice(self._ranks.rank * num // size, (self._ranks.rank + 1) * num // size)
         part = b""
-        if mine.start < mine.stop:
+        if mine.start < mine.stop or getattr(sampler, "collective", False):
             part = encode_batch(sampler.generate({k: v[mine] for k, v in prompts.items()}, step))
         parts = [decode_batch(data) for data in self._ranks.gather(part) if data]
-        return {name: torch.cat([made[name] for made in parts]) for name in parts[0]}
+        return {name: torch.cat([made[name] for made in parts]) for name in parts[-1]}
 
     def told(self, batch: Batch) -> Batch:
         """The speaker's `batch`, on all. The others' is not looked at."""

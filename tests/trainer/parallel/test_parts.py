@@ -1,0 +1,125 @@
+"""How a model is cut, and what the ranks of a replica tell each other: without other ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl_slurm.checkpoint.format import Topology
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.errors import ConfigError
+from verl_slurm.trainer.models import load_causal_lm, load_critic
+from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.layers import recompute_layers
+from verl_slurm.trainer.parallel.pipeline import Line, Passage, Stage, layers_of, owner_of
+from verl_slurm.trainer.parallel.places import Place3
+from verl_slurm.trainer.parallel.replica import Replica, decode_batch, encode_batch
+
+pytestmark = pytest.mark.torch
+
+
+def _line(index: int, count: int) -> Line:
+    group: Any = None
+    return Line(index, count, group)
+
+
+@pytest.mark.parametrize(("stages", "num_layers"), [(1, 1), (2, 2), (2, 5), (3, 7), (4, 4)])
+def test_every_layer_is_on_one_stage_and_none_has_two_more_than_another(stages: int, num_layers: int) -> None:
+    parts = [layers_of(stage, stages, num_layers) for stage in range(stages)]
+    assert [layer for part in parts for layer in part] == list(range(num_layers))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for layer in range(num_layers):
+        assert layer in parts[owner_of(f"model.layers.{layer}.mlp.up_proj.weight", stages, num_layers)]
+
+
+def test_stages_have_the_names_of_the_whole_model_and_nothing_twice(tiny: Path) -> None:
+    for load in (load_causal_lm, load_critic):
+        whole = load(tiny)
+        names = [name for name, _ in whole.named_parameters()]
+        stages = [Stage(load(tiny), _line(index, 2)) for index in range(2)]
+        held = [{name for name, _ in stage.named_parameters()} for stage in stages]
+        assert not held[0] & held[1]
+        assert held[0] | held[1] == set(names)
+        assert [name for name, _, _ in stages[0].directory] == names
+        for index in range(2):
+            assert {name for name, _, owner in stages[0].directory if owner == index} == held[index]
+
+
+def test_one_stage_after_the_other_says_what_the_whole_model_says(tiny: Path) -> None:
+    """Left padding and all: masks and positions are made by the same code."""
+    whole = load_causal_lm(tiny)
+    ids = torch.randint(0, 250, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 0]])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = Passage(ids=ids, mask=mask, positions=positions, keep=3)
+    first, last = (Stage(load_causal_lm(tiny), _line(index, 2)) for index in range(2))
+    with torch.no_grad():
+        expected = whole(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=3).logits
+        last._keep = given.keep
+        found = last(first(ids, mask, positions), mask, positions)
+    assert torch.equal(found, expected)
+
+
+def test_a_model_that_cannot_be_cut_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="3 stages, 2 layers"):
+        Stage(load_causal_lm(tiny), _line(0, 3))
+    tied: Any = load_causal_lm(tiny)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        Stage(tied, _line(0, 2))
+
+
+def test_layers_that_forget_are_computed_twice_and_give_the_same_gradients(tiny: Path) -> None:
+    ids = torch.randint(0, 250, (2, 5), generator=torch.Generator().manual_seed(0))
+    gradients, calls = [], []
+    for recompute in (False, True):
+        model: Any = load_causal_lm(tiny)
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, kind=recompute: calls.append(kind))
+        if recompute:
+            recompute_layers(model)
+        model(input_ids=ids, use_cache=False).logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert calls == [False, True, True]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_batch_survives_its_bytes() -> None:
+    batch = {
+        "ids": torch.arange(6).reshape(2, 3),
+        "mask": torch.tensor([[True], [False]]),
+        "x": torch.tensor([1.5, float("nan")]),
+        "none": torch.zeros(0, 4),
+    }
+    back = decode_batch(encode_batch(batch))
+    assert back.keys() == batch.keys()
+    for name, column in batch.items():
+        assert back[name].dtype == column.dtype
+        assert torch.equal(back[name].nan_to_num(7.0), column.nan_to_num(7.0))
+        back[name].zero_()  # memory of its own
+
+
+def test_a_replica_of_one_rank_does_nothing_that_it_would_not_do_alone() -> None:
+    alone, mesh = Collective(None), Any
+    grid = Grid(
+        shape=Topology(dp=1),
+        place=Place3(0, 0, 0),
+        mesh=mesh,  # type: ignore[arg-type]
+        world=alone,
+        data=alone,
+        replica=alone,
+        stages=alone,
+    )
+    replica, batch = Replica(grid), {"x": torch.ones(2)}
+
+    class Echo:
+        def generate(self, prompts: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+            return prompts
+
+    assert replica.is_leader
+    assert replica.speaks
+    assert replica.found(lambda: None) is None
+    assert replica.found(lambda: batch) is batch
+    assert replica.sample(Echo(), batch, 0) is batch
+    assert replica.told(batch) is batch
+    assert replica.told_numbers((1.0, 2.0)) == [1.0, 2.0]
