@@ -19,7 +19,7 @@ from verl_slurm.errors import RolloutMismatch
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
-from verl_slurm.trainer.sampler_gap import gap_and_tokens, require_small_gap
+from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 
 pytestmark = [
     pytest.mark.torch,
@@ -151,7 +151,7 @@ def test_the_recorded_logprobs_are_those_at_the_sampling_temperature(bench: Benc
 
 
 def test_after_an_update_a_sync_brings_the_new_weights_and_without_it_the_check_is_loud(bench: Bench) -> None:
-    limit = bench.config.rollout.max_logprob_gap
+    limit = gap_limit(None, "bfloat16")
     prompts = bench.data.batch(0, SIZE)
     before = bench.vllm.generate(prompts, 0)
     bench.train(0.02)
