@@ -15,7 +15,7 @@ import torch
 
 from verl_slurm.config.schema import DataConfig, DistributedConfig, ModelConfig, RolloutConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import RolloutMismatch
+from verl_slurm.errors import ConfigError, RolloutMismatch
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
@@ -172,3 +172,12 @@ def test_vllm_leaves_generators_and_threads_as_they_were(bench: Bench) -> None:
     assert torch.get_num_threads() == bench.threads
     torch.set_num_threads(bench.threads)
     assert torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"
+
+
+def test_what_vllm_cannot_sample_from_is_refused_at_the_start(bench: Bench, tiny: Path) -> None:
+    """`auto` as device: only here it is known that it is a CPU."""
+    distributed = msgspec.structs.replace(bench.config.distributed, device="auto")
+    model = msgspec.structs.replace(bench.config.model, path=str(tiny))
+    config = msgspec.structs.replace(bench.config, distributed=distributed, model=model)
+    with pytest.raises(ConfigError, match="heads of 16 on a CPU"):
+        build_engine(config, eos_id=1, pad_id=0, device=torch.device("cpu"), ranks=Collective(None))

@@ -7,8 +7,9 @@ never agree to the last bit; what a lost sync changes is far more.
 Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on a CPU, mean over a step's tokens:
 
     both engines, float32     2e-7 to 4e-7
+    hf, bfloat16              0.0011 to 0.0015
     vllm, bfloat16            0.0035 to 0.0058
-    one sync left out         0.06 (hf, step 23) to 0.17 (vllm, step 3)
+    one sync left out         0.06 (hf, float32, step 23) to 0.17 (vllm, bfloat16, step 3)
 
 With much smaller steps one lost sync moves less than the rounding of bfloat16, and is noticed when it goes on.
 """
