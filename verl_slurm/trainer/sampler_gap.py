@@ -14,8 +14,6 @@ Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on 
 With much smaller steps one lost sync moves less than the rounding of bfloat16, and is noticed when it goes on.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -24,8 +22,12 @@ from verl_slurm.errors import RolloutMismatch
 __all__ = ["gap_and_tokens", "gap_limit", "require_small_gap"]
 
 
-def gap_limit(set_to: float | None, dtype: Literal["float32", "bfloat16"]) -> float:
-    """`rollout.max_logprob_gap`, or what it is where it is not set."""
+def gap_limit(set_to: float | None, dtype: str) -> float:
+    """`rollout.max_logprob_gap`, or what it is where it is not set.
+
+    Args:
+        dtype: what both compute in.
+    """
     if set_to is not None:
         return set_to
     return 0.002 if dtype == "float32" else 0.02

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from verl_slurm.config.rollout_checks import sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
@@ -171,7 +172,7 @@ class Learner:
         rollouts, scored = stacked(state.buffers.rollouts), stacked(state.buffers.scored)
         mask = rollouts["response_mask"]
         gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
-        limit = gap_limit(self._config.rollout.max_logprob_gap, self._config.model.dtype)
+        limit = gap_limit(self._config.rollout.max_logprob_gap, sampling_dtype(self._config))
         require_small_gap(*gap, limit=limit, step=state.position.step)
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
         rewards = token_rewards(scored["scores"], kl, mask, state.kl.coef)
