@@ -68,6 +68,12 @@ def test_heads_of_any_width_are_left_to_vllm_where_there_may_be_a_gpu() -> None:
     assert not list(model_complaints(config(device="auto"), GOOD | {"hidden_size": 64}))
 
 
+def test_scaled_positions_are_left_to_vllm() -> None:
+    long = config(max_new_tokens=300)
+    assert list(model_complaints(long, GOOD))
+    assert not list(model_complaints(long, GOOD | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
+
+
 def test_the_longest_sequence_is_prompt_and_response() -> None:
     assert max_model_len(config(max_new_tokens=112)) == 128
     assert not list(model_complaints(config(max_new_tokens=112), GOOD))

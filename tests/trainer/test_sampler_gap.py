@@ -5,7 +5,7 @@ import torch
 
 from verl_slurm.errors import RolloutMismatch
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.trainer.sampler_gap import gap_and_tokens, require_small_gap
+from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 
 pytestmark = pytest.mark.torch
 
@@ -30,3 +30,8 @@ def test_a_larger_gap_or_none_at_all_is_refused_with_a_code_of_its_own(total: fl
     line = caught.value.one_line()
     assert "step 5" in line
     assert "at most rollout.max_logprob_gap=0.25" in line
+
+
+def test_the_limit_follows_the_precision_unless_it_is_set() -> None:
+    assert gap_limit(None, "float32") < gap_limit(None, "bfloat16")
+    assert gap_limit(0.5, "float32") == gap_limit(0.5, "bfloat16") == 0.5

@@ -12,11 +12,14 @@ import pytest
 
 from tests.trainer.test_loop import Runs, _assert_nothing_changed, _replayed
 from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config import load
+from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
+from verl_slurm.runtime_state.ledger import stats
 
 pytestmark = [
     pytest.mark.torch,
@@ -32,9 +35,12 @@ class VLLMRuns(Runs):
         super().__init__(root)
         self._model = quickstart_model.build_model(root / "wide", head_dim=32)
 
-    def make_with(self, name: str, *, tensor_parallel: int) -> RunPaths:
+    def make_with(self, name: str, *, tensor_parallel: int, trainer_tensor_parallel: int = 1) -> RunPaths:
         paths = self.make(name)
         config = load.load_resolved(paths.run_yaml)
+        size = trainer_tensor_parallel
+        shape = DistributedConfig(dp_size=2 // size, tp_size=size, nodes=1, device="cpu")
+        config = msgspec.structs.replace(config, distributed=shape)
         rollout = msgspec.structs.replace(config.rollout, engine="vllm", tensor_parallel_size=tensor_parallel)
         write_file(paths.run_yaml, load.dump(msgspec.structs.replace(config, rollout=rollout)))
         return paths
@@ -71,3 +77,14 @@ def test_a_sync_that_is_lost_ends_the_run_before_it_learns_from_it(runs: VLLMRun
     assert "the rollout engine's log probabilities are not the policy's: step 2 (found a mean" in ended.err
     assert f"exitcode  : {ExitCode.ROLLOUT:d} " in ended.err
     assert choose_resume(paths, "auto").name == "step_000001"
+
+
+def test_ranks_that_train_one_model_together_sample_it_together(runs: VLLMRuns) -> None:
+    """One replica of two ranks, which deals a micro-batch out, and one vLLM of the same two."""
+    paths = runs.make_with("replica", tensor_parallel=2, trainer_tensor_parallel=2)
+    ended = runs.start(paths)
+    assert ended.code == 0, ended.err
+    verdict = verify(paths.checkpoint(2))
+    assert verdict.ok, verdict.problems
+    journal = stats(paths)
+    assert (journal.duplicates, journal.problems) == ((), ())

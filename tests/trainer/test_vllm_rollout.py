@@ -15,11 +15,11 @@ import torch
 
 from verl_slurm.config.schema import DataConfig, DistributedConfig, ModelConfig, RolloutConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import RolloutMismatch
+from verl_slurm.errors import ConfigError, RolloutMismatch
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
-from verl_slurm.trainer.sampler_gap import gap_and_tokens, require_small_gap
+from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 
 pytestmark = [
     pytest.mark.torch,
@@ -151,7 +151,7 @@ def test_the_recorded_logprobs_are_those_at_the_sampling_temperature(bench: Benc
 
 
 def test_after_an_update_a_sync_brings_the_new_weights_and_without_it_the_check_is_loud(bench: Bench) -> None:
-    limit = bench.config.rollout.max_logprob_gap
+    limit = gap_limit(None, "bfloat16")
     prompts = bench.data.batch(0, SIZE)
     before = bench.vllm.generate(prompts, 0)
     bench.train(0.02)
@@ -172,3 +172,12 @@ def test_vllm_leaves_generators_and_threads_as_they_were(bench: Bench) -> None:
     assert torch.get_num_threads() == bench.threads
     torch.set_num_threads(bench.threads)
     assert torch.set_num_threads.__module__ != "vllm.v1.worker.cpu_worker"
+
+
+def test_what_vllm_cannot_sample_from_is_refused_at_the_start(bench: Bench, tiny: Path) -> None:
+    """`auto` as device: only here it is known that it is a CPU."""
+    distributed = msgspec.structs.replace(bench.config.distributed, device="auto")
+    model = msgspec.structs.replace(bench.config.model, path=str(tiny))
+    config = msgspec.structs.replace(bench.config, distributed=distributed, model=model)
+    with pytest.raises(ConfigError, match="heads of 16 on a CPU"):
+        build_engine(config, eos_id=1, pad_id=0, device=torch.device("cpu"), ranks=Collective(None))

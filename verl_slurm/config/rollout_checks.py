@@ -72,13 +72,19 @@ def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Co
             f"heads of {', '.join(map(str, _CPU_HEAD_SIZES))}",
             "set rollout.engine=hf, or another model.path, e.g. builtin:tiny32",
         )
-    if isinstance(limit, int) and longest > limit:
+    if isinstance(limit, int) and longest > limit and not _stretched(model):
         yield Complaint(
             "rollout.max_new_tokens",
             f"{longest} tokens with data.max_prompt_tokens",
             f"at most the model's {limit}",
             "lower rollout.max_new_tokens or data.max_prompt_tokens",
         )
+
+
+def _stretched(model: Mapping[str, Any]) -> bool:
+    """Whether its positions are scaled (YaRN and others), so that vLLM takes more than the number in the file."""
+    ropes = (model.get("rope_scaling"), model.get("rope_parameters"))
+    return any("factor" in rope for rope in ropes if isinstance(rope, dict))
 
 
 def require_engine(config: RunConfig) -> None:

@@ -66,10 +66,10 @@ class RolloutConfig(_Section, frozen=True):
     """Prompts sampled at once on one rank. A safe point lies behind each such micro-batch."""
     max_new_tokens: Positive = 6
     temperature: PositiveFloat = 1.0
-    max_logprob_gap: PositiveFloat = 0.02
+    max_logprob_gap: PositiveFloat | None = None
     """Largest mean difference, over a step's tokens, of the log probabilities that the engine sampled with and those
     that the actor gives the same tokens (nats). Above it the run stops: the engine had other weights, or computes
-    something else. Kernels explain 1e-6 in float32 and 5e-3 in bfloat16."""
+    something else. null: 0.002 where both compute in float32, 0.02 in bfloat16 (trainer/sampler_gap.py)."""
     tensor_parallel_size: Positive = 1
     """vllm: ranks, of one node, that sample together, each with its share of every layer."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0.0, le=0.95)] = 0.4

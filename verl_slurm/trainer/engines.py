@@ -6,12 +6,13 @@ again, after an interruption or in another batch, is the same sample.
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import nn
 
-from verl_slurm.config.rollout_checks import require_engine, sampling_dtype
+from verl_slurm.config.rollout_checks import check_engine, require_engine, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.trainer.data import Batch
@@ -54,6 +55,9 @@ def build_engine(
             dtype=sampling_dtype(config),
             device=device,
         )
+    settled = msgspec.structs.replace(config.distributed, device=device.type)  # it may be auto
+    described = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
+    check_engine(msgspec.structs.replace(config, distributed=settled), str(model), described)
     # Here, for it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.vllm_rollout import VLLMRollout
 

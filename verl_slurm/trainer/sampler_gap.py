@@ -2,7 +2,16 @@
 
 PPO takes the actor's own log probabilities as those of the behaviour policy. If the engine had other weights (a sync
 that was lost, or lost a tensor), training would go on, on the wrong gradient, and only look like bad luck. Two programs
-never agree to the last bit; what a lost sync changes is orders of magnitude more.
+never agree to the last bit; what a lost sync changes is far more.
+
+Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on a CPU, mean over a step's tokens:
+
+    both engines, float32     2e-7 to 4e-7
+    hf, bfloat16              0.0011 to 0.0015
+    vllm, bfloat16            0.0035 to 0.0058
+    one sync left out         0.06 (hf, float32, step 23) to 0.17 (vllm, bfloat16, step 3)
+
+With much smaller steps one lost sync moves less than the rounding of bfloat16, and is noticed when it goes on.
 """
 
 import torch
@@ -10,7 +19,18 @@ from torch import Tensor
 
 from verl_slurm.errors import RolloutMismatch
 
-__all__ = ["gap_and_tokens", "require_small_gap"]
+__all__ = ["gap_and_tokens", "gap_limit", "require_small_gap"]
+
+
+def gap_limit(set_to: float | None, dtype: str) -> float:
+    """`rollout.max_logprob_gap`, or what it is where it is not set.
+
+    Args:
+        dtype: what both compute in.
+    """
+    if set_to is not None:
+        return set_to
+    return 0.002 if dtype == "float32" else 0.02
 
 
 def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from verl_slurm.config.rollout_checks import sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
@@ -36,7 +37,7 @@ from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
-from verl_slurm.trainer.sampler_gap import gap_and_tokens, require_small_gap
+from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 from verl_slurm.trainer.schedule import learning_rate
 from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
 
@@ -171,7 +172,8 @@ class Learner:
         rollouts, scored = stacked(state.buffers.rollouts), stacked(state.buffers.scored)
         mask = rollouts["response_mask"]
         gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
-        require_small_gap(*gap, limit=self._config.rollout.max_logprob_gap, step=state.position.step)
+        limit = gap_limit(self._config.rollout.max_logprob_gap, sampling_dtype(self._config))
+        require_small_gap(*gap, limit=limit, step=state.position.step)
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
         rewards = token_rewards(scored["scores"], kl, mask, state.kl.coef)
         advantages, returns = gae(

@@ -45,6 +45,8 @@ _ENVIRONMENT = {
 _GENTLE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR"}
 """Unless the user has set them."""
 _MIN_KV_BYTES = 64 << 20
+_MAX_REASON = 500
+"""Characters of vLLM's own words; a pydantic error's first line says nothing."""
 _BLOCK = 128
 """Tokens in a block of vLLM's cache, at most."""
 
@@ -105,10 +107,12 @@ class VLLMRollout:
                     **_arguments(config, model_path, device),
                 )
             except (ValueError, ImportError) as error:
+                if "memory" in str(error).lower():
+                    raise  # a crash: whoever holds it may be gone at the next start
                 raise ConfigError(
                     "vLLM cannot start",
                     where=model_path,
-                    found=str(error).strip().partition("\n")[0],
+                    found=" ".join(str(error).split())[:_MAX_REASON],
                     remedy="mend what it names, or set rollout.engine=hf",
                 ) from error
 

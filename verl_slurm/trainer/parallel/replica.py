@@ -26,7 +26,12 @@ __all__ = ["Replica", "Sampler", "decode_batch", "encode_batch"]
 
 
 class Sampler(Protocol):
-    """What samples, alone or (where it has a true `collective`) together with other ranks of its own."""
+    """What samples (`trainer.engines.RolloutEngine`)."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether every rank must call `generate`, if with prompts of no rows."""
+        ...
 
     def generate(self, prompts: Batch, step: int) -> Batch:
         """Sample one response for each prompt."""
@@ -83,7 +88,7 @@ class Replica:
         num = len(prompts["sample_id"])
         mine = slice(self._ranks.rank * num // size, (self._ranks.rank + 1) * num // size)
         part = b""
-        if mine.start < mine.stop or getattr(sampler, "collective", False):
+        if mine.start < mine.stop or sampler.collective:
             part = encode_batch(sampler.generate({k: v[mine] for k, v in prompts.items()}, step))
         parts = [decode_batch(data) for data in self._ranks.gather(part) if data]
         return {name: torch.cat([made[name] for made in parts]) for name in parts[-1]}
