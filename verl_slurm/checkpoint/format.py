@@ -163,7 +163,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whole steps done."""
     safe_point: _Count
     """Safe points passed since the end of the last whole step."""
-    phase: Literal["generate", "score", "advantage", "update", "step_end"]
+    phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     epoch: _Count
     """The incarnation that wrote it."""
     parent: str | None

@@ -8,6 +8,7 @@ from pathlib import Path
 from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
+from verl_slurm.config.train_checks import train_complaints
 from verl_slurm.errors import ConfigError
 
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
@@ -65,7 +66,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
     parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _keys, _slurm)
     found = [complaint for part in parts for complaint in part(config)]
-    return [*found, *tier_complaints(config.tiers)]
+    return [*found, *train_complaints(config), *tier_complaints(config.tiers)]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:
@@ -143,10 +144,6 @@ def _batches(config: RunConfig) -> Iterator[Complaint]:
     ):
         if whole % part:
             yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
-    if train.warmup_steps > train.steps:
-        yield Complaint(
-            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
-        )
 
 
 def _divisor(whole: int, near: int) -> int:

@@ -131,7 +131,7 @@ class Progress(_Message, frozen=True, kw_only=True):
 
     rank: int
     step: int
-    phase: Literal["generate", "score", "advantage", "update", "step_end"]
+    phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     index: int
     safe_points: int
     """Safe points passed since the start of this generation."""
