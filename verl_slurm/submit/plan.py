@@ -33,7 +33,7 @@ __all__ = [
 Cluster = Literal["slurm", "local"]
 
 # What may differ between the submissions of one run: it does not touch what is computed.
-_FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.")
+_FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.", "train.eval_")
 
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a
 # forgotten SBATCH_NO_REQUEUE would silently beat our `--requeue`; and those of a job that we are inside of,

@@ -122,6 +122,9 @@ class Loop:
         state = self._state
         with self._clock.phase(state.position.phase):
             self._learner.work(state)
+        if self._learner.must_stay:
+            self._reporter.at(state.position, self._learner.new_rollouts)
+            return
         following = after(state.position, self._shape)
         metrics: dict[str, float] = {}
         if following.phase == "step_end":

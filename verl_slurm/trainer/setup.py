@@ -28,6 +28,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.orchestration import check_or_write, describe
@@ -118,6 +119,21 @@ def build_loop(
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
     reward = build_reward(config.model.reward, device=device)
+    evaluator = None
+    if config.train.eval_every_steps:
+        evaluator = Evaluator(
+            data=PromptData(
+                data_root, tokenizer, config.data, config.seed, held_out=config.train.eval_prompts
+            ),
+            sampler=sampler,
+            tokenizer=tokenizer,
+            reward=reward,
+            size=config.rollout.micro_batch_size_per_device,
+            temperature=config.train.eval_temperature,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            eos_id=int(tokenizer.eos_token_id),
+        )
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     state = fresh_state(config)
@@ -175,6 +191,7 @@ def build_loop(
             collective=ranks,
             ledger=ledger,
             replay=replay,
+            evaluator=evaluator,
         ),
         checkpointer=Checkpointer(
             config=config,
@@ -229,6 +246,8 @@ def _first_look(
         for role, path in models.items():
             _store(paths, path, seen[role])
     frozen = {role: found.digest for role, found in seen.items()}
+    if config.data.eval_root is not None:  # decides what does not train
+        frozen["eval_data"] = fingerprint(config.data.eval_root).digest
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))

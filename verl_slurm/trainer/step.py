@@ -21,6 +21,7 @@ from verl_slurm.trainer import console
 from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
+from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
 from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
 from verl_slurm.trainer.position import StepShape, rollout_offset
@@ -46,6 +47,7 @@ class Learner:
     Args:
         replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
         ledger: takes each fresh micro-batch.
+        evaluator: None: this run is never evaluated.
 
     Called by: trainer.loop.
     """
@@ -64,11 +66,13 @@ class Learner:
         collective: Collective,
         ledger: Ledger,
         replay: dict[tuple[int, int], Arrays],
+        evaluator: Evaluator | None = None,
     ) -> None:
         self._config, self._shape, self._ranks = config, shape, collective
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
         self._ledger, self._replay = ledger, replay
+        self._evaluator = evaluator
         self._synced_step = -1
         self.new_rollouts = 0
         """Responses sampled, not replayed, by this process."""
@@ -87,6 +91,8 @@ class Learner:
                 self._estimate(state)
             case "update":
                 self._update(state)
+            case "evaluate":
+                self._evaluate(state)
 
     # ---- generate
 
@@ -230,6 +236,24 @@ class Learner:
             "value_clip": float(value.clip_fraction),
         }
 
+    # ---- evaluate
+
+    @property
+    def must_stay(self) -> bool:
+        """An evaluation is half done: the position is not to be moved on yet. The same on every rank."""
+        return self._evaluator is not None and not self._evaluator.finished
+
+    def _evaluate(self, state: TrainState) -> None:
+        """One piece of it. Nothing of it is in the state before the step ends."""
+        step, evaluator = state.position.step, self._evaluator
+        if evaluator is None:
+            return  # switched off since this position was saved
+        if not evaluator.begun(step):
+            self._sampler.sync(self._models.actor)
+            self._synced_step = step + 1  # the next step samples with the same weights
+            evaluator.begin(step)
+        evaluator.piece()
+
     # ---- the end of a step
 
     def finish_step(self, state: TrainState) -> dict[str, float]:
@@ -267,6 +291,8 @@ class Learner:
         }
         for name, total in zip(UPDATE_METRICS, means, strict=True):
             row[name] = total / self._ranks.world_size
+        if self._evaluator is not None:
+            row |= self._evaluator.take(self._ranks)
         state.kl = state.kl.update(row["kl"])
         state.buffers = type(buffers)()
         state.remember(row)
