@@ -144,7 +144,9 @@ def test_how_a_run_is_evaluated_may_change_and_what_is_held_out_may_not() -> Non
 
 
 def test_paths_are_made_absolute_and_words_stay() -> None:
-    given = config("model.path=m", "data.root=../d", "data.eval_root=h", "model.reward=classifier:r", "name=x")
+    given = config(
+        "model.path=m", "data.root=../d", "data.eval_root=h", "model.reward=classifier:r", "name=x"
+    )
     found = absolute(given, Path("/home/me/work"))
     assert found.model.path == "/home/me/work/m"
     assert found.model.reward == "classifier:/home/me/work/r"

@@ -54,8 +54,8 @@ class DataConfig(_Section, frozen=True):
     max_prompt_tokens: Positive = 16
     shuffle: bool = True
     eval_root: str | None = None
-    """Held-out prompts, a root of the same form (or `builtin:arithmetic`: the sums kept apart). What stands in both does
-    not train."""
+    """Held-out prompts, a root of the same form (or `builtin:arithmetic`: the sums kept apart). What stands in both
+    does not train."""
     eval_fraction: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
     """Instead: the share of the prompts of `root` that is held out, chosen by a hash of each prompt's text. They do not
     train, whether they are evaluated or not."""
@@ -87,7 +87,8 @@ class TrainConfig(_Section, frozen=True):
     critic_lr: PositiveFloat = 1e-3
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """What becomes of both rates behind the warm-up (trainer/schedule.py). `linear` and `cosine` fall until the last
-    step; `inverse_sqrt` as 1/sqrt(step), and needs no last step; `wsd` stays, and falls in the last `lr_decay_steps`."""
+    step; `inverse_sqrt` falls as 1/sqrt(step), and needs no last step; `wsd` stays, and falls in the last
+    `lr_decay_steps`."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up, in every schedule."""
     lr_decay_steps: NonNegative = 0

@@ -57,9 +57,7 @@ def uniforms(
     Returns:
         float64 [N, T]; row n depends on `sample_ids[n]` alone, column t on the position t alone.
     """
-    rows = [
-        _raw(seed, purpose, (step, sample_id, sample_index), num_tokens) for sample_id in sample_ids
-    ]
+    rows = [_raw(seed, purpose, (step, sample_id, sample_index), num_tokens) for sample_id in sample_ids]
     raw = np.stack(rows) if rows else np.zeros((0, num_tokens), dtype=np.uint64)
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -1,8 +1,9 @@
 """Evaluation on the held-out prompts, in pieces, beside the training and without a trace in it.
 
-What it computes is a function of the actor's weights, the held-out prompts, the seed and the step. What it leaves behind
-is a few numbers of the step's row. Its noise has streams of its own, every generator is put back, and the sampler gets
-the weights that the next step samples with. So training goes on with the same bits whether it was made or not.
+What it computes is a function of the actor's weights, the held-out prompts, the seed and the step. What it leaves
+behind is a few numbers of the step's row. Its noise has streams of its own, every generator is put back, and the
+sampler gets the weights that the next step samples with. So training goes on with the same bits whether it was made
+or not.
 
 Nothing of it is saved half done: a run that is stopped in the middle makes all of it again.
 """

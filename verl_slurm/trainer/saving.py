@@ -5,6 +5,7 @@ from concurrent.futures import Future
 import msgspec
 
 from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.best import Best, metrics_of
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
@@ -86,24 +87,26 @@ class Checkpointer:
             seconds_left: until the ranks must be gone; None: no hurry.
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
         """
-        contents = Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
-            texts=self._texts(state) if self._rank == 0 else {},
-        )
+        contents = self._contents(state)
         then = self._tidy if tidy else self._remember
         return self._saver.begin(contents, then, seconds_left=seconds_left)
 
     def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
         """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
-        contents = Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
-            texts=self._texts(state) if self._rank == 0 else {},
-        )
+        contents = self._contents(state)
         return self._saver.begin(contents, self._tidy_partial, components=components)
 
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""
         self._saver.close()
+
+    def _contents(self, state: TrainState) -> Contents:
+        whole = state.position.phase == "step_end" and bool(state.history)
+        return Contents(
+            runtime=capture_state(state, self._shape, rank=self._rank),
+            texts=self._texts(state) if self._rank == 0 else {},
+            metrics=metrics_of(state.history[-1]) if whole else {},
+        )
 
     def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
         if done.on_shared:
@@ -129,7 +132,12 @@ class Checkpointer:
         def prune() -> bytes:
             found = list_checkpoints(paths, partial=True)
             plan = plan_prune(
-                found, config.keep_last, keep_every=config.keep_every, verified={done.name}, num_verified=1
+                found,
+                config.keep_last,
+                keep_every=config.keep_every,
+                best=Best.of(config),
+                verified={done.name},
+                num_verified=1,
             )
             apply_prune(paths, plan, verifier=lambda path: verify(path, keys=self._keys))
             return b""
@@ -150,6 +158,7 @@ class Checkpointer:
             list_checkpoints(self._paths),
             self._config.checkpoint.keep_last,
             keep_every=self._config.checkpoint.keep_every,
+            best=Best.of(self._config.checkpoint),
             verified=self._assured,
             num_verified=_ASSURED_KEPT,
         )
