@@ -61,7 +61,11 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
             for rank in ranks
         },
         log_paths={"events": "events.jsonl", "ranks": "logs", "tensorboard": "tensorboard"},
-        metric_history={"curves": "tensorboard", "rows": "checkpoints/*/metadata.json: history"},
+        metric_history={
+            "curves": "tensorboard",
+            "steps": "steps.jsonl",
+            "rows": "checkpoints/*/metadata.json: history",
+        },
     )
 
 

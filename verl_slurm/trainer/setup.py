@@ -5,6 +5,7 @@ that all refuse together or none.
 """
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from verl_slurm.fence import require_epoch
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.step_log import append_step
 from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.evaluation import Evaluator
@@ -149,6 +151,7 @@ def build_loop(
         total_steps=config.train.steps,
         tensorboard=paths.tensorboard,
         first_step=state.position.step,
+        log_step=partial(append_step, paths, epoch),
     )
     foreign = None if ours else directory
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))

@@ -19,16 +19,19 @@ from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
+from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
+from verl_slurm.trainer.measures import step_measures
 from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.rollout import HFRollout
 from verl_slurm.trainer.schedule import learning_rate
 from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
+from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
 
 __all__ = ["Learner", "Optimizers"]
 
@@ -74,11 +77,26 @@ class Learner:
         self._ledger, self._replay = ledger, replay
         self._evaluator = evaluator
         self._synced_step = -1
+        self.watch = Stopwatch(_device(models.actor))
+        """Seconds of the running step's updates and of what it communicates."""
+        watch_collectives((models.actor, models.critic, models.reference), self.watch)
         self.new_rollouts = 0
         """Responses sampled, not replayed, by this process."""
         self._my_tokens = 0
         self.new_tokens = 0
         """Response tokens sampled, not replayed, in the step that was finished last, over all ranks."""
+        self._waited_s = collective.waited_s
+        self.trained_tokens = 0
+        """Response tokens that the actor was updated on in that step, over all ranks and epochs."""
+
+    def take_waited_s(self) -> float:
+        """Seconds in small collectives since the last time this was asked."""
+        before, self._waited_s = self._waited_s, self._ranks.waited_s
+        return self._waited_s - before
+
+    def memory_bytes(self) -> int:
+        """The most memory of the device, or of the process, so far."""
+        return memory_bytes(_device(self._models.actor))
 
     def work(self, state: TrainState) -> None:
         """Do what `state.position` names. The position itself is moved on by the loop."""
@@ -104,7 +122,8 @@ class Learner:
         batch = self._replayed(position.step, micro_batch, prompts)
         # The sampler gets its weights once a step, and not at all where every rank finds all in the ledger.
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
-            self._sampler.sync(self._models.actor)
+            with self.watch.span(COMMUNICATION):
+                self._sampler.sync(self._models.actor)
             self._synced_step = position.step
         if batch is None:
             batch = self._sampler.generate(prompts, position.step)
@@ -189,6 +208,7 @@ class Learner:
             piece = _rows(batch, slice(start, start + train.micro_batch_size_per_device))
             for name, value in self._backward(piece, tokens).items():
                 sums[name] += value
+        self.watch.start()
         for role, model, optimizer, base in (
             ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
             ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
@@ -198,11 +218,13 @@ class Learner:
                 group["lr"] = learning_rate(base, train, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            self.watch.lap(f"{role}_update_s")
         buffers.updates.append([sums[name] for name in UPDATE_METRICS])
 
     def _backward(self, batch: Batch, tokens: float) -> Mapping[str, float]:
         """Add one micro-batch's gradients to both models; its share of the metrics."""
         train = self._config.train
+        self.watch.start()
         batch = {name: column.to(_device(self._models.actor)) for name, column in batch.items()}
         mask = batch["response_mask"]
         logprobs, entropy_NT = logprobs_and_entropy(
@@ -218,6 +240,7 @@ class Learner:
         )
         entropy = masked_mean(entropy_NT, mask, tokens)
         _run_backward(policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss)
+        self.watch.lap("actor_update_s")
         value = value_loss(
             values(self._models.critic, batch),
             batch["old_values"],
@@ -227,6 +250,7 @@ class Learner:
             denominator=tokens,
         )
         _run_backward(value.loss)
+        self.watch.lap("critic_update_s")
         return {
             "policy_loss": float(policy.loss.detach()),
             "value_loss": float(value.loss.detach()),
@@ -249,7 +273,8 @@ class Learner:
         if evaluator is None:
             return  # switched off since this position was saved
         if not evaluator.begun(step):
-            self._sampler.sync(self._models.actor)
+            with self.watch.span(COMMUNICATION):
+                self._sampler.sync(self._models.actor)
             self._synced_step = step + 1  # the next step samples with the same weights
             evaluator.begin(step)
         evaluator.piece()
@@ -279,6 +304,7 @@ class Learner:
         ]
         samples, score, kl_sum, tokens, gap_sum, fresh, *means = self._ranks.sum([float(x) for x in mine])
         self.new_tokens, self._my_tokens = int(fresh), 0
+        self.trained_tokens = int(tokens) * self._config.train.ppo_epochs
         rate = learning_rate(self._config.train.actor_lr, self._config.train, state.position.step)
         row = {
             "step": float(state.position.step + 1),
@@ -288,7 +314,11 @@ class Learner:
             "response_tokens": tokens / samples,
             "sampler_gap": gap_sum / tokens,
             "learning_rate": rate,
+            "critic_learning_rate": learning_rate(
+                self._config.train.critic_lr, self._config.train, state.position.step
+            ),
         }
+        row |= step_measures(scored, buffers.estimates, mask, self._ranks)
         for name, total in zip(UPDATE_METRICS, means, strict=True):
             row[name] = total / self._ranks.world_size
         if self._evaluator is not None:
