@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -33,12 +33,13 @@ from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import stats
+from verl_slurm.step_log import last_steps
 from verl_slurm.trainer.loop import Ending
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm.wire.messages import FromRank, Notice, Progress, Saved
 
 pytestmark = pytest.mark.torch
 
@@ -66,7 +67,7 @@ class Runs:
     def __init__(self, root: Path, model: Path, data: Path) -> None:
         self._root, self._model, self._data = root, model, data
 
-    def make(self, name: str, *, eval_every: int = 2) -> RunPaths:
+    def make(self, name: str, *, eval_every: int = 2, keep_best: int = 0) -> RunPaths:
         paths = RunPaths(self._root / name)
         config = RunConfig(
             name=name,
@@ -85,7 +86,9 @@ class Runs:
                 eval_temperature=0.7,
             ),
             distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1),
+            checkpoint=CheckpointConfig(keep_best=keep_best)
+            if keep_best
+            else CheckpointConfig(every_steps=1),
         )
         private_dir(paths.root)
         write_file(paths.run_yaml, load.dump(config))
@@ -133,6 +136,63 @@ def _history(paths: RunPaths) -> list[dict[str, float]]:
         "history"
     ]
     return rows
+
+
+def test_every_step_is_logged_with_times_that_the_history_does_not_have(undisturbed: RunPaths) -> None:
+    rows = last_steps(undisturbed, 10)
+    times = {
+        *(
+            "generate_s",
+            "score_s",
+            "update_s",
+            "actor_update_s",
+            "critic_update_s",
+            "communication_s",
+            "step_s",
+        ),
+        *("communication_share", "tokens_per_second", "actor_tokens_per_second", "memory_bytes"),
+    }
+    for row, metrics in zip(rows, _history(undisturbed), strict=True):
+        assert set(row) - set(metrics) - {"time", "epoch", "eval_s"} == times
+        assert not times & set(metrics)
+        assert {name: row[name] for name in metrics} == metrics
+        assert 0.0 < row["actor_update_s"] + row["critic_update_s"] <= row["update_s"] < row["step_s"]
+        assert 0.0 < row["communication_share"] < 1.0
+    assert ["eval_s" in row for row in rows] == [False, True, True]
+    c7 = {
+        "reward",
+        "kl",
+        "policy_loss",
+        "value_loss",
+        "response_tokens",
+        "policy_clip",
+        "value_clip",
+        "entropy",
+    }
+    c7 |= {
+        "actor_grad_norm",
+        "critic_grad_norm",
+        "learning_rate",
+        "critic_learning_rate",
+        "explained_variance",
+    }
+    assert c7 <= set(rows[0])
+
+
+def test_a_new_best_of_the_evaluation_is_saved_kept_and_told(runs: Runs) -> None:
+    paths = runs.make("best", eval_every=1, keep_best=1)
+    line = Line()
+    assert runs.start(paths, line) is Ending.FINISHED
+    values = [row["eval/reward"] for row in _history(paths)]
+    bests = [step for step in range(1, STEPS + 1) if values[step - 1] > max([-1.0, *values[: step - 1]])]
+    saved = [m for m in line.messages if isinstance(m, Saved)]
+    assert [int(m.name[5:]) for m in saved] == sorted({*bests, STEPS})
+    assert saved[0].reason == f"the best eval/reward so far: {values[0]:g}"
+    told = [m.text for m in line.messages if isinstance(m, Notice) and m.topic == "evaluation"]
+    assert [text.endswith("the best so far") for text in told] == [step in bests for step in (1, 2, 3)]
+    manifest = read_manifest(paths.checkpoint(bests[-1]))
+    assert isinstance(manifest.metrics, dict)
+    assert manifest.metrics["eval/reward"] == max(values)
 
 
 def test_every_second_step_and_the_last_have_the_numbers_of_an_evaluation_in_their_row(
