@@ -179,6 +179,12 @@ def test_every_step_is_logged_with_times_that_the_history_does_not_have(undistur
     assert c7 <= set(rows[0])
 
 
+def test_every_number_is_explained_in_the_document(undisturbed: RunPaths) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    named = {name for row in last_steps(undisturbed, 10) for name in row} - {"time", "epoch"}
+    assert [name for name in sorted(named) if f"`{name}`" not in text] == []
+
+
 def test_a_new_best_of_the_evaluation_is_saved_kept_and_told(runs: Runs) -> None:
     paths = runs.make("best", eval_every=1, keep_best=1)
     line = Line()

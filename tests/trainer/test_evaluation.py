@@ -24,6 +24,8 @@ EOS = 1
 class Sampler:
     """Answers prompt n with n % 3 + 1 tokens; every third answer comes to no end."""
 
+    collective = False
+
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, float | None, Purpose]] = []
 
@@ -53,15 +55,16 @@ def _reward(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[
     return torch.tensor([float(answer) for answer in answers])
 
 
-class Both(Collective):
-    """The other rank's sums beside ours."""
+class One(Collective):
+    """One of several ranks; the others' sums are put in."""
 
-    def __init__(self, other: list[float]) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(None)
-        self._other = other
+        self.rank, self.world_size = rank, world_size
+        self.others = [0.0] * 5
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        return [a + b for a, b in zip(values, self._other, strict=True)]
+        return [a + b for a, b in zip(values, self.others, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def data(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> PromptData:
 
 
 def _evaluator(
-    data: PromptData, tokenizer: PreTrainedTokenizerBase, rank: int = 0, world_size: int = 1
+    data: PromptData, tokenizer: PreTrainedTokenizerBase, ranks: Collective | None = None
 ) -> tuple[Evaluator, Sampler]:
     sampler = Sampler()
     made = Evaluator(
@@ -90,8 +93,7 @@ def _evaluator(
         reward=_reward,
         size=3,
         temperature=0.5,
-        rank=rank,
-        world_size=world_size,
+        ranks=ranks or One(),
         eos_id=EOS,
     )
     return made, sampler
@@ -111,12 +113,12 @@ def test_the_numbers_are_means_over_all_held_out_prompts(
 ) -> None:
     evaluator, sampler = _evaluator(data, tokenizer)
     assert evaluator.finished, "none was begun"
-    assert evaluator.take(Collective(None)) == {}
+    assert evaluator.take() == {}
     assert _all(evaluator) == 4
     assert [asked[0] for asked in sampler.asked] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert {asked[1:] for asked in sampler.asked} == {(4, 0.5, Purpose.EVALUATION)}
     # Rewards 0 ... 9; lengths 1 2 3 1 2 3 1 2 3 1; three of ten have no end.
-    assert evaluator.take(Collective(None)) == pytest.approx(
+    assert evaluator.take() == pytest.approx(
         {
             "eval/reward": 4.5,
             "eval/reward_std": 8.25**0.5,
@@ -125,7 +127,7 @@ def test_the_numbers_are_means_over_all_held_out_prompts(
             "eval/prompts": 10.0,
         }
     )
-    assert evaluator.take(Collective(None)) == {}, "once"
+    assert evaluator.take() == {}, "once"
 
 
 def test_ranks_share_the_prompts_come_by_equally_often_and_find_the_same(
@@ -133,14 +135,25 @@ def test_ranks_share_the_prompts_come_by_equally_often_and_find_the_same(
 ) -> None:
     whole, _ = _evaluator(data, tokenizer)
     _all(whole)
-    expected = whole.take(Collective(None))
-    parts = [_evaluator(data, tokenizer, rank, 3) for rank in range(3)]
+    expected = whole.take()
+    ranks = [One(rank, 3) for rank in range(3)]
+    parts = [_evaluator(data, tokenizer, one) for one in ranks]
     assert [_all(evaluator) for evaluator, _ in parts] == [2, 2, 2]
     asked = [[ids for ids, *_ in sampler.asked] for _, sampler in parts]
     assert asked == [[[0, 1, 2], [9]], [[3, 4, 5]], [[6, 7, 8]]]
     sums = [evaluator._sums for evaluator, _ in parts]
-    others = [sum(column) for column in zip(*sums[1:], strict=True)]
-    assert parts[0][0].take(Both(others)) == pytest.approx(expected)
+    ranks[0].others = [sum(column) for column in zip(*sums[1:], strict=True)]
+    assert parts[0][0].take() == pytest.approx(expected)
+
+
+def test_a_sampler_that_works_in_groups_is_asked_by_all_ranks_equally_often(
+    data: PromptData, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    evaluator, sampler = _evaluator(data, tokenizer, One(2, 3))
+    sampler.collective = True
+    assert _all(evaluator) == 2
+    assert [ids for ids, *_ in sampler.asked] == [[6, 7, 8], []]
+    assert evaluator.take()["eval/prompts"] == 3.0
 
 
 def test_no_generator_of_the_training_moves(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -158,15 +171,15 @@ def test_one_that_was_abandoned_begins_from_nothing(
 ) -> None:
     evaluator, _ = _evaluator(data, tokenizer)
     _all(evaluator)
-    whole = evaluator.take(Collective(None))
+    whole = evaluator.take()
     evaluator.begin(4)
     evaluator.piece()
     assert not evaluator.finished
     assert evaluator.begun(4)
     assert not evaluator.begun(5)
-    assert evaluator.take(Collective(None)) == {}, "half a number is none"
+    assert evaluator.take() == {}, "half a number is none"
     assert _all(evaluator) == 4
-    assert evaluator.take(Collective(None)) == whole
+    assert evaluator.take() == whole
 
 
 def test_every_rank_has_a_piece_or_comes_by_all_the_same() -> None:

@@ -144,6 +144,10 @@ def _batches(config: RunConfig) -> Iterator[Complaint]:
     ):
         if whole % part:
             yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
+    if train.warmup_steps > train.steps:
+        yield Complaint(
+            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
+        )
 
 
 def _divisor(whole: int, near: int) -> int:

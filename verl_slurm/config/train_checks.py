@@ -21,10 +21,6 @@ def train_complaints(config: RunConfig) -> list[Complaint]:
 
 def _schedule(config: RunConfig) -> Iterator[Complaint]:
     train = config.train
-    if train.warmup_steps > train.steps:
-        yield Complaint(
-            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
-        )
     if train.lr_schedule == "wsd":
         most = max(train.steps - train.warmup_steps, 1)
         if not 1 <= train.lr_decay_steps <= most:

@@ -162,8 +162,7 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected="the same values (only slurm, daemon, checkpoint, train.eval_* and the number of ranks may "
-            f"change{steps})",
+            expected=f"the same values (only slurm, daemon, checkpoint and the number of ranks may change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]

@@ -39,14 +39,14 @@ class _ReduceScatter(DefaultReduceScatter):
             return super().__call__(*args, **options)
 
 
-def watch_collectives(models: Iterable[nn.Module], watch: Stopwatch) -> None:
+def watch_collectives(models: Iterable[nn.Module | None], watch: Stopwatch) -> None:
     """Have `watch` measure what the sharded ones among `models` send each other. The same collectives, the same bits.
 
     Called by: trainer.step once.
     """
     gather, scatter = _AllGather(watch), _ReduceScatter(watch)
     for model in models:
-        for module in model.modules():
+        for module in model.modules() if model is not None else ():
             if isinstance(module, FSDPModule):
                 with contextlib.suppress(ValueError):  # parameters of several meshes: not measured
                     module.set_custom_all_gather(gather)

@@ -48,7 +48,7 @@ class Evaluator:
         data: the held-out prompts, all of them (`PromptData(held_out=...)`).
         size: prompts sampled at once.
         temperature: 0: greedy.
-        rank, world_size: which share; rank r of N has every N-th micro-batch from r on.
+        ranks: all that have a sampler; rank r of N has every N-th micro-batch from r on.
 
     Called by: trainer.step, on every rank.
     """
@@ -62,14 +62,12 @@ class Evaluator:
         reward: Reward,
         size: int,
         temperature: float,
-        rank: int,
-        world_size: int,
+        ranks: Collective,
         eos_id: int,
     ) -> None:
         self._data, self._sampler, self._tokenizer, self._reward = data, sampler, tokenizer, reward
         self._size, self._temperature, self._eos_id = size, temperature, eos_id
-        self._rank, self._world_size = rank, world_size
-        self._pieces = num_pieces(len(data), size, world_size)
+        self._ranks, self._pieces = ranks, num_pieces(len(data), size, ranks.world_size)
         self._step: int | None = None
         self._done = 0
         self._sums = [0.0] * 5
@@ -88,11 +86,12 @@ class Evaluator:
         return self._step is None or self._done == self._pieces
 
     def piece(self) -> None:
-        """The next micro-batch of this rank. Not collective."""
+        """The next micro-batch of this rank. Collective only if the sampler is."""
         assert self._step is not None, "begin first"
-        start = (self._done * self._world_size + self._rank) * self._size
-        count = min(self._size, len(self._data) - start)
-        if count > 0:
+        start = (self._done * self._ranks.world_size + self._ranks.rank) * self._size
+        count = max(min(self._size, len(self._data) - start), 0)
+        # Without a prompt left, a sampler that works in groups is asked for nothing, together with the others.
+        if count or getattr(self._sampler, "collective", False):
             kept = rng.capture()
             try:
                 found = self._measure(self._data.batch(start, count), self._step)
@@ -101,7 +100,7 @@ class Evaluator:
             self._sums = [a + b for a, b in zip(self._sums, found, strict=True)]
         self._done += 1
 
-    def take(self, ranks: Collective) -> dict[str, float]:
+    def take(self) -> dict[str, float]:
         """The numbers of a whole evaluation over all ranks, for the step's row; nothing if none was made. Collective.
 
         Names begin with `eval/`: reward and its deviation over the prompts, response_tokens a prompt, finished (the
@@ -110,7 +109,7 @@ class Evaluator:
         if self._step is None or not self.finished:
             return {}
         self._step = None
-        count, total, squares, tokens, ended = ranks.sum(self._sums)
+        count, total, squares, tokens, ended = self._ranks.sum(self._sums)
         mean = total / count
         numbers = {
             "reward": mean,
@@ -127,6 +126,8 @@ class Evaluator:
             prompts, step, temperature=self._temperature, purpose=Purpose.EVALUATION
         )
         ids, mask = batch["sample_id"], batch["response_mask"]
+        if not len(ids):
+            return [0.0] * len(self._sums)
         scores: Tensor = self._reward(
             self._data.prompts(ids), decode_responses(self._tokenizer, batch), self._data.answers(ids)
         )

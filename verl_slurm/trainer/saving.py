@@ -87,26 +87,26 @@ class Checkpointer:
             seconds_left: until the ranks must be gone; None: no hurry.
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
         """
-        contents = self._contents(state)
+        contents = Contents(
+            runtime=capture_state(state, self._shape, rank=self._rank),
+            texts=self._texts(state) if self._rank == 0 else {},
+            metrics=_metrics(state),
+        )
         then = self._tidy if tidy else self._remember
         return self._saver.begin(contents, then, seconds_left=seconds_left)
 
     def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
         """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
-        contents = self._contents(state)
+        contents = Contents(
+            runtime=capture_state(state, self._shape, rank=self._rank),
+            texts=self._texts(state) if self._rank == 0 else {},
+            metrics=_metrics(state),
+        )
         return self._saver.begin(contents, self._tidy_partial, components=components)
 
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""
         self._saver.close()
-
-    def _contents(self, state: TrainState) -> Contents:
-        whole = state.position.phase == "step_end" and bool(state.history)
-        return Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
-            texts=self._texts(state) if self._rank == 0 else {},
-            metrics=metrics_of(state.history[-1]) if whole else {},
-        )
 
     def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
         if done.on_shared:
@@ -187,6 +187,12 @@ class Checkpointer:
             "orchestration.json": self._orchestration,
             SCHEMA_VERSION: render_schema(self._schema),
         }
+
+
+def _metrics(state: TrainState) -> dict[str, float]:
+    """Of the step that has just ended; the weights in the middle of one are not those that the last row is of."""
+    whole = state.position.phase == "step_end" and bool(state.history)
+    return metrics_of(state.history[-1]) if whole else {}
 
 
 def _json(value: object) -> bytes:

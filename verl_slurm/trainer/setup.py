@@ -132,8 +132,7 @@ def build_loop(
             reward=reward,
             size=config.rollout.micro_batch_size_per_device,
             temperature=config.train.eval_temperature,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            ranks=ranks,
             eos_id=int(tokenizer.eos_token_id),
         )
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)

@@ -314,15 +314,15 @@ class Learner:
             "response_tokens": tokens / samples,
             "sampler_gap": gap_sum / tokens,
             "learning_rate": rate,
-            "critic_learning_rate": learning_rate(
-                self._config.train.critic_lr, self._config.train, state.position.step
-            ),
         }
         row |= step_measures(scored, buffers.estimates, mask, self._ranks)
         for name, total in zip(UPDATE_METRICS, means, strict=True):
             row[name] = total / self._ranks.world_size
+        if "explained_variance" in row:  # there is a critic
+            train = self._config.train
+            row["critic_learning_rate"] = learning_rate(train.critic_lr, train, state.position.step)
         if self._evaluator is not None:
-            row |= self._evaluator.take(self._ranks)
+            row |= self._evaluator.take()
         state.kl = state.kl.update(row["kl"])
         state.buffers = type(buffers)()
         state.remember(row)
