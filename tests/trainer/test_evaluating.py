@@ -8,6 +8,7 @@ pieces of an evaluation:
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from verl_slurm.config.schema import (
     TrainConfig,
 )
 from verl_slurm.dcp.compare import compare
+from verl_slurm.errors import DataError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
@@ -67,13 +69,17 @@ class Runs:
     def __init__(self, root: Path, model: Path, data: Path) -> None:
         self._root, self._model, self._data = root, model, data
 
-    def make(self, name: str, *, eval_every: int = 2, keep_best: int = 0) -> RunPaths:
+    def make(
+        self, name: str, *, eval_every: int = 2, keep_best: int = 0, eval_root: Path | None = None
+    ) -> RunPaths:
         paths = RunPaths(self._root / name)
         config = RunConfig(
             name=name,
             run_dir=str(paths.root),
             model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data), eval_fraction=0.1),
+            data=DataConfig(root=str(self._data), eval_root=str(eval_root))
+            if eval_root
+            else DataConfig(root=str(self._data), eval_fraction=0.1),
             rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
             train=TrainConfig(
                 steps=STEPS,
@@ -253,3 +259,16 @@ def test_an_evaluation_that_was_switched_off_meanwhile_is_passed_over(
     assert runs.start(paths) is Ending.FINISHED
     assert "eval/reward" not in _history(paths)[-1]
     assert _history(paths)[1] == _history(undisturbed)[1]
+
+
+def test_held_out_prompts_that_changed_are_refused_for_they_decide_what_trains(
+    runs: Runs, tmp_path: Path, sums_root: Path
+) -> None:
+    held_out = tmp_path / "heldout"
+    shutil.copytree(sums_root.parent / "heldout", held_out)
+    paths = runs.make("drift", eval_root=held_out)
+    assert runs.start(paths, Line(7)) is Ending.STOPPED
+    with (held_out / "sums.jsonl").open("a") as file:
+        file.write('{"prompt": "10+11=", "answer": "21"}\n')
+    with pytest.raises(DataError, match="not what the run started with: eval_data"):
+        runs.start(paths)

@@ -43,12 +43,13 @@ class Collective:
         group: a CPU process group, or None where there is one process and no process group at all.
     """
 
+    waited_s: float = 0.0
+    """Seconds in `max`, `sum` and `gather` so far, with what was waited there for slower ranks."""
+
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.waited_s = 0.0
-        """Seconds in `max`, `sum` and `gather` so far, with what was waited there for slower ranks."""
 
     @property
     def group(self) -> "dist.ProcessGroup | None":
