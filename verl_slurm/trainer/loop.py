@@ -149,6 +149,7 @@ class Loop:
         if any(name.startswith(EVAL_PREFIX) for name in row):
             best = Best.of(self._config.checkpoint)
             news = ", the best so far" if is_new_best(self._state.history, best) else ""
+            self._pace.evaluated(timings.get("eval_s", 0.0))
             self._reporter.evaluated(row, timings.get("eval_s", 0.0), news)
         return row | timings
 

@@ -101,6 +101,10 @@ class Pace:
             return Due(save=True, reason=f"the best {best.metric} so far: {state.history[-1][best.metric]:g}")
         return due
 
+    def evaluated(self, seconds: float) -> None:
+        """The step that ends was evaluated, too, which took so long."""
+        self._meter.leave_out(seconds)
+
     def partial_due(self, state: TrainState) -> Due:
         """The same for a partial save, where no full one is made."""
         position, none = state.position, Due(save=False, reason="no full save is made here")
