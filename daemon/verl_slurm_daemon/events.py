@@ -66,11 +66,15 @@ class GenerationEnded(_Event, frozen=True):
 
 
 class Verified(_Event, frozen=True):
-    """A committed save was read back."""
+    """A committed save was read back.
+
+    `pruned`: it was not found good, but the retention of the living run had removed it meanwhile.
+    """
 
     name: str
     good: bool
     detail: str
+    pruned: bool = False
 
 
 class SaveDeadline(_Event, frozen=True):

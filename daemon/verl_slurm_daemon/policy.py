@@ -26,12 +26,14 @@ from verl_slurm.wire.messages import (
     RankStarted,
     Refused,
     Saved,
+    SavedOnNodes,
     SaveFailed,
     SaveStarted,
     Stopped,
 )
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.notes import given_up, kept_note, saved_notes
 from verl_slurm_daemon.states import NEXT, State
 
 __all__ = ["Decision", "Intent", "Limits", "Model", "decide"]
@@ -75,6 +77,8 @@ class Model(msgspec.Struct, frozen=True):
     finished: frozenset[int] = frozenset()
     unverified: str = ""
     """The newest checkpoint whose read-back has not been heard of."""
+    on_nodes: SavedOnNodes | None = None
+    """What the nodes' disks have of the save before the end, when shared storage has not, yet."""
     failure: str = ""
     """Why the present generation is being taken down; empty: it is not."""
     refusal: Refused | None = None
@@ -126,12 +130,11 @@ def _decide(model: Model, event: ev.Event) -> Decision:
             return Decision(model)
         case ev.GenerationEnded(exit_code):
             return _on_generation_ended(model, exit_code)
-        case ev.Verified(name, good, detail):
-            return _on_verified(model, name, good, detail)
+        case ev.Verified():
+            return _on_verified(model, event)
         case ev.SaveDeadline():
             if model.state in (State.SAVING, State.CHECKING):
-                note = act.Note("degraded", {"reason": "the deadline is near and the save is not verified"})
-                return _leave(model, note)
+                return _give_up(model, "the deadline is near and the save is not verified")
             return Decision(model)
         case ev.BackoffOver(stuck):
             return _on_backoff_over(model, stuck)
@@ -230,22 +233,18 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             return Decision(model)
         case Progress():
             return _on_progress(model, message)
+        case SavedOnNodes():
+            if model.state is not State.SAVING or message.request_id != model.request_id:
+                return Decision(model)
+            return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
         case Saved():
-            facts: dict[str, str | int | float | bool | None] = {
-                "name": message.name,
-                "seconds": round(message.seconds, 3),
-                "num_bytes": message.num_bytes,
-                "emergency": message.request_id > 0,
-                "reason": message.reason,
-            }
-            missing = (act.Note("one_copy", {"name": message.name, "reason": message.problem}),)
-            notes = (act.Note("saved", facts), *(missing if message.problem else ()))
+            notes = saved_notes(message)
             if not message.on_shared:
                 # The ranks have read it back where it is; there is nothing here that we could read.
                 if model.state is State.SAVING and message.request_id == model.request_id:
                     return _leave(model, *notes)
                 return Decision(model, notes)
-            actions = (*notes, act.Verify(message.name))
+            actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
             model = msgspec.structs.replace(model, unverified=message.name)
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
@@ -303,9 +302,7 @@ def _on_generation_ended(model: Model, exit_code: int) -> Decision:
         case State.LAUNCHING | State.RUNNING:
             return _on_crash(model, model.failure or f"the step ended with {exit_code}")
         case State.SAVING:
-            return _leave(
-                model, act.Note("degraded", {"reason": model.failure or "the ranks left before the save"})
-            )
+            return _give_up(model, model.failure or "the ranks left before the save")
         case State.CHECKING:
             return Decision(model)
         case _:
@@ -334,11 +331,12 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
     return _launch(model)
 
 
-def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
-    note = act.Note("verified" if good else "corrupt", {"name": name, "detail": detail})
-    if good:
+def _on_verified(model: Model, event: ev.Verified) -> Decision:
+    word = "verified" if event.good else "pruned" if event.pruned else "corrupt"
+    note = act.Note(word, {"name": event.name, "detail": event.detail})
+    if event.good:
         model = msgspec.structs.replace(model, crashes=0)
-    if name != model.unverified:
+    if event.name != model.unverified:
         return Decision(model, (note,))
     model = msgspec.structs.replace(model, unverified="")
     if model.state is not State.CHECKING:
@@ -349,8 +347,8 @@ def _on_verified(model: Model, name: str, good: bool, detail: str) -> Decision:
         return Decision(model, (note,))  # its end is the next event
     after = (
         _exit(model, ExitCode.OK, "all steps are done")
-        if good
-        else _on_crash(model, "the last save is corrupt")
+        if event.good
+        else _on_crash(model, f"the last save is {word}")
     )
     return Decision(after.model, (note, *after.actions))
 
@@ -365,6 +363,13 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     after = msgspec.structs.replace(model, state=State.LEAVING)
     exit_now = _maybe_exit(after)
     return Decision(exit_now.model, (*actions, *exit_now.actions))
+
+
+def _give_up(model: Model, reason: str) -> Decision:
+    """Leave without waiting for the save any longer."""
+    kept = model.on_nodes
+    ours = kept if kept is not None and kept.request_id == model.request_id else None
+    return _leave(model, *given_up(ours, model.state, reason))
 
 
 def _maybe_exit(model: Model) -> Decision:

@@ -1,5 +1,6 @@
 """Which checkpoint a generation starts from, and whether a fresh one can be trusted: reads files, no torch."""
 
+import os
 import secrets
 import shutil
 from dataclasses import replace
@@ -23,7 +24,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm_daemon.tier_child import restore_newest
 
-__all__ = ["ResumePoint", "find_resume_point", "read_back"]
+__all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back"]
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -132,15 +133,47 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
     return reasons
 
 
-def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> tuple[bool, str]:
-    """Re-read a committed checkpoint, every byte; (good, what was found).
+class ReadBack(msgspec.Struct, frozen=True):
+    """What came of reading a committed checkpoint back.
+
+    Attributes:
+        detail: what was found, one line.
+        pruned: not good, but gone: the run has newer ones and let this one go while it was read.
+    """
+
+    good: bool
+    detail: str
+    pruned: bool = False
+
+
+def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> ReadBack:
+    """Re-read a committed checkpoint, every byte.
 
     Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
+
+    Called by: effects.
     """
     verdict = verify(paths.checkpoints / name, keys=keys)
     if verdict.ok:
-        return True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s"
+        return ReadBack(True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s")
+    if _was_pruned(paths, name):
+        return ReadBack(
+            False, "removed as older than those that are kept, before it was read back", pruned=True
+        )
     if verdict.damaged:
         require_epoch(paths, epoch)
         move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
-    return False, verdict.one_line()
+    return ReadBack(False, verdict.one_line())
+
+
+def _was_pruned(paths: RunPaths, name: str) -> bool:
+    """Whether the retention took it: it leaves nothing under the name, and never takes the newest.
+
+    One that is gone and was the newest is lost, and one that is in quarantine was damaged: the scrub was faster.
+    """
+    if os.path.lexists(paths.checkpoints / name):
+        return False
+    infos, order = list_checkpoints(paths), checkpoint_order(name) or (-1, -1)
+    if any(info.kind == "quarantined" and info.name.startswith(f"{name}.") for info in infos):
+        return False
+    return any(info.kind == "committed" and info.order > order for info in infos)

@@ -1,4 +1,4 @@
-"""The slow scrub of a running job: one checkpoint after the other is read back, and what rotted is set aside.
+"""The slow scrub of a running job: checkpoints and frozen models are read back one by one; what rotted is set aside.
 
 When each was read last is in the journal (`verified`, `scrubbed`), so it holds over requeues. Where the nodes have a
 second copy, the damaged one is brought home at once. Nothing here may end a run: what goes wrong is written down.
@@ -10,11 +10,14 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.scrub import next_due, scrub_one
+from verl_slurm.checkpoint.frozen_check import frozen_digests
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.scrub import next_due, scrub_frozen, scrub_one
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.journal import Journal
 
@@ -23,14 +26,23 @@ __all__ = ["last_read", "scrub_forever", "scrub_next"]
 _SETTLE_S = 600.0
 """After a start there is enough to do."""
 
+_FROZEN = "frozen/"
+
 
 def last_read(paths: RunPaths) -> dict[str, float]:
-    """Checkpoint → when it was found whole last, in seconds of the epoch, by the journal."""
+    """Checkpoint → when it was judged last, in seconds of the epoch, by the journal.
+
+    Judged: found whole, or refused for what no second look would change (`judged`).
+    """
     found: dict[str, float] = {}
     for event in read_events(paths):
-        good = event["event"] == "verified" or (event["event"] == "scrubbed" and event.get("good") is True)
+        judged = event.get("good") is True or event.get("judged") is True
         name, when = event.get("name"), event.get("time")
-        if good and isinstance(name, str) and isinstance(when, str):
+        if (
+            (event["event"] == "verified" or (event["event"] == "scrubbed" and judged))
+            and isinstance(name, str)
+            and isinstance(when, str)
+        ):
             try:
                 found[name] = datetime.fromisoformat(when).timestamp()
             except ValueError:
@@ -39,28 +51,50 @@ def last_read(paths: RunPaths) -> dict[str, float]:
 
 
 def scrub_next(
-    paths: RunPaths, config: CheckpointConfig, epoch: int, now: float
+    paths: RunPaths, config: CheckpointConfig, epoch: int, now: float, keys: Keyring | None = None
 ) -> tuple[float, dict[str, object]]:
     """Read the next checkpoint back if one is due. Blocks; slow on purpose.
+
+    Args:
+        keys: where given, it must be signed with one of them.
 
     Returns:
         Seconds until the next look, and what to journal; empty: nothing was due.
     """
     every_s = config.scrub_every_h * 3600
-    due = next_due(list_checkpoints(paths), last_read(paths), now=now, every_s=every_s)
+    infos = [*list_checkpoints(paths), *_frozen(paths)]
+    due = next_due(infos, last_read(paths), now=now, every_s=every_s)
     if due.name is None or due.in_s > 0:
         return min(due.in_s, every_s), {}
-    path = paths.checkpoints / due.name
     require_epoch(paths, epoch)
-    one = scrub_one(path, set_aside=True, bytes_per_s=config.scrub_mb_per_s * 1e6)
+    bytes_per_s = config.scrub_mb_per_s * 1e6
+    if due.name.startswith(_FROZEN):
+        digest = due.name.removeprefix(_FROZEN)
+        one = scrub_frozen(paths, digest, set_aside=True, bytes_per_s=bytes_per_s)
+    else:
+        path = paths.checkpoints / due.name
+        one = scrub_one(path, set_aside=True, keys=keys, bytes_per_s=bytes_per_s)
     if one.gone:
         return 0.0, {}
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
     told: dict[str, object] = {"name": due.name, "good": one.verdict.ok, "num_bytes": one.verdict.num_bytes}
-    # One that cannot be read now stays due, and is not asked for again at once.
-    return 0.0 if one.verdict.ok or one.set_aside else _SETTLE_S, told | (
-        {"detail": detail} if detail else {}
-    )
+    if detail:
+        told["detail"] = detail
+    if one.verdict.ok or one.set_aside:
+        return 0.0, told
+    # One that cannot be read now stays due, and is not asked for again at once. One whose owner or signature is
+    # wrong is judged: it would keep all others from their turn for ever.
+    if not any(problem.kind == "unreadable" for problem in one.verdict.problems):
+        told["judged"] = True
+    return _SETTLE_S, told
+
+
+def _frozen(paths: RunPaths) -> list[CheckpointInfo]:
+    """The copies in RUN/frozen, to stand in line with the checkpoints: behind all of them."""
+    return [
+        CheckpointInfo(kind="committed", name=_FROZEN + digest, path=paths.frozen / digest)
+        for digest in frozen_digests(paths)
+    ]
 
 
 async def scrub_forever(
@@ -69,16 +103,20 @@ async def scrub_forever(
     journal: Journal,
     epoch: int,
     bring_home: Callable[[str], Awaitable[bool]],
+    keys: Keyring | None = None,
 ) -> None:
     """Until it is cancelled. Called by: effects, once a lead."""
     pause = min(_SETTLE_S, config.scrub_every_h * 1800)
     while config.scrub_every_h > 0:
         await asyncio.sleep(pause)  # the due time, worked out from the journal
         try:
-            pause, told = await asyncio.to_thread(scrub_next, paths, config, epoch, time.time())
+            pause, told = await asyncio.to_thread(scrub_next, paths, config, epoch, time.time(), keys)
         except (OSError, VerlSlurmError) as error:
             pause, told = _SETTLE_S, {"good": False, "detail": str(error)}
         if told:
             journal.event("scrubbed", **told)
-        if told.get("good") is False and config.local_dir:
+        of_checkpoint = not str(told.get("name", "")).startswith(
+            _FROZEN
+        )  # nodes have no copy of a frozen model
+        if told.get("good") is False and of_checkpoint and config.local_dir:
             await bring_home("")

@@ -1,16 +1,17 @@
 import errno
 import os
+import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.commit import Staging, abort, begin, commit, seal, sweep
-from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import CheckpointCorrupt, Fenced
 from verl_slurm.paths import RunPaths
 
@@ -25,7 +26,9 @@ def nothing() -> None:
     """An epoch check that finds nothing wrong."""
 
 
-def count_down(monkeypatch: pytest.MonkeyPatch, nth: int, act: Callable[[], None]) -> list[int]:
+def count_down(
+    monkeypatch: pytest.MonkeyPatch, nth: int, act: Callable[[], None], operations: Sequence[str] = OPERATIONS
+) -> list[int]:
     """Make the `nth` system operation from now on call `act` instead; returns the running count."""
     seen = [0]
 
@@ -38,7 +41,7 @@ def count_down(monkeypatch: pytest.MonkeyPatch, nth: int, act: Callable[[], None
 
         return call
 
-    for name in OPERATIONS:
+    for name in operations:
         monkeypatch.setattr(os, name, wrap(getattr(os, name)))
     return seen
 
@@ -154,6 +157,93 @@ def test_a_verified_checkpoint_of_that_name_is_kept_and_the_new_one_dropped(
     assert save(2, epoch=5) == first
     assert first.stat().st_ino == inode
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["latest", "step_000002"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"world_size": 1, "topology": Topology(dp=1)}, {"topology": Topology(dp=1, tp=2)}],
+    ids=["fewer ranks", "another topology"],
+)
+def test_one_of_that_name_by_other_ranks_is_another_state_and_waits_in_quarantine(
+    save: Save, paths: RunPaths, changes: dict[str, object]
+) -> None:
+    inode = save(2, 6, **changes).stat().st_ino
+    final = save(2, 6)
+    manifest = read_manifest(final)
+    assert (manifest.world_size, manifest.topology) == (2, Topology(dp=2))
+    (aside,) = (path for path in paths.quarantine.iterdir() if path.is_dir())
+    assert aside.stat().st_ino == inode
+    assert "another" in aside.with_name(f"{aside.name}.reason.json").read_text()
+    assert sweep(paths) == []
+    assert verify(final).ok
+    os.rename(final, paths.root / "pruned")
+    assert sweep(paths) == []
+    assert not final.exists(), "what was replaced does not come back when its successor is gone"
+
+
+def test_a_save_that_fails_while_it_replaces_one_of_other_ranks_puts_that_back(
+    save: Save, staged: Staged, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = save(2, 6, world_size=1, topology=Topology(dp=1))
+    inode = old.stat().st_ino
+    staging, manifest = staged(2, 6)
+    real = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if Path(source) == staging.directory:
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        commit(staging, manifest, epoch_check=nothing)
+    assert old.stat().st_ino == inode
+    assert list(paths.quarantine.iterdir()) == []
+
+
+def test_a_death_while_one_of_other_ranks_is_replaced_leaves_one_of_the_two_under_the_name(
+    save: Save, staged: Staged, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every rename of the commit; `tests/faults` has every operation, and power cuts."""
+    save(1)
+    nth, sizes = 0, []
+    while True:
+        nth += 1
+        save(2, 6, world_size=1, topology=Topology(dp=1))
+        staging, manifest = staged(2, 6)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                count_down(monkeypatch, nth, lambda: os._exit(9), ("rename",))
+                commit(staging, manifest, epoch_check=nothing)
+                code = 0
+            finally:
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        sweep(paths)
+        choice = choose_resume(paths, "auto")
+        assert choice.name == "step_000002_sp0006", nth
+        assert choice.manifest is not None
+        sizes.append(choice.manifest.world_size)
+        shutil.rmtree(paths.checkpoint(2, 6))
+        if code == 0:
+            break
+        assert code == 9
+    assert sizes == sorted(sizes), "once the new one is there it stays"
+    assert set(sizes) == {1, 2}
+
+
+@pytest.mark.parametrize("record", [b"", b"\xff", b"[", b'{"name": "../../x", "until_gone": "%s"}'])
+def test_a_record_in_quarantine_that_makes_no_sense_moves_nothing(
+    staged: Staged, paths: RunPaths, record: bytes
+) -> None:
+    staging, _ = staged(2)
+    (paths.quarantine / "step_000002.abcdef01").mkdir(parents=True)
+    name = staging.directory.name.encode()
+    (paths.quarantine / "step_000002.abcdef01.reason.json").write_bytes(record.replace(b"%s", name))
+    assert sweep(paths) == [staging.directory]
+    assert (paths.quarantine / "step_000002.abcdef01").is_dir()
 
 
 def test_a_damaged_checkpoint_of_that_name_goes_to_quarantine_first(save: Save, paths: RunPaths) -> None:

@@ -1,5 +1,6 @@
 """Frozen models are stored once, whole or not at all."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import pytest
 
 from verl_slurm.checkpoint import frozen
 from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.frozen import store_frozen
+from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
+from verl_slurm.checkpoint.frozen_check import check_frozen, frozen_digests
+from verl_slurm.checkpoint.scrub import scrub_frozen
 from verl_slurm.errors import DataError
 from verl_slurm.paths import RunPaths
 
@@ -30,7 +33,7 @@ def test_a_model_is_stored_by_its_digest_and_once(model: Path, tmp_path: Path) -
     assert not (stored / "sub" / "w.safetensors").is_symlink()
     assert (stored / "config.json").stat().st_mode & 0o777 == 0o600
     shutil.rmtree(model)
-    assert store_frozen(paths, model, seen) == stored, "nothing is read again"
+    assert store_frozen(paths, model, seen) == stored, "the source is not read again"
 
 
 def test_a_model_that_changes_while_it_is_copied_is_not_stored(model: Path, tmp_path: Path) -> None:
@@ -39,6 +42,102 @@ def test_a_model_that_changes_while_it_is_copied_is_not_stored(model: Path, tmp_
     with pytest.raises(DataError, match="is not what was read"):
         store_frozen(paths, model, seen)
     assert list(paths.frozen.iterdir()) == []
+
+
+def rot(stored: Path) -> None:
+    """One bit; size and times as before."""
+    file = stored / "sub" / "w.safetensors"
+    before = file.stat()
+    file.write_bytes(b"weighus")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_copy_that_rotted_is_set_aside_loudly_and_stored_anew(model: Path, tmp_path: Path) -> None:
+    paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
+    stored = store_frozen(paths, model, seen, notice=said.append)
+    rot(stored)
+    assert store_frozen(paths, model, seen, notice=said.append) == stored
+    assert (stored / "sub" / "w.safetensors").read_bytes() == b"weights"
+    assert len(said) == 1
+    assert "sub/w.safetensors: sha256" in said[0]
+    (aside,) = (paths.frozen / "quarantine").glob(f"{seen.digest}.*[0-9a-f]")
+    assert (aside / "sub" / "w.safetensors").read_bytes() == b"weighus"
+    assert store_frozen(paths, model, seen, notice=said.append) == stored
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("harm", ["missing", "extra", "longer", "link"])
+def test_a_copy_is_exactly_the_model_or_damaged(model: Path, tmp_path: Path, harm: str) -> None:
+    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    file = store_frozen(paths, model, seen) / "config.json"
+    if harm == "missing":
+        file.unlink()
+    elif harm == "extra":
+        (file.parent / "sub" / "more.json").write_bytes(b"")
+    elif harm == "longer":
+        file.write_bytes(b"{}\n")
+    else:
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+    verdict = check_frozen(paths, seen.digest)
+    assert verdict.damaged
+    assert scrub_frozen(paths, seen.digest, set_aside=True).set_aside is not None
+    assert frozen_digests(paths) == []
+
+
+def test_a_copy_that_cannot_be_read_now_is_said_and_left(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
+    stored = store_frozen(paths, model, seen)
+
+    def failing(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fadvise", failing)
+        assert store_frozen(paths, model, seen, notice=said.append) == stored
+    assert "Input/output error" in said[0]
+    assert stored.is_dir()
+
+
+def test_a_copy_from_before_there_were_records_gets_one_and_until_then_is_not_called_damaged(
+    model: Path, tmp_path: Path
+) -> None:
+    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    stored = store_frozen(paths, model, seen)
+    record = paths.frozen / f"{seen.digest}.json"
+    record.unlink()
+    verdict = check_frozen(paths, seen.digest)
+    assert (verdict.ok, verdict.damaged) == (False, False), "its links were files, says only the record"
+    store_frozen(paths, model, seen)
+    assert check_frozen(paths, seen.digest).ok
+    record.write_bytes(record.read_bytes().replace(b"config.json", b"konfig.json"))
+    assert not check_frozen(paths, seen.digest).damaged, "a record that is not of that digest says nothing"
+    record.unlink()
+    rot(stored)
+    said = list[str]()
+    store_frozen(paths, model, seen, notice=said.append)
+    assert "set aside" in said[0]
+
+
+def test_a_model_without_links_needs_no_record(model: Path, tmp_path: Path) -> None:
+    (model / "sub" / "w.safetensors").unlink()
+    (model / "sub" / "empty").mkdir()
+    paths, seen = RunPaths(tmp_path / "run"), fingerprint(model)
+    store_frozen(paths, model, seen)
+    (paths.frozen / f"{seen.digest}.json").unlink()
+    assert check_frozen(paths, seen.digest).ok
+
+
+def test_the_copy_of_a_model_that_is_no_longer_there_is_read_back_too(model: Path, tmp_path: Path) -> None:
+    paths, seen, said = RunPaths(tmp_path / "run"), fingerprint(model), list[str]()
+    rot(store_frozen(paths, model, seen))
+    read_back_others(paths, {seen.digest}, notice=said.append)
+    assert said == []
+    read_back_others(paths, {"0" * 64}, notice=said.append)
+    assert "the model it was made of is not what the run starts with now" in said[0]
+    assert frozen_digests(paths) == []
 
 
 def test_a_full_disk_leaves_nothing_and_what_a_dead_start_left_goes(

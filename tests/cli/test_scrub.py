@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.checkpoint import scrub as scrub_module
 from verl_slurm.checkpoint.fingerprint import fingerprint, write
+from verl_slurm.checkpoint.frozen import store_frozen
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 
 Cli = Callable[..., Any]
@@ -68,3 +74,81 @@ def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
     result = cli("scrub", run.root, "--json")
     assert result.code == ExitCode.OK
     assert len(result.json["checkpoints"]) == 1
+
+
+@pytest.fixture
+def with_model(run: RunPaths) -> Path:
+    """RUN/frozen has a model; returns its file there."""
+    model = run.root.parent / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes(b"{}")
+    return store_frozen(run, model, fingerprint(model)) / "config.json"
+
+
+def test_frozen_models_are_read_back_and_a_damaged_one_is_set_aside(
+    cli: Cli, run: RunPaths, with_model: Path
+) -> None:
+    name = with_model.parent.name
+    assert f"frozen/{name}  ok" in cli("scrub", run.root).out
+    with_model.write_bytes(b"[]")
+    dry = cli("scrub", run.root, "--dry-run", "--json")
+    assert (dry.code, dry.json["frozen"][0]["ok"]) == (ExitCode.CORRUPT, False)
+    assert with_model.exists()
+    real = cli("scrub", run.root)
+    assert real.code == ExitCode.CORRUPT
+    assert "set aside: frozen/quarantine/" in real.out
+    assert not with_model.exists()
+    assert cli("scrub", run.root).code == ExitCode.OK
+
+
+@pytest.fixture
+def sealed_run(tmp_path: Path) -> RunPaths:
+    """step_000010 signed with the run's key, step_000020 by somebody who has it not."""
+    tmp_path.chmod(0o700)
+    paths = make_run(tmp_path / "run")
+    save_sealed(paths, 10, new_key_file(tmp_path / "run.key"))
+    save_sealed(paths, 20, None)
+    _configure(paths, key_file=str(tmp_path / "run.key"))
+    return paths
+
+
+def _configure(paths: RunPaths, **encryption: str) -> None:
+    config = RunConfig(checkpoint=CheckpointConfig(encryption=EncryptionConfig(**encryption)))
+    paths.run_yaml.write_bytes(dump(config))
+
+
+def test_what_nobody_with_the_runs_key_signed_is_named_and_left(cli: Cli, sealed_run: RunPaths) -> None:
+    result = cli("scrub", sealed_run.root, "--no-data")
+    assert result.code == ExitCode.KEY
+    assert "step_000010  ok" in result.out
+    assert "step_000020  BAD" in result.out
+    assert "not signed" in result.out
+    assert sealed_run.checkpoint(20).is_dir()
+    answer = cli("scrub", sealed_run.root, "--no-data", "--json").json
+    assert (answer["ok"], answer["signature"]) == (False, "checked")
+
+
+def test_the_one_that_accept_unsigned_names_is_good(cli: Cli, sealed_run: RunPaths, tmp_path: Path) -> None:
+    digest = read_manifest(sealed_run.checkpoint(20)).digest
+    _configure(sealed_run, key_file=str(tmp_path / "run.key"), accept_unsigned=digest)
+    assert cli("scrub", sealed_run.root, "--no-data").code == ExitCode.OK
+
+
+def test_without_the_key_at_hand_the_scrub_says_what_it_did_not_check(
+    cli: Cli, sealed_run: RunPaths, tmp_path: Path
+) -> None:
+    (tmp_path / "run.key").rename(tmp_path / "elsewhere.key")
+    result = cli("scrub", sealed_run.root, "--no-data")
+    assert result.code == ExitCode.OK, "the bytes are as they should be"
+    assert "signature not checked: no key" in result.err
+    answer = cli("scrub", sealed_run.root, "--no-data", "--json").json
+    assert answer["signature"].startswith("not checked: no key")
+    by_hand = cli("scrub", sealed_run.root, "--no-data", "--key-file", tmp_path / "elsewhere.key")
+    assert by_hand.code == ExitCode.KEY
+    assert cli("scrub", sealed_run.root, "--key-file", tmp_path / "run.key").code == ExitCode.KEY
+
+
+def test_a_signed_checkpoint_of_a_run_without_a_key_is_not_passed_in_silence(cli: Cli, run: RunPaths) -> None:
+    assert cli("scrub", run.root, "--json").json["signature"] == "none"
+    save_sealed(run, 30)
+    assert "signature not checked: no key" in cli("scrub", run.root).err

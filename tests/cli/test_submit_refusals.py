@@ -12,6 +12,7 @@ import pytest
 
 from verl_slurm.checkpoint import free_space
 from verl_slurm.checkpoint.storage import FreeSpace
+from verl_slurm.config import rollout_checks
 from verl_slurm.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -33,7 +34,7 @@ def test_a_missing_configuration_is_refused(workplace: Path, cli: Cli) -> None:
         (["train.steps=many"], "wrong value: override train.steps=many (found 'many', text, expected int)"),
         (
             ["model.path=builtin:huge"],
-            "no such built-in: model.path (found builtin:huge, expected builtin:tiny)",
+            "no such built-in: model.path (found builtin:huge, expected builtin:tiny or builtin:tiny32)",
         ),
         (["model.reward=rule:vibes"], "expected rule:arithmetic"),
         (["distributed.dp_size=3"], "the same number of ranks on every node"),
@@ -43,6 +44,20 @@ def test_a_wrong_configuration_is_refused(workplace: Path, cli: Cli, words: list
     result = cli("submit", "config.yaml", *words, "--cluster", "local")
     assert result.code == ExitCode.CONFIG
     assert part in result.error
+
+
+def test_an_engine_that_is_not_there_or_cannot_take_the_model_is_refused(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("submit", "config.yaml", "rollout.engine=vllm", "distributed.device=cpu", "--cluster", "local")
+    monkeypatch.setattr(rollout_checks, "find_spec", lambda _: None)
+    result = cli(*words)
+    assert result.code == ExitCode.CONFIG
+    assert "vLLM is not installed here: rollout.engine" in result.error
+    monkeypatch.setattr(rollout_checks, "find_spec", lambda _: True)
+    result = cli(*words, "model.path=builtin:tiny")
+    assert result.code == ExitCode.CONFIG
+    assert "builtin:tiny: rollout.engine (found vllm, and a model with heads of 16" in result.error
 
 
 def test_a_refusal_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -> None:
@@ -308,5 +323,5 @@ def test_a_file_system_without_room_for_one_checkpoint_is_refused_before_anythin
     result = cli("submit", "config.yaml", "--cluster", "local")
     assert result.code == ExitCode.NO_ROOM
     assert "there is no room for a single checkpoint" in result.error
-    assert "0.01 MB free, 0.0919 MB needed (an estimate, 0.001 million parameters)" in result.error
+    assert "0.01 MB free, 0.108 MB needed (an estimate, 0.001 million parameters and " in result.error
     assert not (workplace / "runs").exists()

@@ -5,15 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from tests.checkpoint.sealed import save_sealed
 from verl_slurm.checkpoint.commit import commit
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DataConfig, RunConfig, TierConfig
+from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TierConfig
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
+from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 
 Cli = Callable[..., Any]
@@ -78,3 +81,39 @@ def test_a_run_without_tiers_is_told_how_to_have_some(cli: Cli, run: RunPaths) -
     result = cli("tiers", run.root)
     assert result.code == ExitCode.OK
     assert "no tiers in" in result.out
+
+
+@pytest.fixture
+def keyed(run: RunPaths, tmp_path: Path) -> Path:
+    """The run has a key now, which signed step_000020; step_000010 is from before it. Returns the key's file."""
+    tmp_path.chmod(0o700)
+    file = tmp_path / "run.key"
+    save_sealed(run, 20, new_key_file(file))
+    checkpoint = CheckpointConfig(encryption=EncryptionConfig(key_file=str(file)))
+    run.run_yaml.write_bytes(
+        dump(msgspec.structs.replace(load_resolved(run.run_yaml), checkpoint=checkpoint))
+    )
+    return file
+
+
+def test_what_the_runs_key_did_not_sign_is_shown_as_refused_and_stays(
+    cli: Cli, run: RunPaths, keyed: Path
+) -> None:
+    assert "refused" in cli("tiers", run.root).out
+    result = cli("offload", run.root)
+    assert "not copied: the checkpoint is not signed" in result.out
+    assert "copied 1, dropped 0" in result.out
+
+
+def test_without_the_key_nothing_is_moved_and_a_look_says_what_it_did_not_check(
+    cli: Cli, run: RunPaths, keyed: Path
+) -> None:
+    keyed.unlink()
+    assert cli("offload", run.root).code == ExitCode.KEY
+    assert not list((run.root.parent / "cold").iterdir())
+    for words in (("tiers",), ("offload", "--dry-run")):
+        seen = cli(words[0], run.root, *words[1:])
+        assert seen.code == ExitCode.OK
+        assert "signature not checked: no key" in seen.err
+        answer = cli(words[0], run.root, *words[1:], "--json").json
+        assert answer["signature"].startswith("not checked: no key")

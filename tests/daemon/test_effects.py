@@ -11,9 +11,9 @@ from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.resume import ResumePoint
+from verl_slurm_daemon.resume import ReadBack, ResumePoint
 
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
@@ -126,3 +126,20 @@ def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
         return effects.exit
 
     assert asyncio.run(story()) == (ExitCode.INTERNAL, "a bug")
+
+
+def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "read_back", lambda *_: ReadBack(False, "removed", pruned=True))
+
+    async def story() -> tuple[ev.Event, int]:
+        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[ev.Event](), Scripted()
+        config = RunConfig(checkpoint=CheckpointConfig(local_dir="/scratch"))
+        journal = Journal(paths, epoch=1, job_id="7")
+        effects = Effects(paths, config, allocation, journal, 1, posted.put_nowait)
+        effects.perform(act.Verify("step_000002"))
+        return await posted.get(), allocation.steps
+
+    assert asyncio.run(story()) == (ev.Verified("step_000002", False, "removed", pruned=True), 0)
+    assert not [e for e in read_events(RunPaths(tmp_path)) if e["event"] == "corrupt"]

@@ -11,7 +11,16 @@ from verl_slurm_daemon.states import NEXT, State
 
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.slurm.cause import CauseKind
-from verl_slurm.wire.messages import Finished, Notice, Progress, RankStarted, Refused, Saved, SaveFailed
+from verl_slurm.wire.messages import (
+    Finished,
+    Notice,
+    Progress,
+    RankStarted,
+    Refused,
+    Saved,
+    SavedOnNodes,
+    SaveFailed,
+)
 
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
 
@@ -25,6 +34,10 @@ SAVED = "step_000003_sp0002"
 
 def saved(request_id: int) -> ev.RankSaid:
     return ev.RankSaid(Saved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+
+
+def on_nodes(request_id: int) -> ev.RankSaid:
+    return ev.RankSaid(SavedOnNodes(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
 
 
 def cause(kind: CauseKind, left: float | None = 25.0) -> ev.CauseKnown:
@@ -96,6 +109,49 @@ def test_a_failed_save_still_requeues() -> None:
     assert kinds(story.then(failed)) == [act.Requeue, act.TakeDown]
 
 
+def noted(actions: list[act.Action]) -> list[str]:
+    return [action.event for action in actions if isinstance(action, act.Note)]
+
+
+@pytest.mark.parametrize(
+    "strikes", [ev.SaveDeadline(), ev.GenerationEnded(137)], ids=["the deadline", "a kill of the ranks"]
+)
+def test_what_strikes_while_shared_storage_is_still_written_leaves_one_copy(strikes: ev.Event) -> None:
+    story = training()
+    story.then(cause("preemption"))
+    assert noted(story.then(on_nodes(1))) == ["second_copy"]
+    assert story.model.state is State.SAVING
+    actions = story.then(strikes)
+    assert noted(actions) == ["saved", "one_copy"]
+    assert act.Requeue() in actions
+    assert actions[0].fields["on_shared"] is False  # type: ignore[union-attr]
+
+
+def test_without_a_copy_on_the_nodes_the_deadline_leaves_nothing_and_says_so() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    story.then(on_nodes(7))  # of another request
+    assert noted(story.then(ev.SaveDeadline())) == ["degraded"]
+
+
+def test_nothing_of_one_copy_stays_when_shared_storage_has_it_too() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    story.then(on_nodes(1))
+    assert noted(story.then(saved(1))) == ["saved"]
+    assert noted(story.then(ev.Verified(SAVED, True, ""))) == ["verified"]
+    assert "one_copy" not in noted(story.actions)
+    assert "degraded" not in noted(story.actions)
+
+
+def test_at_the_deadline_of_the_read_back_the_copy_that_was_read_is_named() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    story.then(on_nodes(1))
+    story.then(saved(1))
+    assert noted(story.then(ev.SaveDeadline())) == ["one_copy"]
+
+
 def test_ranks_that_die_in_the_save_still_get_the_job_requeued() -> None:
     story = training()
     story.then(cause("preemption"))
@@ -110,6 +166,14 @@ def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() ->
     actions = story.then(ev.Verified(SAVED, False, "actor/x: sha256"))
     assert actions[0].event == "corrupt"  # type: ignore[union-attr]
     assert act.Requeue() in actions
+
+
+def test_a_save_that_was_pruned_before_it_was_read_back_is_no_corrupt_one() -> None:
+    story = training()
+    story.then(saved(0))
+    (note,) = story.then(ev.Verified(SAVED, False, "removed", pruned=True))
+    assert note.event == "pruned"  # type: ignore[union-attr]
+    assert story.model.unverified == ""
 
 
 def test_a_cancel_saves_and_never_requeues() -> None:
@@ -329,6 +393,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
         progress(),
         saved(1),
         saved(0),
+        on_nodes(1),
         ev.RankSaid(SaveFailed(rank=0, request_id=1, reason="x")),
         ev.RankSaid(Refused(rank=0, exit_code=15, reason="x")),
         ev.RankSaid(Finished(rank=0, step=1)),

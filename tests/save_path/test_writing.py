@@ -52,9 +52,10 @@ def test_every_directory_gets_every_file_and_the_digests_are_of_what_lies_there(
 
 
 def test_a_medium_that_fails_is_named_and_the_other_is_written(arena: Arena, tmp_path: Path) -> None:
+    (tmp_path / "gone").write_text("in the way")
     directories = [str(tmp_path / "gone"), *_directories(tmp_path, "local")]
     _, (gone, local) = write_and_hash(arena.view, FILES, directories)
-    assert (gone.errno, local.error) == (errno.ENOENT, None)
+    assert (gone.errno, local.error) == (errno.ENOTDIR, None)
     assert Path(directories[1], FILES[0].path).stat().st_size == FILES[0].size
 
 

@@ -133,6 +133,8 @@ def test_a_run_may_go_on_with_another_number_of_ranks_where_a_step_stays_the_sam
 def test_a_run_that_has_not_begun_may_change_everything_and_steps_may_always_be_raised() -> None:
     assert refuse_changes(config(), config("seed=3"), Path("/run"), begun=False) == ["seed"]
     assert refuse_changes(config(), config("train.steps=31"), Path("/run"), steps_done=30) == ["train.steps"]
+    looser = config("rollout.max_logprob_gap=0.1")
+    assert refuse_changes(config(), looser, Path("/run")) == ["rollout.max_logprob_gap"]
 
 
 def test_how_a_run_is_evaluated_may_change_and_what_is_held_out_may_not() -> None:
@@ -199,10 +201,15 @@ def test_this_machine_is_chosen_only_where_there_is_no_slurm(
 
 @pytest.mark.torch
 def test_the_names_known_here_are_the_names_there_are() -> None:
-    from verl_slurm.quickstart.builtin import resolve_data, resolve_model
+    from verl_slurm.quickstart.builtin import _HEAD_DIMS, resolve_data, resolve_model
+    from verl_slurm.quickstart.model import _config, _tokenizer
     from verl_slurm.trainer.rewards import RULES as REAL_RULES
 
     assert set(RULES) == set(REAL_RULES)
+    for name, said in BUILTIN_MODELS.items():
+        real = _config(_tokenizer(), _HEAD_DIMS[name])
+        built = {"head_dim": real.hidden_size // real.num_attention_heads, **real.to_dict()}
+        assert {key: built[key] for key in said} == said
     for names, resolve in ((BUILTIN_MODELS, resolve_model), (BUILTIN_DATA, resolve_data)):
         with pytest.raises(ConfigError) as caught:
             resolve("builtin:nosuch", Path("/nowhere"))

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.free_space import FreeSpace
+from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.storage import Need, Room, judge_room
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import NoRoom
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
 from verl_slurm.submit.model_files import num_parameters
-from verl_slurm.submit.room import check_room, num_to_come
+from verl_slurm.submit.room import check_room, frozen_to_come, num_to_come
 
 GB = 10**9
 PLACE = Path("/run/checkpoints")
@@ -107,3 +110,47 @@ def test_of_a_new_run_the_size_is_estimated_from_the_model_s_own_files(tmp_path:
 )
 def test_how_many_are_to_come(overrides: list[str], present: int, count: int) -> None:
     assert num_to_come(config(*overrides), present) == count
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    """A reference model of 300 bytes and a reward model of 500, both with a link to what is elsewhere."""
+    made = []
+    for name, size in (("reference", 300), ("reward", 500)):
+        (tmp_path / f"{name}.blob").write_bytes(b"x" * (size - 2))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(b"{}")
+        (tmp_path / name / "weights").symlink_to(tmp_path / f"{name}.blob")
+        made.append(tmp_path / name)
+    return made[0], made[1]
+
+
+def test_the_copies_of_models_that_do_not_train_count_until_they_lie_there(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    paths, (reference, reward) = RunPaths(tmp_path / "run"), models
+    one = config(f"model.path={reference}")
+    both = config(f"model.path={reference}", f"model.reward=classifier:{reward}")
+    assert frozen_to_come(one, paths) == (300, 2)
+    assert frozen_to_come(both, paths) == (800, 4)
+    assert frozen_to_come(config(f"model.path={reference}", "checkpoint.store_frozen=false"), paths) == (0, 0)
+    assert frozen_to_come(config("model.path=builtin:tiny"), paths) == (0, 0)
+    store_frozen(paths, reference, fingerprint(reference))
+    assert frozen_to_come(one, paths) == (0, 0)
+    assert frozen_to_come(both, paths) == (500, 2)
+
+
+def test_a_checkpoint_that_would_fit_alone_but_not_beside_the_frozen_models_is_refused() -> None:
+    disk = Disk(2 * GB)
+    assert check_room(config("checkpoint.keep_last=1"), PLACE, committed(10, 20, 30), ask=disk) == ""
+    with pytest.raises(NoRoom) as caught:
+        check_room(config(), PLACE, committed(10), frozen=(GB, 4), ask=disk)
+    assert "2.1 GB needed (step_000010 and 1 GB of models that do not train)" in caught.value.one_line()
+
+
+def test_where_the_size_of_a_checkpoint_is_not_known_the_frozen_models_are_warned_of() -> None:
+    builtin = config("model.path=builtin:tiny")
+    assert "1 GB of models that do not train" in check_room(
+        builtin, PLACE, [], frozen=(GB, 4), ask=Disk(GB // 2)
+    )
+    assert check_room(builtin, PLACE, [], frozen=(GB, 4), ask=Disk(2 * GB)) == ""

@@ -2,11 +2,12 @@
 
 `VS_TEST_SCRIPT` is a JSON object:
 
-    rank       which rank acts
+    rank       which rank acts; null: all of them
     safe_point the how-manieth safe point of this process (0: before any work) it acts at
     action     stop, save: ask for it as a daemon would; kill: SIGKILL oneself;
                alarm: have the kernel end the process `seconds` later, wherever it is then;
-               break_save: let this rank's part of the next save fail
+               break_save: let this rank's part of the next save fail;
+               lose_sync: from then on the rollout engine gets no weights
 """
 
 import json
@@ -16,6 +17,8 @@ import signal
 from verl_slurm.checkpoint import commit
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.trainer import __main__ as entry
+from verl_slurm.trainer.rollout import HFRollout
+from verl_slurm.trainer.vllm_rollout import VLLMRollout
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.control_page import Request
 
@@ -25,7 +28,7 @@ class ScriptedLine(NoDaemon):
 
     def __init__(self) -> None:
         self._script = json.loads(os.environ["VS_TEST_SCRIPT"])
-        self._mine = self._script.get("rank") == int(os.environ["RANK"])
+        self._mine = self._script.get("rank") in (None, int(os.environ["RANK"]))
         self._polls = 0
 
     def request(self) -> Request | None:
@@ -39,6 +42,9 @@ class ScriptedLine(NoDaemon):
                 signal.setitimer(signal.ITIMER_REAL, self._script["seconds"])
             case "break_save" if number == self._script["safe_point"]:
                 self._break_save()
+            case "lose_sync":
+                for engine in (HFRollout, VLLMRollout):
+                    engine.sync = lambda *_: None
             case "stop" | "save" as action:
                 return Request(1, action == "stop", 0)
         return None

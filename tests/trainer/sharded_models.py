@@ -24,7 +24,7 @@ def main(path: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (1, world, 1), mesh_dim_names=("pp", "dp", "tp"))
     generator = torch.Generator().manual_seed(0)
     batch = {
         "prompt_ids": torch.randint(0, 250, (4, 5), generator=generator),

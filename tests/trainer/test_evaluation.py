@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import DataConfig
@@ -28,6 +29,9 @@ class Sampler:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int, float | None, Purpose]] = []
+
+    def sync(self, actor: nn.Module) -> None:
+        raise AssertionError("not the evaluator's business")
 
     def generate(
         self,

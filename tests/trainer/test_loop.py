@@ -395,7 +395,7 @@ class _Saves:
     def __init__(self, *results: str) -> None:
         self._results = list(results)
 
-    def begin(self, state: TrainState, *, tidy: bool, seconds_left: float | None) -> Future[SavedCheckpoint]:
+    def begin(self, state: TrainState, *, tidy: bool, **_: object) -> Future[SavedCheckpoint]:
         name, done = self._results.pop(0), Future[SavedCheckpoint]()
         if name:
             done.set_result(SavedCheckpoint(name=name, seconds=0.1, num_bytes=1))

@@ -3,6 +3,11 @@
 A name that is taken. Two saves at the same safe point hold the same state, so when the directory of that
 name verifies it is kept and ours is dropped: replacing it would mean a moment without either. When it is
 damaged it is first moved to quarantine. Nothing is ever removed to make room.
+
+Unless another number of ranks saved it, or other parts: safe points are counted on each rank, so the sixth of
+four ranks is further on than the sixth of two, and of the same place the numbers differ by rounding. Then ours takes
+the name, and the other one waits in quarantine, bound to our staging directory: where that is still there at the next
+start, we died in between, and it is put back (`sweep`).
 """
 
 import os
@@ -25,7 +30,7 @@ from verl_slurm.checkpoint.format import (
     path_problem,
 )
 from verl_slurm.checkpoint.manifest import checkpoint_order, parse, render, sealed
-from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.quarantine import move_to_quarantine, put_back, put_back_unfinished
 from verl_slurm.checkpoint.signature import sign
 from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
@@ -34,7 +39,7 @@ from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 
-__all__ = ["Staging", "abort", "begin", "commit", "seal", "staging_path", "sweep"]
+__all__ = ["Staging", "abort", "begin", "commit", "name_staging", "seal", "sweep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +63,16 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
     Called by: dcp.saver, rank 0, once a save.
     """
     private_dir(paths.checkpoints)
-    directory = staging_path(paths, step, safe_point)
-    directory.mkdir(mode=0o700)
+    staging = name_staging(paths, step, safe_point)
+    staging.directory.mkdir(mode=0o700)
+    return staging
+
+
+def name_staging(paths: RunPaths, step: int, safe_point: int) -> Staging:
+    """The same, with nothing made yet: no storage is asked, and none can hold us up (`files.make_private`)."""
     final = paths.checkpoint(step, safe_point)
+    directory = paths.staging(final, secrets.token_hex(8))
     return Staging(directory=directory, final=final, step=step, safe_point=safe_point)
-
-
-def staging_path(paths: RunPaths, step: int, safe_point: int) -> Path:
-    """A name for a staging directory that nobody can guess; it is not made."""
-    return paths.staging(paths.checkpoint(step, safe_point), secrets.token_hex(8))
 
 
 def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
@@ -114,7 +120,7 @@ def commit(
         keys: where given, the manifest is signed with the current one, which its files are encrypted with.
 
     Returns:
-        The final directory: ours, or the verified one that had the name already.
+        The final directory: ours, or the verified one with the same state that had the name already.
 
     Raises:
         CheckpointCorrupt: the tree is not exactly what was sealed.
@@ -131,14 +137,19 @@ def commit(
     _check_sealed(staging, manifest)
     epoch_check()
     write_file(staging.directory / MANIFEST, data)
+    replaced: Path | None = None
     if os.path.lexists(staging.final):
         verdict = verify(staging.final, keys=keys)
-        if verdict.ok:
+        other = verdict.manifest if verdict.ok else None
+        if other is not None and (why := _difference(other, manifest)):
+            epoch_check()
+            replaced = move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
+        elif verdict.ok:
             fsync_path(staging.final.parent)  # whoever renamed it may have died before it did so
             abort(staging)
             _point_latest(staging)
             return staging.final
-        if not verdict.damaged:
+        elif not verdict.damaged:
             raise CheckpointCorrupt(
                 "the name is taken by a checkpoint that cannot be judged",
                 where=staging.final,
@@ -146,18 +157,37 @@ def commit(
                 expected="one that verifies, or none",
                 remedy="the save is given up; look at its owner and its storage",
             )
+        else:
+            epoch_check()
+            move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
+    try:
         epoch_check()
-        move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
-    epoch_check()
+        _rename(staging, manifest)
+    except BaseException:
+        if replaced is not None:
+            put_back(replaced, staging.final)  # or nothing would have the name
+        raise
+    fsync_path(staging.final.parent)
+    _point_latest(staging)
+    return staging.final
+
+
+def _difference(other: Manifest, ours: Manifest) -> str:
+    """Why the state in `other`, of the same name, is not ours; empty: it is."""
+    for what in ("world_size", "topology", "components"):
+        theirs, mine = getattr(other, what), getattr(ours, what)
+        if theirs != mine:
+            return f"replaced by a save of this name with another {what}: {theirs} here, {mine} there"
+    return ""
+
+
+def _rename(staging: Staging, manifest: Manifest) -> None:
     try:
         os.rename(staging.directory, staging.final)
     except OSError:
         # NFS may say ESTALE or ENOENT for a rename that was done and whose reply was lost.
         if staging.directory.exists() or not _is_ours(staging.final, manifest):
             raise
-    fsync_path(staging.final.parent)
-    _point_latest(staging)
-    return staging.final
 
 
 def abort(staging: Staging) -> None:
@@ -169,7 +199,7 @@ def abort(staging: Staging) -> None:
 
 
 def sweep(paths: RunPaths) -> list[Path]:
-    """Remove what dead saves and prunes left; returns it.
+    """Remove what dead saves and prunes left; returns it. First, what a dead save had begun to replace is put back.
 
     Called by: daemon, at a start, when the epoch is ours and no rank runs yet.
     """
@@ -178,6 +208,7 @@ def sweep(paths: RunPaths) -> list[Path]:
         names = sorted(os.listdir(paths.checkpoints))
     except FileNotFoundError:
         return []
+    put_back_unfinished(paths.checkpoints)
     for name in names:
         path = paths.checkpoints / name
         if STAGING_NAME.fullmatch(name) and stat.S_ISDIR(path.lstat().st_mode):

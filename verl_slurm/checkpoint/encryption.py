@@ -27,7 +27,8 @@ size            P + TAG_BYTES * chunks(P)                 `FileEntry.size`; P is
 Each chunk is AES-256-GCM (NIST SP 800-38D) with the chunk's index as a 96-bit big-endian nonce, and as
 associated data `<u64 index><u64 P><u8 1 if last>` (big-endian) and the path. A changed bit, a cut, chunks in another
 order, of another file or another checkpoint: all fail, and no plaintext of that chunk is given out.
-The SHA-256 digests in the manifest are of the sealed bytes: verifying, scrubbing and copying need no key.
+The SHA-256 digests in the manifest are of the sealed bytes: to hold them against the disk takes no key. Who made the
+manifest is asked with it (`signature.py`), by the scrub and the tiers too.
 
 ## 4. The one duty of who calls
 

@@ -187,6 +187,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     created_utc: str
     """ISO 8601 with Z."""
     save_seconds: float
+    """Until the first medium had it all."""
     metrics: _Metrics | msgspec.UnsetType = msgspec.UNSET
     """Reward, losses and so on of the step it ends (`best.metrics_of`)."""
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET

@@ -93,11 +93,12 @@ def mean_time_between(seen: Interruptions, expected_s: float) -> float:
 
 
 def measured_saves(events: Iterable[Mapping[str, Any]], newest: int) -> list[tuple[int, float]]:
-    """(bytes, seconds) of the newest saves that the journal tells of, oldest first."""
+    """(bytes, seconds) of the newest saves to shared storage that the journal tells of, oldest first."""
     found = [
         (event["num_bytes"], float(event["seconds"]))
         for event in events
         if event.get("event") == "saved"
+        and event.get("on_shared") is not False
         and isinstance(event.get("num_bytes"), int)
         and isinstance(event.get("seconds"), int | float)
         and event["num_bytes"] > 0

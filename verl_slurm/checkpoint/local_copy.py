@@ -13,7 +13,6 @@ manifest last, renamed. It counts for nothing by itself: what is brought home (`
 `assemble`) becomes a checkpoint only after every byte of it was verified on the shared storage.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -35,7 +34,6 @@ from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 __all__ = [
     "LocalPart",
     "assemble",
-    "begin_part",
     "commit_part",
     "drop_staging",
     "list_parts",
@@ -79,18 +77,6 @@ def this_node() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def begin_part(directory: Path, staging_name: str) -> Path:
-    """The node's staging directory for this save; every rank of the node may make it.
-
-    Raises:
-        OSError: the node's disk refuses.
-    """
-    try:
-        return private_dir(private_dir(directory) / staging_name)
-    except VerlSlurmError as error:
-        raise OSError(errno.EPERM, str(error)) from error
-
-
 def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
     """Make a fully written staging directory the node's part. Durable when it returns.
 
@@ -107,6 +93,7 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
     if final.exists():
         # Of a former save at the same safe point: the same state, and perhaps all there is of it. Ours counts
         # under its present name already (`list_parts`), should the power go meanwhile.
+        fsync_path(final.parent)
         drop_staging(final)
     os.rename(staging, final)
     fsync_path(final.parent)

@@ -1,4 +1,8 @@
-"""Setting a damaged checkpoint aside: moved, never removed, with the reason beside it."""
+"""Setting a damaged checkpoint aside: moved, never removed, with the reason beside it.
+
+A good one is set aside for one reason only: another of its name takes its place (`commit`). Two renames cannot be one,
+so the record then says whose place it is. As long as that other one has not left its own, the first may be put back.
+"""
 
 import os
 import secrets
@@ -8,15 +12,23 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.format import STAGING_NAME
+from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import fsync_path, private_dir, write_file
 
-__all__ = ["move_to_quarantine"]
+__all__ = ["move_to_quarantine", "put_back", "put_back_unfinished"]
+
+_RECORD = ".reason.json"
 
 
-def move_to_quarantine(directory: Path, reasons: Sequence[str]) -> Path | None:
+def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: str = "") -> Path | None:
     """Move `directory` to `quarantine/` beside it; returns where it lies now, None when it was gone already.
 
     The reason is written first, so that nothing lies in quarantine without one.
+
+    Args:
+        until_gone: a name beside `directory`: while that is there, this is put back at the next start.
 
     Raises:
         OSError: it could not be moved.
@@ -29,9 +41,9 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str]) -> Path | None:
         "name": directory.name,
         "set_aside_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "reasons": list(reasons),
-    }
+    } | ({"until_gone": until_gone} if until_gone else {})
     text = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    note = quarantine / f"{target.name}.reason.json"
+    note = quarantine / f"{target.name}{_RECORD}"
     write_file(note, text)
     try:
         os.rename(directory, target)
@@ -42,3 +54,46 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str]) -> Path | None:
     fsync_path(quarantine)
     fsync_path(directory.parent)
     return target
+
+
+def put_back(aside: Path, directory: Path) -> bool:
+    """Give what was set aside its name again, durably; False where that is taken, or `aside` is gone.
+
+    Called by: commit, when the save that was to take its place has failed.
+    """
+    if os.path.lexists(directory):
+        return False
+    try:
+        os.rename(aside, directory)
+    except OSError:  # the save has failed with an error of its own, and the next start tries again
+        return False
+    fsync_path(directory.parent)
+    fsync_path(aside.parent)
+    aside.with_name(aside.name + _RECORD).unlink(missing_ok=True)
+    return True
+
+
+def put_back_unfinished(checkpoints: Path) -> list[Path]:
+    """Put back what was set aside for a save that died before it took the place; returns what has its name again.
+
+    Called by: commit.sweep, before it removes what that save has left.
+    """
+    done = []
+    for note in sorted((checkpoints / "quarantine").glob(f"*{_RECORD}")):
+        try:
+            record = msgspec.json.decode(note.read_bytes(), type=_Record)
+        except (OSError, *UNREADABLE):
+            continue  # somebody else's
+        plain = checkpoint_order(record.name) is not None and STAGING_NAME.fullmatch(record.until_gone)
+        aside = note.with_name(note.name.removesuffix(_RECORD))
+        unfinished = plain and (checkpoints / record.until_gone).is_dir() and aside.is_dir()
+        if unfinished and put_back(aside, checkpoints / record.name):
+            done.append(checkpoints / record.name)
+    return done
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What of a reason's record counts here."""
+
+    name: str
+    until_gone: str = ""

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from verl_slurm.config.load import load_resolved
+from verl_slurm.errors import KeyRefused, PermissionRefused
 from verl_slurm.keys import Keyring, load_keys, read_key_file
 from verl_slurm.paths import RunPaths
 
-__all__ = ["keys_for"]
+__all__ = ["keys_at_hand", "keys_for"]
 
 
 def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
@@ -32,3 +33,23 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
         if run_yaml.is_file():
             return load_keys(load_resolved(run_yaml).checkpoint.encryption)
     return None
+
+
+def keys_at_hand(place: Path, key_file: Path | None = None) -> tuple[Keyring | None, str]:
+    """`keys_for`, for a look that is worth something without them: (keys, why they are not at hand).
+
+    A login node may well have no key. What was not checked then has to be said: the reason is never empty where a
+    configured key could not be read.
+
+    Raises:
+        KeyRefused, PermissionRefused: `key_file` was named, and is none.
+        ConfigError: the run's configuration does not load.
+
+    Called by: cli.scrub.
+    """
+    try:
+        return keys_for(place, key_file), ""
+    except (KeyRefused, PermissionRefused) as error:
+        if key_file is not None:
+            raise
+        return None, f"{error.what}: {error.where}"

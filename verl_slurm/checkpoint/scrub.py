@@ -1,18 +1,24 @@
 """Reading back what nobody has asked for: disks lose bits in silence, and a resume is a bad moment to find out.
 
 `next_due` says which checkpoint comes next, and why: pure. `scrub_one` reads it, every byte, slowly if asked, and
-sets aside what is damaged beyond doubt. What the system would not read, or others may write, is reported and left.
+sets aside what is damaged beyond doubt. What the system would not read, others may write, or nobody with the run's key
+has signed, is reported and left: a resume judges it the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from verl_slurm.checkpoint.frozen_check import check_frozen
 from verl_slurm.checkpoint.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.verify import verify
+from verl_slurm.keys import Keyring
+from verl_slurm.paths import RunPaths
 
-__all__ = ["Due", "Scrubbed", "next_due", "scrub_one"]
+__all__ = ["Due", "Scrubbed", "next_due", "scrub_frozen", "scrub_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +49,12 @@ class Scrubbed:
     set_aside: Path | None
     gone: bool = False
 
+    @property
+    def is_signed(self) -> bool:
+        """There is a signature, whether anybody could check it or not."""
+        manifest = self.verdict.manifest
+        return manifest is not None and not isinstance(manifest.hmac, msgspec.UnsetType)
+
 
 def next_due(
     infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
@@ -70,6 +82,7 @@ def scrub_one(
     path: Path,
     *,
     set_aside: bool,
+    keys: Keyring | None = None,
     bytes_per_s: float | None = None,
     verifier: Callable[..., Verdict] = verify,
 ) -> Scrubbed:
@@ -77,14 +90,33 @@ def scrub_one(
 
     Args:
         set_aside: move it to quarantine where it is damaged.
+        keys: where given, its manifest must be signed with one of them. What is not, is never moved: it may be a
+            good checkpoint of another key.
         bytes_per_s: read no faster; None: as fast as it goes.
 
     Called by: cli, and the daemon now and then.
     """
-    verdict = verifier(path, bytes_per_s=bytes_per_s)
+    verdict = verifier(path, keys=keys, bytes_per_s=bytes_per_s)
     moved = None
     if not verdict.ok and not path.exists():
         return Scrubbed(verdict=verdict, set_aside=None, gone=True)
     if set_aside and not verdict.ok and verdict.damaged:
+        moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
+    return Scrubbed(verdict=verdict, set_aside=moved)
+
+
+def scrub_frozen(
+    paths: RunPaths, digest: str, *, set_aside: bool, bytes_per_s: float | None = None
+) -> Scrubbed:
+    """Read one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start makes a new one.
+
+    Called by: cli, and the daemon now and then.
+    """
+    path = paths.frozen / digest
+    verdict = check_frozen(paths, digest, bytes_per_s=bytes_per_s)
+    if not verdict.ok and not path.exists():
+        return Scrubbed(verdict=verdict, set_aside=None, gone=True)
+    moved = None
+    if set_aside and verdict.damaged:
         moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
     return Scrubbed(verdict=verdict, set_aside=moved)

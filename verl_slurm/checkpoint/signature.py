@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.manifest import signed_bytes
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused
 from verl_slurm.keys import Keyring, MasterKey
 
-__all__ = ["authenticate", "sign"]
+__all__ = ["authenticate", "sign", "signature_problem"]
 
 _MANIFEST_KEY = b"verl-slurm manifest v1"
 
@@ -64,3 +64,17 @@ def authenticate(manifest: Manifest, keys: Keyring, *, where: object) -> None:
             found="another HMAC",
             remedy="somebody else wrote it: resume from an older checkpoint, and see who may write there",
         )
+
+
+def signature_problem(manifest: Manifest, keys: Keyring | None) -> str:
+    """Why a resume with these keys would not take this manifest; empty: it would, or there are no keys to ask.
+
+    Called by: tiers.census, tiers.mover, tiers.transfer.
+    """
+    if keys is None:
+        return ""
+    try:
+        authenticate(manifest, keys, where=manifest.name)
+    except (KeyRefused, CheckpointCorrupt) as error:
+        return f"{error.what}: {error.found}"
+    return ""

@@ -190,6 +190,7 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "saved": _saved,
     "verified": _verified,
     "corrupt": _corrupt,
+    "pruned": lambda event: f"{event.get('name')} was {event.get('detail')}",
     "crash": _crash,
     "requeue": _requeue,
     "ended": _ended,

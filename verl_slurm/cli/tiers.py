@@ -28,6 +28,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
     verified      every byte was read back there and matched
     unread        whole by its manifest, nobody has read it back yet
     damaged       read back, and not what its manifest says
+    refused       the run has a key, and this was not signed with it; it is not copied, and counts for nothing
     incomplete    an upload that broke off, or parts are missing; it counts for nothing
 
     Tiers stand in run.yaml, the nearest first; checkpoints go from each to the next by themselves:
@@ -68,7 +69,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
             }
             for state in seen.states
         ]
-        render.json_value({"ok": seen.ok, "last_good": best, "tiers": shown})
+        render.json_value({"ok": seen.ok, "last_good": best, "tiers": shown} | _unchecked(seen))
         return _code(seen)
     rows = [
         [
@@ -87,7 +88,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
     return _code(seen)
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND, ExitCode.TIER))
+@click.command(epilog=exits(ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.TIER))
 @click.argument("run", type=RUN)
 @click.option("--dry-run", is_flag=True, help="Print the plan, change nothing in any tier.")
 @json_option
@@ -97,7 +98,8 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     A copy counts when every byte was read back and matched. One that broke off goes on where it stopped. From a
     tier a checkpoint goes when it is older than that tier's keep_days, no later tier waits for it, and what stands in
     for it was read back once more; the last good one never goes. --dry-run prints the very plan that is carried out
-    without it. The run's own directory is not touched: that is `verl-slurm prune`.
+    without it. The run's own directory is not touched: that is `verl-slurm prune`. Where the run has a key, what is
+    not signed with it is not copied.
 
     \b
     verl-slurm offload runs/big --dry-run
@@ -125,7 +127,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
             ]
         answer["sent_bytes"] = sum(done.sent for done in did.done)
         answer["unreachable"] = [state.name for state in did.states if not state.reachable]
-        render.json_value(answer)
+        render.json_value(answer | _unchecked(did))
         return _code(did)
     render.table(
         ["checkpoint", "tier", "", "why"],
@@ -153,7 +155,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     return _code(did)
 
 
-@click.command("fetch-back", epilog=exits(ExitCode.CORRUPT, ExitCode.NOT_FOUND, ExitCode.TIER))
+@click.command("fetch-back", epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.TIER))
 @click.argument("run", type=RUN)
 @click.argument("name", required=False)
 @json_option
@@ -190,10 +192,18 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
 def _word(copy: "TierCopy") -> str:
     if not copy.committed:
         return "incomplete"
+    if copy.refused:
+        return "refused"
     return {True: "verified", False: "damaged", None: "unread"}[copy.verified]
 
 
+def _unchecked(seen: "Pass") -> dict[str, str]:
+    return {"signature": f"not checked: no key ({seen.unchecked})"} if seen.unchecked else {}
+
+
 def _warn(run: RunPaths, seen: "Pass") -> None:
+    for word, text in _unchecked(seen).items():
+        render.warning(f"{word} {text}")
     for state in seen.states:
         if not state.reachable:
             render.warning(f"tier {state.name} does not answer: {state.detail}")

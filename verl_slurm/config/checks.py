@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.rollout_checks import rollout_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.config.train_checks import train_complaints
@@ -64,7 +65,7 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    parts = (_names, _shape, _batches, _times, _cadence, _partial_saves, _keys, _slurm)
+    parts = (_names, _shape, _batches, rollout_complaints, _times, _cadence, _partial_saves, _keys, _slurm)
     found = [complaint for part in parts for complaint in part(config)]
     return [*found, *train_complaints(config), *tier_complaints(config.tiers)]
 
@@ -99,20 +100,19 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
 
 def _shape(config: RunConfig) -> Iterator[Complaint]:
     shape = config.distributed
-    for key, size in (("tp_size", shape.tp_size), ("pp_size", shape.pp_size)):
-        if size != 1:
-            yield Complaint(
-                f"distributed.{key}",
-                str(size),
-                "1: this version shards over data-parallel ranks alone",
-                f"set distributed.{key}=1 and raise distributed.dp_size",
-            )
+    if shape.mixed_precision != "none" and config.model.dtype != "float32":
+        yield Complaint(
+            "distributed.mixed_precision",
+            f"{shape.mixed_precision}, and model.dtype={config.model.dtype}",
+            "float32 parameters, to be mixed with",
+            "set model.dtype=float32, or distributed.mixed_precision=none",
+        )
     if shape.world_size % shape.nodes:
         yield Complaint(
             "distributed.nodes",
             f"{shape.world_size} ranks on {shape.nodes} nodes",
             "the same number of ranks on every node",
-            "make distributed.dp_size a multiple of distributed.nodes",
+            "make dp_size * tp_size * pp_size a multiple of distributed.nodes",
         )
     elif (
         shape.device == "cuda"
@@ -144,6 +144,17 @@ def _batches(config: RunConfig) -> Iterator[Complaint]:
     ):
         if whole % part:
             yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
+    pieces, stages = (
+        train.mini_batch_size_per_device // train.micro_batch_size_per_device,
+        config.distributed.pp_size,
+    )
+    if stages > 1 and pieces < stages:
+        yield Complaint(
+            "distributed.pp_size",
+            f"{stages} stages, and mini-batches of {pieces} micro-batches",
+            "as many micro-batches as stages, or more: 1F1B keeps them all at work",
+            f"e.g. train.micro_batch_size_per_device={max(train.mini_batch_size_per_device // stages, 1)}",
+        )
     if train.warmup_steps > train.steps:
         yield Complaint(
             "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"

@@ -16,6 +16,8 @@ __all__ = ["LAYOUT_KEYS", "keep_step", "require_same_step"]
 LAYOUT_KEYS = frozenset(
     {
         "distributed.dp_size",
+        "distributed.tp_size",
+        "distributed.pp_size",
         "distributed.nodes",
         "train.batch_size_per_device",
         "train.mini_batch_size_per_device",
@@ -32,7 +34,7 @@ def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
 
     What does not divide is left alone; `require_same_step` says so.
     """
-    former, now = old.distributed.world_size, new.distributed.world_size
+    former, now = old.distributed.dp_size, new.distributed.dp_size
     if former == now:
         return new
     train = new.train
@@ -57,7 +59,7 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
     Raises:
         ConfigError: with the values that would do.
     """
-    former, now = old.distributed.world_size, new.distributed.world_size
+    former, now = old.distributed.dp_size, new.distributed.dp_size
     wrong = []
     for key in _SCALED:
         total = getattr(old.train, key) * former

@@ -38,7 +38,8 @@ class ModelConfig(_Section, frozen=True):
     """Which models train, and which one rewards."""
 
     path: str = "builtin:tiny"
-    """A Hugging Face model directory, or `builtin:tiny`: a small Qwen2 that the project builds."""
+    """A Hugging Face model directory, or `builtin:tiny`: a small Qwen2 that the project builds (`builtin:tiny32`: one
+    with heads of 32, which vLLM wants on a CPU)."""
     reward: str = "rule:arithmetic"
     """`rule:NAME`, or `classifier:DIR` for a Hugging Face sequence classifier with one label."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -64,11 +65,23 @@ class DataConfig(_Section, frozen=True):
 class RolloutConfig(_Section, frozen=True):
     """How the policy is sampled."""
 
-    engine: Literal["hf"] = "hf"
+    engine: Literal["hf", "vllm"] = "hf"
+    """`hf`: Hugging Face's `generate`, on a whole copy of the actor on every rank. `vllm`: vLLM, in the rank's own
+    process (an extra: `pip install 'verl-slurm[vllm]'`, on CPUs `make vllm`)."""
     micro_batch_size_per_device: Positive = 16
     """Prompts sampled at once on one rank. A safe point lies behind each such micro-batch."""
     max_new_tokens: Positive = 6
     temperature: PositiveFloat = 1.0
+    max_logprob_gap: PositiveFloat = 0.02
+    """Largest mean difference, over a step's tokens, of the log probabilities that the engine sampled with and those
+    that the actor gives the same tokens (nats). Above it the run stops: the engine had other weights, or computes
+    something else. Kernels explain 1e-6 in float32 and 5e-3 in bfloat16."""
+    tensor_parallel_size: Positive = 1
+    """vllm: ranks, of one node, that sample together, each with its share of every layer."""
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0.0, le=0.95)] = 0.4
+    """vllm: share of a GPU for its weights and caches; training needs the rest of the same GPU."""
+    enforce_eager: bool = True
+    """vllm: no CUDA graphs and no compiling: a faster start, and no compiler needed on the nodes."""
 
 
 class TrainConfig(_Section, frozen=True):
@@ -121,9 +134,19 @@ class DistributedConfig(_Section, frozen=True):
     """The shape of the job."""
 
     dp_size: Positive = 2
-    """Data-parallel ranks over all nodes; FSDP2 shards parameters, gradients and optimizer state over them."""
+    """Data-parallel ranks over all nodes; FSDP2 shards parameters, gradients and optimizer state over them. Sizes
+    "per device" are those of one data-parallel rank, however many devices hold its model together."""
     tp_size: Positive = 1
+    """Tensor-parallel ranks: heads and hidden units of every layer are dealt out to them. Divides the numbers of
+    attention and of key-value heads. Best within one node."""
     pp_size: Positive = 1
+    """Pipeline stages: contiguous layers on each, micro-batches in 1F1B order."""
+    mixed_precision: Literal["none", "bfloat16"] = "none"
+    """`bfloat16`: layers compute in bfloat16, while parameters, sums of gradients and AdamW's state stay float32. With
+    `model.dtype: bfloat16` instead, all of them are bfloat16."""
+    recompute: bool = False
+    """Keep only what goes in and out of each layer, and compute the rest again in the backward pass: less memory,
+    a third more time, the same numbers."""
     nodes: Positive = 2
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: NonNegative = 1
@@ -132,6 +155,11 @@ class DistributedConfig(_Section, frozen=True):
     @property
     def world_size(self) -> int:
         return self.dp_size * self.tp_size * self.pp_size
+
+    @property
+    def axes(self) -> tuple[int, int, int]:
+        """(dp, tp, pp)."""
+        return (self.dp_size, self.tp_size, self.pp_size)
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,32 +1,37 @@
 """What one save is made of: what the ranks bring, what rank 0 tells them, and the manifest that comes of it."""
 
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
-from verl_slurm.checkpoint.local_copy import begin_part
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save_path.media import Medium
-from verl_slurm.save_path.protocol import Sealing
+from verl_slurm.save_path.protocol import Sealing, Written
 
 __all__ = [
     "Attempt",
     "Committed",
     "Contents",
     "LocalPlace",
+    "Once",
     "Plan",
     "Provenance",
     "SavedCheckpoint",
     "manifest_of",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +88,32 @@ class LocalPlace:
     keep: int
 
 
+class Once(Generic[T]):
+    """Something that is made by whoever needs it first, on any thread, and is the same for all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: T | None = None
+
+    def get(self, make: Callable[[], T]) -> T:
+        with self._lock:
+            if self._made is None:
+                self._made = make()
+            return self._made
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One save, as a rank was asked for it. Called by: dcp.saver."""
+    """One save, as a rank was asked for it. Called by: dcp.saver.
+
+    Attributes:
+        on_kept: told, once, that every node's disk has it, read back, while shared storage does not yet; None:
+            nobody wants to know.
+        answers: the saver's word on each medium, as soon as there is one.
+        owned: whether this incarnation still owns the run, as far as rank 0 could find out; it raises `Fenced`.
+        on_shared: set when shared storage has it.
+        made: rank 0's manifest, made once, by the medium that was durable first.
+    """
 
     paths: RunPaths
     contents: Contents
@@ -93,6 +121,13 @@ class Attempt:
     local: LocalPlace | None
     started: float
     seconds_left: float | None
+    on_kept: Callable[[SavedCheckpoint], None] | None = None
+    answers: Mapping[Medium, "Future[Written]"] = field(
+        default_factory=lambda: {medium: Future() for medium in Medium}
+    )
+    owned: "Future[None]" = field(default_factory=Future)
+    on_shared: threading.Event = field(default_factory=threading.Event)
+    made: "Once[Manifest]" = field(default_factory=lambda: Once())
 
     def takes(self, path: str) -> bool:
         """Whether a file of a domain belongs to this save."""
@@ -102,10 +137,21 @@ class Attempt:
         """This rank's directory on each medium that takes part."""
         found = {} if plan.not_shared else {Medium.SHARED: self.paths.checkpoints / plan.name}
         if self.local is not None:
-            with suppress(OSError):  # said by whoever opens it
-                begin_part(self.local.directory, plan.name)
             found[Medium.LOCAL] = self.local.directory / plan.name
         return found
+
+    def answered(self, plan: "Plan", written: Written) -> None:
+        """The saver's word on one directory."""
+        for medium, directory in self.directories(plan).items():
+            if str(directory) == written.outcome.directory:
+                self.answers[medium].set_result(written)
+
+    def ended(self, staged: "Future[None]") -> None:
+        """The saver says nothing more."""
+        error = staged.exception()
+        for answer in self.answers.values():
+            if error is not None and not answer.done():
+                answer.set_exception(error)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -119,11 +165,11 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """Rank 0's word to all at its end."""
+    """Rank 0's word to all when shared storage was asked to commit."""
 
-    manifest: bytes
+    num_bytes: int
     problem: str
-    """Why shared storage does not have it."""
+    """Why it does not have it."""
 
 
 def manifest_of(

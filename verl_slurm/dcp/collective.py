@@ -44,7 +44,7 @@ class Collective:
     """
 
     waited_s: float = 0.0
-    """Seconds in `max`, `sum` and `gather` so far, with what was waited there for slower ranks."""
+    """Seconds in `max`, `sum`, `gather` and `share` so far, with what was waited there for slower ranks."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self._group = group
@@ -105,6 +105,21 @@ class Collective:
             buffer[: int(length.item())].numpy().tobytes()
             for buffer, length in zip(buffers, lengths, strict=True)
         ]
+
+    def share(self, payload: bytes, *, source: int) -> bytes:
+        """The bytes of rank `source`, on every rank; the others' are not looked at."""
+        if self._group is None:
+            return payload
+        length = torch.tensor([len(payload)], dtype=torch.int64)
+        with self._waiting():
+            dist.broadcast(length, group=self._group, group_src=source)
+        data = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if self.rank == source and payload:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if len(data):
+            with self._waiting():
+                dist.broadcast(data, group=self._group, group_src=source)
+        return data.numpy().tobytes()
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do `work` on this rank; return its result only if no rank's raised.

@@ -74,7 +74,7 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
     """Agree on who writes what. Collective.
 
     Args:
-        domains: domain → tensors, the same names on every rank.
+        domains: domain → tensors. A tensor may be on some ranks only (a pipeline's stages).
 
     Raises:
         RanksFailed: a tensor is of a type, or sharded in a way, that cannot be saved.
@@ -117,7 +117,7 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
         slots=tuple(slots),
         files=tuple(my_files),
         arena_bytes=arena_bytes,
-        indexes={f"{domain}/{INDEX}": _index(domain, everybody[0], pieces) for domain in domains},
+        indexes={f"{domain}/{INDEX}": _index(domain, everybody, pieces) for domain in domains},
     )
 
 
@@ -131,15 +131,14 @@ def _held(domains: Mapping[str, Tensors]) -> list[tuple[_Held, Tensor]]:
     return found
 
 
-def _index(domain: str, any_rank: list[_Held], pieces: Mapping[tuple[str, str], list[Piece]]) -> bytes:
-    """Every rank knows every tensor's type and whole shape, if not its every piece."""
-    tensors = {
-        piece.name: TensorEntry(
-            dtype=piece.dtype, shape=piece.whole, pieces=tuple(pieces.get((domain, piece.name), ()))
-        )
-        for piece in any_rank
-        if piece.domain == domain
-    }
+def _index(domain: str, everybody: list[list[_Held]], pieces: Mapping[tuple[str, str], list[Piece]]) -> bytes:
+    """Every rank knows every one of its tensors' type and whole shape, if not its every piece."""
+    tensors: dict[str, TensorEntry] = {}
+    for piece in (piece for theirs in everybody for piece in theirs):
+        if piece.domain == domain and piece.name not in tensors:
+            tensors[piece.name] = TensorEntry(
+                dtype=piece.dtype, shape=piece.whole, pieces=tuple(pieces.get((domain, piece.name), ()))
+            )
     return render_index(TensorIndex(tensors=tensors))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def load_tensors(
 
     Args:
         directory: a checkpoint that `checkpoint.verify` found whole.
-        domains: domain → exactly the tensors that it must hold.
+        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
         keys: to decrypt with, and to hold the manifest against.
 
     Raises:
@@ -56,8 +57,9 @@ def load_tensors(
     # Every rank checks for itself against the same files, so all refuse or none.
     reader = CheckpointReader(directory, keys)
     indexes = {domain: _index(reader, domain) for domain in domains}
+    known = _names_anywhere(domains, ranks)
     for domain, tensors in domains.items():
-        _check(directory / domain, indexes[domain], tensors)
+        _check(directory / domain, indexes[domain], tensors, known[domain])
     parts = [part for domain in domains for part in _parts(domain, indexes[domain], domains[domain])]
     ranks.together("reading tensors", lambda: read_parts(reader, parts))
 
@@ -133,10 +135,20 @@ def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> 
     return state
 
 
-def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
+def _names_anywhere(domains: Mapping[str, Tensors], ranks: Collective) -> dict[str, set[str]]:
+    """Each domain's tensors over all ranks: a pipeline's stage has some of them."""
+    mine = {domain: list(tensors) for domain, tensors in domains.items()}
+    known: dict[str, set[str]] = {domain: set() for domain in domains}
+    for part in ranks.gather(msgspec.msgpack.encode(mine)):
+        for domain, names in msgspec.msgpack.decode(part, type=dict[str, list[str]]).items():
+            known[domain].update(names)
+    return known
+
+
+def _check(where: Path, index: TensorIndex, tensors: Tensors, known: set[str]) -> None:
     """Hold names, shapes and types in `index` to those of `tensors`: nothing is cast, nothing is skipped."""
     saved = index.tensors
-    missing, left_over = tensors.keys() - saved.keys(), saved.keys() - tensors.keys()
+    missing, left_over = known - saved.keys(), saved.keys() - known
     for what, names in (("missing", missing), ("left over", left_over)):
         if names:
             some = ", ".join(sorted(names)[:3])

@@ -1,14 +1,18 @@
 """Live tensors and runtime states of all ranks into one committed checkpoint, while training goes on.
 
 Collective, and in the background: each rank has a thread for it, and the threads talk over a process group of
-their own. Order: rank 0 begins and names the staging directory, while every rank copies its tensors → every
-rank's saver process writes and hashes the copy, and the thread seals the small files → rank 0 gathers the
-entries and commits → the first rank of each node commits the node's own part (`checkpoint/local_copy.py`), where
-there is one. Each stage is entered only when every rank has done the one before; where no medium took it all, all
-raise `RanksFailed` and the staging directories are removed. `checkpoint/format.py` specifies what lies there in
-the end.
+their own. Order: rank 0 names the staging directory, while every rank copies its tensors → every rank's saver
+process writes and hashes the copy, and the thread the small files → rank 0 gathers the entries and commits. Each
+stage is entered only when every rank has done the one before.
+
+Where there is a second copy (`dcp.second_copy`), it goes the same way at the same time, and is committed when it is
+durable on every node: neither medium waits for the other, and nothing on the way to the nodes' disks asks shared
+storage anything (but who owns the run, and not for long). The save is done when both are committed or have failed.
+Where no medium took it all, all raise `RanksFailed` and the staging directories are removed. `checkpoint/format.py`
+specifies what lies there in the end.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,13 +24,7 @@ import msgspec
 from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import FileEntry, Manifest
-from verl_slurm.checkpoint.local_copy import (
-    commit_part,
-    drop_staging,
-    part_problems,
-    prune_parts,
-)
-from verl_slurm.checkpoint.manifest import parse, render, sealed
+from verl_slurm.checkpoint.manifest import sealed
 from verl_slurm.checkpoint.signature import sign
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.dcp.attempt import (
@@ -40,26 +38,31 @@ from verl_slurm.dcp.attempt import (
     manifest_of,
 )
 from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.dcp.second_copy import Kept, SecondCopy
+from verl_slurm.dcp.side import Small, write_side
 from verl_slurm.dcp.staging import Staging
 from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, Fenced
 from verl_slurm.files import private_dir
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import runtime_state_name
-from verl_slurm.save_path.media import Medium, Share, failures, why_not_shared
-from verl_slurm.save_path.protocol import Sealing, Written
-from verl_slurm.save_path.small_files import begin_sealing, cipher_for, seal_small, write_small
+from verl_slurm.save_path.media import Medium, why_not_shared
+from verl_slurm.save_path.protocol import Sealing
+from verl_slurm.save_path.small_files import begin_sealing, cipher_for, seal_small
 
 __all__ = ["CheckpointSaver", "Contents", "LocalPlace", "Provenance", "SavedCheckpoint"]
+
+_PATIENCE_S = 1.0
+"""Storage that is there says who owns the run in less."""
 
 
 class CheckpointSaver:
     """Saves the same tensors again and again. Collective; made on the main thread of every rank.
 
     Args:
-        domains: `actor`, `critic`, `optimizer` → the live tensors (`dcp.tensors`), the same names on every rank,
+        domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`dcp.tensors`),
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
@@ -87,6 +90,7 @@ class CheckpointSaver:
         self._keys = load_keys(encryption)
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
         self._local = local
+        self._second = None if local is None else SecondCopy(ranks, local)
         self._last_seconds = usual_seconds
         self._staging_dir: door.Staging | None = None
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
@@ -106,6 +110,7 @@ class CheckpointSaver:
         *,
         seconds_left: float | None = None,
         components: Components = (),
+        on_kept: Callable[["SavedCheckpoint"], None] | None = None,
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
@@ -118,6 +123,10 @@ class CheckpointSaver:
                 copy is written. Rank 0's counts.
             components: of a partial save, the domains; it goes to `RunPaths.partial` and has no second copy. Empty:
                 a full one.
+            on_kept: where this is given (on all ranks or none), the local copy is read back as soon as it is
+                committed, and if shared storage still has not got it then, this is told so: what it is told is a
+                save that nothing can undo, and the answer if there is to be one at once. Called from a thread of
+                its own, once at most, before or after the result is there.
 
         Returns:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
@@ -131,14 +140,18 @@ class CheckpointSaver:
             local=None if components else self._local,
             started=time.monotonic(),
             seconds_left=seconds_left,
+            on_kept=on_kept,
         )
         plan: Future[Plan] = Future()
-        written = self._staging.begin(
+        staged = self._staging.begin(
             lambda: list(attempt.directories(plan.result()).values()),
             components,
             lambda: plan.result().sealing,
+            lambda written: attempt.answered(plan.result(), written),
+            hurry=on_kept is not None,
         )
-        return self._thread.submit(self._save, attempt, plan, written, then)
+        staged.add_done_callback(attempt.ended)
+        return self._thread.submit(self._save, attempt, plan, staged, then)
 
     def fence(self) -> float:
         """Wait until the tensors may be changed; the seconds it took."""
@@ -147,13 +160,15 @@ class CheckpointSaver:
     def close(self) -> None:
         """Let a save that is under way come to its end, and give the memory back."""
         self._thread.shutdown()
+        if self._second is not None:
+            self._second.close()
         self._staging.close()
 
     def _save(
         self,
         attempt: "Attempt",
         plan: "Future[Plan]",
-        written: "Future[Written]",
+        staged: "Future[None]",
         then: Callable[[Collective, "SavedCheckpoint"], None] | None,
     ) -> "SavedCheckpoint":
         self._staging_dir = None
@@ -167,9 +182,9 @@ class CheckpointSaver:
                 )
             except BaseException as error:
                 plan.set_exception(error)  # the staging thread waits for it
-                wait([written])
+                wait([staged])
                 raise
-            done = self._write_and_commit(attempt, plan.result(), written)
+            done = self._write_and_commit(attempt, plan.result())
         except BaseException:
             self._clean(attempt, plan)
             raise
@@ -182,156 +197,182 @@ class CheckpointSaver:
         runtime, paths = attempt.contents.runtime, attempt.paths
         has_local = attempt.local is not None
         reason = why_not_shared(self._last_seconds, attempt.seconds_left, has_local=has_local)
-        if not reason:
-            try:
-                if attempt.components:
-                    private_dir(paths.root)
-                self._staging_dir = door.begin(paths, runtime.step, runtime.safe_point)
-            except (OSError, VerlSlurmError) as error:
-                if not has_local:
-                    raise
-                reason = f"{type(error).__name__}: {error}"
-        if self._staging_dir is not None:
-            name = self._staging_dir.directory.name
-        else:
-            name = door.staging_path(paths, runtime.step, runtime.safe_point).name
-        sealing = begin_sealing(self._keys, paths.checkpoint(runtime.step, runtime.safe_point).name)
-        return msgspec.msgpack.encode(Plan(name, reason, sealing))
+        if attempt.components:
+            private_dir(paths.root)
+        # With a second copy shared storage is asked for nothing here: it may be gone and never answer. Each rank,
+        # and its saver, makes the directory for itself.
+        make = door.name_staging if has_local else door.begin
+        staging = make(paths, runtime.step, runtime.safe_point)
+        self._staging_dir = None if reason else staging
+        sealing = begin_sealing(self._keys, staging.final.name)
+        return msgspec.msgpack.encode(Plan(staging.directory.name, reason, sealing))
 
-    def _write_and_commit(
-        self, attempt: "Attempt", plan: "Plan", written: "Future[Written]"
-    ) -> "SavedCheckpoint":
+    def _write_and_commit(self, attempt: "Attempt", plan: "Plan") -> "SavedCheckpoint":
         media = attempt.directories(plan)
-
-        def write() -> Share:
+        small = self._small_files(attempt, plan.sealing)
+        keeping: Future[Kept] | None = None
+        if self._second is not None and Medium.LOCAL in media:
+            keeping = self._second.begin(
+                attempt,
+                media[Medium.LOCAL],
+                small,
+                lambda entries: self._manifest_for_nodes(attempt, plan.sealing, entries),
+            )
+        failed: dict[Medium, str] = {}
+        kinds: frozenset[str] = frozenset()
+        num_bytes = 0
+        try:
+            if plan.not_shared:
+                # Storage that is not tried because it is slow may not answer this, either.
+                threading.Thread(target=self._ask_owner, args=(attempt,), daemon=True).start()
+                failed[Medium.SHARED] = plan.not_shared
+            else:
+                committed = self._commit_shared(attempt, plan, media[Medium.SHARED], small)
+                num_bytes = committed.num_bytes
+                if committed.problem:
+                    failed[Medium.SHARED] = committed.problem
+        except RanksFailed as error:
+            if keeping is None:
+                raise
+            # A dead saver, too: what the nodes' disks have by then counts, and the next save says that it is dead.
+            failed[Medium.SHARED], kinds = _text(error), error.kinds
+        finally:
+            if keeping is not None:
+                wait([keeping])
+        if self._second is not None and keeping is not None:
             try:
-                small, failed = self._write_small(media, attempt, plan.sealing)
-            finally:
-                wait([written])  # whoever cleans up must not do so under a saver that writes
-            answer = written.result()
-            for medium, outcome in zip(media, answer.outcomes, strict=True):
-                if outcome.error is not None:
-                    failed.setdefault(medium, outcome.error)
-            return Share((*small, *answer.files), {str(medium): text for medium, text in failed.items()})
-
-        mine = self._ranks.together("writing the checkpoint", write)
-        shares = [
-            msgspec.msgpack.decode(part, type=Share)
-            for part in self._ranks.gather(msgspec.msgpack.encode(mine))
-        ]
-        failed = failures(shares)
-        if plan.not_shared:
-            failed[Medium.SHARED] = plan.not_shared
-        self._require_one(media, failed)
-        entries = [entry for share in shares for entry in share.entries]
-        verdict = msgspec.msgpack.decode(
-            self._ranks.on_first(
-                "committing the checkpoint",
-                lambda: self._commit_shared(attempt, plan.sealing, entries, failed),
-            ),
-            type=Committed,
-        )
-        manifest = parse(verdict.manifest, where=plan.name)
-        if verdict.problem:
-            failed[Medium.SHARED] = verdict.problem
-            if self._staging_dir is not None:
-                with suppress(OSError):  # what is broken cannot be tidied, either; the next sweep does that
-                    door.abort(self._staging_dir)
-        if Medium.LOCAL in media and Medium.LOCAL not in failed:
-            problem = self._commit_local(attempt, media[Medium.LOCAL], manifest, check=bool(verdict.problem))
+                kept = keeping.result()
+                problem, num_bytes = kept.problem, num_bytes or kept.num_bytes
+                if Medium.SHARED in failed and not problem and Fenced.__name__ not in kinds:
+                    problem = self._second.read_back(kept)  # nobody else will
+            except RanksFailed as error:
+                problem, kinds = _text(error), kinds | error.kinds
             if problem:
                 failed[Medium.LOCAL] = problem
-        self._require_one(media, failed)
-        seconds = time.monotonic() - attempt.started
-        if Medium.SHARED not in failed and not attempt.components:
-            self._last_seconds = seconds
+        if all(medium in failed for medium in media) or Fenced.__name__ in kinds:
+            lost = RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
+            lost.kinds = kinds
+            raise lost
+        if self._second is not None and Medium.LOCAL in media and Medium.LOCAL not in failed:
+            self._second.prune()
+        runtime = attempt.contents.runtime
         return SavedCheckpoint(
-            name=manifest.name,
-            seconds=seconds,
-            num_bytes=manifest.num_bytes,
+            name=attempt.paths.checkpoint(runtime.step, runtime.safe_point).name,
+            seconds=time.monotonic() - attempt.started,
+            num_bytes=num_bytes,
             on_shared=Medium.SHARED not in failed,
             problem="; ".join(f"not on {medium}: {text}" for medium, text in failed.items()),
         )
 
-    def _require_one(self, media: Mapping[Medium, Path], failed: Mapping[Medium, str]) -> None:
-        """The same on every rank."""
-        if all(medium in failed for medium in media):
-            raise RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
-
     def _commit_shared(
-        self,
-        attempt: "Attempt",
-        sealing: Sealing | None,
-        entries: list[FileEntry],
-        failed: Mapping[Medium, str],
-    ) -> bytes:
-        """Rank 0: the manifest, and what kept shared storage from being committed, if anything did."""
-        runtime = attempt.contents.runtime
-        name = attempt.paths.checkpoint(runtime.step, runtime.safe_point).name
-        manifest = sealed(manifest_of(name, attempt, self._provenance, entries, sealing))
-        if self._keys is not None:
-            manifest = sign(manifest, self._keys.current)  # for the nodes' parts, too
-        problem = failed.get(Medium.SHARED, "")
-        if self._staging_dir is not None and not problem:
-            try:
-                door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check, keys=self._keys)
-            except (OSError, CheckpointCorrupt) as error:
-                if attempt.local is None or Medium.LOCAL in failed:
-                    raise
-                problem = f"{type(error).__name__}: {error}"
+        self, attempt: "Attempt", plan: "Plan", directory: Path, small: "Future[Small]"
+    ) -> "Committed":
+        """What became of the save on shared storage."""
+        two = attempt.local is not None
+        side = write_side(
+            self._ranks,
+            directory,
+            small,
+            attempt.answers[Medium.SHARED],
+            first=(lambda: self._require_owner(attempt)) if two else (lambda: None),
+        )
+        if side.problem and not two:
+            raise RanksFailed("writing the checkpoint failed", found=side.problem)
+        committed = Committed(0, side.problem)
+        if not side.problem:
+            committed = msgspec.msgpack.decode(
+                self._ranks.on_first(
+                    "committing the checkpoint", lambda: self._commit(attempt, plan.sealing, side.entries)
+                ),
+                type=Committed,
+            )
+        if committed.problem:
+            if self._staging_dir is not None:
+                with suppress(OSError):  # what is broken cannot be tidied, either; the next sweep does that
+                    door.abort(self._staging_dir)
         else:
-            self._check_epoch_if_readable()
-        return msgspec.msgpack.encode(Committed(render(manifest), problem))
+            attempt.on_shared.set()
+            if not attempt.components:
+                self._last_seconds = time.monotonic() - attempt.started
+        return committed
 
-    def _check_epoch_if_readable(self) -> None:
-        """Without shared storage nobody can say who owns the run; whoever brings the parts home asks again."""
-        with suppress(OSError):
-            self._epoch_check()
+    def _commit(self, attempt: "Attempt", sealing: Sealing | None, entries: list[FileEntry]) -> bytes:
+        """Rank 0: shared storage has it all."""
+        assert self._staging_dir is not None
+        problem = ""
+        manifest = self._manifest(attempt, sealing, entries)
+        try:
+            door.commit(self._staging_dir, manifest, epoch_check=self._epoch_check, keys=self._keys)
+        except (OSError, CheckpointCorrupt) as error:
+            if attempt.local is None:
+                raise
+            problem = f"{type(error).__name__}: {error}"
+        return msgspec.msgpack.encode(Committed(manifest.num_bytes, problem))
 
-    def _commit_local(self, attempt: "Attempt", staging: Path, manifest: Manifest, *, check: bool) -> str:
-        """This node's part; what is wrong on any node, the same text on every rank.
+    def _manifest_for_nodes(
+        self, attempt: "Attempt", sealing: Sealing | None, entries: list[FileEntry]
+    ) -> Manifest:
+        """Rank 0: the same, unless it is known by now that the run belongs to somebody else.
 
-        Args:
-            check: read it back: nobody else will.
+        Without shared storage nobody can say so; whoever brings the parts home asks again.
         """
-        local, problem = attempt.local, ""
-        assert local is not None
-        if local.is_first:
-            try:
-                part = commit_part(staging, manifest)
-                problem = "; ".join(part_problems(part)[:3]) if check else ""
-                if problem:
-                    drop_staging(part.path)
-            except (OSError, VerlSlurmError) as error:
-                problem = f"{type(error).__name__}: {error}"
-        texts = [text.decode() for text in self._ranks.gather(problem.encode())]
-        if local.is_first and not any(texts):  # older ones go only when every node has this one
-            with suppress(OSError):
-                prune_parts(local.directory, local.keep)
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)[:500]
+        wait([attempt.owned], timeout=_PATIENCE_S)
+        if attempt.owned.done():
+            attempt.owned.result()
+        return self._manifest(attempt, sealing, entries)
+
+    def _manifest(self, attempt: "Attempt", sealing: Sealing | None, entries: list[FileEntry]) -> Manifest:
+        """Rank 0: one for all media, so that the copies are the same."""
+
+        def make() -> Manifest:
+            runtime = attempt.contents.runtime
+            name = attempt.paths.checkpoint(runtime.step, runtime.safe_point).name
+            manifest = sealed(manifest_of(name, attempt, self._provenance, entries, sealing))
+            return manifest if self._keys is None else sign(manifest, self._keys.current)
+
+        return attempt.made.get(make)
+
+    def _ask_owner(self, attempt: "Attempt") -> None:
+        """Rank 0: whether the run is still ours, for a medium that cannot tell."""
+        if self._ranks.rank:
+            return
+        try:
+            with suppress(OSError):  # nobody can say
+                self._epoch_check()
+        except Exception as error:  # noqa: BLE001 - for whoever asks
+            attempt.owned.set_exception(error)
+        else:
+            attempt.owned.set_result(None)
+
+    def _require_owner(self, attempt: "Attempt") -> None:
+        """Before anything is written: the nodes' parts are not to be committed for a run that is another's."""
+        self._ask_owner(attempt)
+        if not self._ranks.rank:
+            attempt.owned.result()
 
     def _clean(self, attempt: "Attempt", plan: "Future[Plan]") -> None:
-        """Nothing of a failed save stays behind."""
+        """Nothing half-made of a failed save stays behind."""
         with suppress(OSError):
             if self._staging_dir is not None:
                 door.abort(self._staging_dir)
-            local = attempt.local
-            if local is not None and local.is_first and plan.exception() is None:
-                drop_staging(local.directory / plan.result().name)
+            if self._second is not None and attempt.local is not None and plan.exception() is None:
+                self._second.drop(plan.result().name)
 
-    def _write_small(
-        self, media: Mapping[Medium, Path], attempt: "Attempt", sealing: Sealing | None
-    ) -> tuple[list[FileEntry], dict[Medium, str]]:
-        """What is not a tensor, encrypted once where a key is configured, and made durable on each medium."""
-        contents = attempt.contents
-        indexes = {path: data for path, data in self._staging.layout.indexes.items() if attempt.takes(path)}
-        files = dict(contents.texts) | indexes if self._ranks.rank == 0 else {}
-        files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
-        files, entries = seal_small(files, cipher_for(self._keys, sealing))
-        failed: dict[Medium, str] = {}
-        for medium, directory in media.items():
-            try:
-                write_small(directory, files)
-            except OSError as error:
-                failed[medium] = f"{type(error).__name__}: {error}"
-        return entries, failed
+    def _small_files(self, attempt: "Attempt", sealing: Sealing | None) -> "Future[Small]":
+        """What is not a tensor, encrypted once where a key is configured: its nonces serve once."""
+        done: Future[Small] = Future()
+        try:
+            contents = attempt.contents
+            indexes = {
+                path: data for path, data in self._staging.layout.indexes.items() if attempt.takes(path)
+            }
+            files = dict(contents.texts) | indexes if self._ranks.rank == 0 else {}
+            files[runtime_state_name(self._ranks.rank)] = encode(contents.runtime)
+            done.set_result(Small(*seal_small(files, cipher_for(self._keys, sealing))))
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it where they write
+            done.set_exception(error)
+        return done
+
+
+def _text(error: RanksFailed) -> str:
+    return str(error.found or error)

@@ -80,28 +80,33 @@ class Staging:
         directories: Callable[[], Sequence[Path]],
         components: Sequence[str] = (),
         sealing: Callable[[], Sealing | None] = lambda: None,
-    ) -> "Future[Written]":
+        on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
+    ) -> "Future[None]":
         """Save the tensors as they are now. The one before must be done.
 
         Args:
             directories: says, when the copy is made, where the files go; called from another thread.
             components: the domains whose files are written; empty: all. All are copied.
             sealing: says then how they are encrypted, if they are; called behind it.
+            on_done: told what became of each directory, as soon as that is known; called from that thread.
+            hurry: no directory is to wait for another.
 
         Returns:
-            What became of each directory. It raises what `directories` raises, and SaverDied.
+            When all is told. It raises what `directories` raises, and SaverDied.
         """
         self._copied = copied = threading.Event()
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
 
-        def work() -> Written:
+        def work() -> None:
             try:
                 self._copy(ready)
             finally:
                 copied.set()
             where = [str(directory) for directory in directories()]
             files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
-            return self._saver.write(files, where, sealing())
+            self._saver.write(files, where, sealing(), on_done, hurry=hurry)
 
         return self._thread.submit(work)
 
@@ -131,6 +136,8 @@ class Staging:
             self._warm.result()
         except Exception as error:
             raise SaverDied(f"the saver never came up: {error}") from error
+        if not self._live:
+            return  # a rank that holds replicas only: other ranks write them
         with torch.no_grad():
             if ready is None:
                 torch._foreach_copy_(self._copies, self._live)

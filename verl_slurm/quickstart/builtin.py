@@ -7,10 +7,12 @@ from verl_slurm.errors import ConfigError
 __all__ = ["resolve_data", "resolve_model"]
 
 _PREFIX = "builtin:"
+_HEAD_DIMS = {"tiny": 16, "tiny32": 32}
+"""Built-in model -> the width of its attention heads."""
 
 
 def resolve_model(spec: str, cache: Path) -> Path:
-    """The directory that `model.path` names; `builtin:tiny` is built under `cache` once.
+    """The directory that `model.path` names; a built-in one is built under `cache` once.
 
     Raises:
         ConfigError: no such built-in model.
@@ -18,17 +20,18 @@ def resolve_model(spec: str, cache: Path) -> Path:
     """
     if not spec.startswith(_PREFIX):
         return Path(spec)
-    if spec != "builtin:tiny":
+    name = spec.removeprefix(_PREFIX)
+    if name not in _HEAD_DIMS:
         raise ConfigError(
             "no such built-in model",
             where="model.path",
             found=spec,
-            expected="builtin:tiny",
+            expected=" or ".join(_PREFIX + known for known in _HEAD_DIMS),
             remedy="set model.path",
         )
     from verl_slurm.quickstart.model import build_model
 
-    return build_model(cache / "tiny")
+    return build_model(cache / name, head_dim=_HEAD_DIMS[name])
 
 
 def resolve_data(spec: str, cache: Path) -> Path:

@@ -44,10 +44,10 @@ def _tokenizer() -> PreTrainedTokenizerBase:
     return Qwen2Tokenizer(vocab=vocab, merges=[], additional_special_tokens=[start], **names)
 
 
-def _config(tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
+def _config(tokenizer: PreTrainedTokenizerBase, head_dim: int = 16) -> Qwen2Config:
     return Qwen2Config(
         vocab_size=264,
-        hidden_size=64,
+        hidden_size=4 * head_dim,
         intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -135,11 +135,12 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     model.eval()
 
 
-def build_model(directory: Path) -> Path:
+def build_model(directory: Path, *, head_dim: int = 16) -> Path:
     """Build the tiny model and its tokenizer, or find them already there.
 
     Args:
         directory: is made as a whole or not at all; several processes may try at once.
+        head_dim: width of its four attention heads; vLLM's CPU kernels want at least 32.
 
     Returns:
         `directory`, a Hugging Face model directory.
@@ -151,7 +152,7 @@ def build_model(directory: Path) -> Path:
     def build(temp: Path) -> None:
         tokenizer = _tokenizer()
         with _reproducible():
-            model: Any = Qwen2ForCausalLM(_config(tokenizer))  # type: ignore[no-untyped-call]
+            model: Any = Qwen2ForCausalLM(_config(tokenizer, head_dim))  # type: ignore[no-untyped-call]
             _warm_start(model, tokenizer)
         tokenizer.save_pretrained(str(temp))
         with _no_progress_bar():

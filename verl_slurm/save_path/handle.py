@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -59,25 +59,52 @@ class SaverProcess:
             raise self._died("an answer before its first word")
 
     def write(
-        self, files: Sequence[ArenaFile], directories: Sequence[str], sealing: Sealing | None = None
-    ) -> Written:
+        self,
+        files: Sequence[ArenaFile],
+        directories: Sequence[str],
+        sealing: Sealing | None = None,
+        on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
+    ) -> tuple[Written, ...]:
         """Have `files` written below every one of `directories`; returns when each is durable or given up.
+
+        Args:
+            directories: no two alike.
+            on_done: told of each directory as soon as the saver answers for it, from this thread.
+            hurry: no directory is to wait for another.
+
+        Returns:
+            An answer a directory, in the order of `directories`.
 
         Raises:
             SaverDied: it ended, or answered another question.
         """
         self._count += 1
-        request = Write(save=self._count, files=tuple(files), directories=tuple(directories), sealing=sealing)
+        request = Write(
+            save=self._count,
+            files=tuple(files),
+            directories=tuple(directories),
+            sealing=sealing,
+            hurry=hurry,
+        )
         data = memoryview(msgspec.json.encode(request) + b"\n")
         try:
             while data:
                 data = data[self._in.write(data) :]
         except OSError as error:
             raise self._died(str(error)) from error
-        answer = self._receive()
-        if not isinstance(answer, Written) or answer.save != self._count:
-            raise self._died(f"{answer!r:.200}")
-        return answer
+        answers: dict[str, Written] = {}
+        while len(answers) < len(directories):
+            answer = self._receive()
+            if not isinstance(answer, Written) or answer.save != self._count:
+                raise self._died(f"{answer!r:.200}")
+            about = answer.outcome.directory
+            if about not in directories or about in answers:
+                raise self._died(f"an answer for {about!r:.200}")
+            answers[about] = answer
+            on_done(answer)
+        return tuple(answers[directory] for directory in directories)
 
     def close(self) -> None:
         """End it; what it writes just now is finished first."""

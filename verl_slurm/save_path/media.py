@@ -4,7 +4,7 @@ Shared storage is the one that a resume reads. The node's own disk is the second
 (`checkpoint.local_dir`): a save that only it took is `degraded`, and still a save.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -25,15 +25,15 @@ class Medium(StrEnum):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank has done of a save.
+    """What one rank has done of a save on one medium.
 
     Attributes:
         entries: of the files that it wrote, the same on each medium.
-        failed: medium → why not all of them are durable there.
+        failed: why not all of them are durable there; empty: they are.
     """
 
     entries: tuple[FileEntry, ...]
-    failed: Mapping[str, str]
+    failed: str
 
 
 def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, has_local: bool) -> str:
@@ -48,15 +48,8 @@ def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, ha
     return f"{seconds_left:.1f} s are left, and the last save took {last_seconds:.1f} s there"
 
 
-def failures(shares: Sequence[Share]) -> dict[Medium, str]:
-    """Medium → what failed there on which rank; media without failures are left out."""
-    found: dict[Medium, str] = {}
-    for medium in Medium:
-        texts = [
-            f"rank {rank}: {share.failed[medium]}"
-            for rank, share in enumerate(shares)
-            if medium in share.failed
-        ]
-        if texts:
-            found[medium] = "; ".join(texts)[:500]
-    return found
+def failures(shares: Sequence[Share]) -> str:
+    """What failed on which rank; empty: nothing."""
+    return "; ".join(f"rank {rank}: {share.failed}" for rank, share in enumerate(shares) if share.failed)[
+        :500
+    ]

@@ -5,15 +5,16 @@ memory), and talks over its standard input and output, one JSON object a line:
 
 ```
 saver → rank   Ready()                                   once: the arena is mapped and faulted in
-rank  → saver  Write(save, files, directories)           the bytes in the arena do not change until the answer
-saver → rank   Written(save, files, outcomes)            each file on each directory: durable, or why not
+rank  → saver  Write(save, files, directories)           the bytes in the arena do not change until the last answer
+saver → rank   Written(save, files, outcome)             for each directory, once it is durable there, or why not
 rank           closes the pipe; the saver ends
 ```
 
 One `Write` at a time. `directories` are staging directories on one or several media (shared storage, a node's
-own disk); each gets every file. A directory whose storage fails is given up with its reason, and the others are
-still written: `outcomes` are in the order of `directories`. The digests are of the bytes in the arena, so they
-are the same for all. Nobody has read back what was written: that is the verifier's work.
+own disk); each gets every file, and is made where nobody has yet. They are answered for one by one, whichever is
+done first: one whose storage fails, or says nothing for ever, keeps no other from its answer. The write is over
+when all are answered for. The digests are of the bytes in the arena, so they are the same for all. Nobody has read
+back what was written: that is the verifier's work.
 
 Where a key is configured, the saver was started with the name of its source and has read it for itself; a
 `Write` then says for which checkpoint it is sealed (`sealing`, nothing of it secret), and one that does not, or a
@@ -58,6 +59,8 @@ class Write(_Message, frozen=True, kw_only=True):
     files: tuple[ArenaFile, ...]
     directories: tuple[str, ...]
     sealing: Sealing | None = None
+    hurry: bool = False
+    """No directory is to wait for another, whatever that costs."""
 
 
 class Ready(_Message, frozen=True, kw_only=True):
@@ -77,11 +80,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Written(_Message, frozen=True, kw_only=True):
-    """The answer to `Write`. `files` are empty where no directory took them."""
+    """One of the answers to `Write`. `files` are empty where no directory took them."""
 
     save: int
     files: tuple[FileEntry, ...]
-    outcomes: tuple[Outcome, ...]
+    outcome: Outcome
 
 
 FromSaver = Ready | Written

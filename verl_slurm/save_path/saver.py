@@ -9,20 +9,25 @@ import ctypes
 import os
 import signal
 import sys
+from functools import partial
 
 import msgspec
 
+from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.errors import KeyRefused, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import load_keys
 from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import FromSaver, Ready, Write, Written
-from verl_slurm.save_path.sealing import SealedStream, Sealer
+from verl_slurm.save_path.lanes import hash_each, make_hasher
+from verl_slurm.save_path.protocol import FromSaver, Outcome, Ready, Write, Written
+from verl_slurm.save_path.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save_path.writing import write_and_hash
 
 __all__ = ["main"]
 
+# Below this a save hashes for less than the time that it takes to get ready for hashing faster.
+_WORTH_COMPILING = 256 << 20
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -49,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     except VerlSlurmError as error:
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)
+    hasher = make_hasher() if sealer is None and arena.size >= _WORTH_COMPILING else hash_each
     _say(Ready())
     decoder = msgspec.json.Decoder(Write)
     for line in sys.stdin.buffer:
@@ -58,10 +64,15 @@ def main(argv: list[str] | None = None) -> int:
         except KeyRefused as error:
             sys.stderr.write(f"{error.one_line()}\n")
             return int(error.exit_code)
-        entries, outcomes = write_and_hash(
-            arena.view, request.files, request.directories, hashers=options.hashers, stream=stream
+        write_and_hash(
+            arena.view,
+            request.files,
+            request.directories,
+            hashers=options.hashers,
+            hasher=hasher,
+            stream=stream,
+            on_done=partial(_answer, request.save),
         )
-        _say(Written(save=request.save, files=entries, outcomes=outcomes))
     return int(ExitCode.OK)
 
 
@@ -80,7 +91,12 @@ def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream
         )
     if sealer is None or request.sealing is None:
         return None
-    return sealer.begin(request.sealing, arena.view, request.files)
+    patience = 0.0 if request.hurry else PATIENCE_S
+    return sealer.begin(request.sealing, arena.view, request.files, patience)
+
+
+def _answer(save: int, files: tuple[FileEntry, ...], outcome: Outcome) -> None:
+    _say(Written(save=save, files=files, outcome=outcome))
 
 
 def _say(message: FromSaver) -> None:

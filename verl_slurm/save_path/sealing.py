@@ -4,12 +4,18 @@ Chunks are sealed once, into a ring of buffers, hashed there, and written from t
 nonce is used once however many media there are (`checkpoint.encryption`, section 4), the arena stays as it
 is, and no plaintext leaves it. The price: a faster medium waits for the slower one, once it is a ring ahead.
 
-Threads: sealers take the chunks in order; a buffer is used again when every reader is past it. A reader that
-gives up is waited for no longer.
+But not for ever, or storage that hangs would hold up the other medium. Who keeps a faster reader waiting for longer
+than `patience` is left behind: what it needs is in the ring no more, and it copies the sealed bytes from the file
+that the faster one has written, checked against their digests, until it has caught up.
+
+Threads: sealers take the chunks in order; a buffer is used again when every reader that was not left behind is past
+it. A reader that gives up is waited for no longer.
 """
 
+import errno
 import hashlib
 import mmap
+import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -20,9 +26,11 @@ from verl_slurm.errors import KeyRefused
 from verl_slurm.keys import MasterKey
 from verl_slurm.save_path.protocol import ArenaFile, Sealing
 
-__all__ = ["RING_CHUNKS", "SealedStream", "Sealer", "StreamReader"]
+__all__ = ["PATIENCE_S", "RING_CHUNKS", "SealedStream", "Sealer", "StreamReader"]
 
 RING_CHUNKS = 16
+PATIENCE_S = 2.0
+"""Storage that takes longer for one chunk than this stands still, or might as well."""
 _ALIGNMENT = 4096
 
 
@@ -37,8 +45,17 @@ class Sealer:
         self._salts: set[str] = set()
         self._ring = mmap.mmap(-1, RING_CHUNKS * CHUNK_BYTES)
 
-    def begin(self, sealing: Sealing, source: memoryview, files: Sequence[ArenaFile]) -> "SealedStream":
+    def begin(
+        self,
+        sealing: Sealing,
+        source: memoryview,
+        files: Sequence[ArenaFile],
+        patience: float = PATIENCE_S,
+    ) -> "SealedStream":
         """A stream of `files`, sealed for the checkpoint that `sealing` names.
+
+        Args:
+            patience: seconds that a faster medium waits for a slower one.
 
         Raises:
             KeyRefused: the rank that asks has another key.
@@ -57,7 +74,7 @@ class Sealer:
         self._salts.add(record.salt)
         cipher = CheckpointCipher(self._key, sealing.name, record)
         sealers = [cipher.sealer(file.path, file.size) for file in files]
-        return SealedStream(source, files, sealers, memoryview(self._ring))
+        return SealedStream(source, files, sealers, memoryview(self._ring), patience)
 
 
 class _File:
@@ -79,12 +96,18 @@ class SealedStream:
     Args:
         sealers: one a file, in the order of `files`.
         ring: at least two chunks of page-aligned memory.
+        patience: see `Sealer.begin`.
     """
 
     def __init__(
-        self, source: memoryview, files: Sequence[ArenaFile], sealers: Sequence[ChunkSealer], ring: memoryview
+        self,
+        source: memoryview,
+        files: Sequence[ArenaFile],
+        sealers: Sequence[ChunkSealer],
+        ring: memoryview,
+        patience: float = PATIENCE_S,
     ) -> None:
-        self._source, self._ring = source, ring
+        self._source, self._ring, self._patience = source, ring, patience
         self._slots = len(ring) // CHUNK_BYTES
         self._files: list[_File] = []
         first = 0
@@ -129,12 +152,35 @@ class SealedStream:
 
     def _wait_for_slot(self, file: _File, chunk: int) -> bool:
         number = file.first + chunk
-
-        def decided() -> bool:
-            return self._failed or all(r.done > number - self._slots for r in self._readers if not r.closed)
-
-        self._changed.wait_for(decided)
+        while late := self._late(number):
+            if len(late) == sum(not reader.closed for reader in self._readers):
+                self._changed.wait()  # nobody is faster
+            elif not self._changed.wait_for(lambda: not self._late(number), self._patience):
+                for reader in self._late(number):
+                    reader.behind = True
         return not self._failed and not all(reader.closed for reader in self._readers)
+
+    def _late(self, number: int) -> "list[StreamReader]":
+        """Who still needs the buffer that chunk `number` is to go into."""
+        at_work = [] if self._failed else [reader for reader in self._readers if not reader.closed]
+        heeded = [reader for reader in at_work if not reader.behind] or at_work
+        return [reader for reader in heeded if reader.done <= number - self._slots]
+
+    def ahead_of(self, reader: "StreamReader", number: int) -> "StreamReader | None":
+        """Whose file to copy chunk `number` from; None: it is in the ring, and stays there until `reader` is past it,
+        unless it is left behind meanwhile."""
+        with self._changed:
+            if not reader.behind:
+                return None
+            ahead = next((r for r in self._readers if r is not reader and r.done > number), None)
+            if ahead is None:  # caught up: nobody is past it, so nothing has taken its buffer
+                reader.behind = False
+            return ahead
+
+    def close(self) -> None:
+        """When nobody writes any more."""
+        for reader in self._readers:
+            reader.close_files()
 
     def slot(self, file: _File, chunk: int) -> memoryview:
         """Where a chunk's sealed bytes are."""
@@ -182,28 +228,66 @@ class StreamReader:
     Attributes:
         done: chunks that it is past.
         closed: it wants no more.
+        behind: it was left behind, and what it has just been given may have changed since.
     """
 
     def __init__(self, stream: SealedStream, files: dict[str, _File]) -> None:
         self._stream, self._files = stream, files
-        self.done, self.closed = 0, False
+        self.done, self.closed, self.behind = 0, False, False
+        self._written: dict[str, int] = {}
+        self._copy = memoryview(b"")
 
     def size(self, file: ArenaFile) -> int:
         """Bytes of the file on disk."""
         return file.size + self._files[file.path].tag_bytes
 
-    def blocks(self, file: ArenaFile) -> Iterator[memoryview]:
-        """The file from its beginning; each block may change when the next one is asked for.
+    def opened(self, file: ArenaFile, fd: int) -> None:
+        """What is read from here goes into this file."""
+        self._written[file.path] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-        The last block is longer than what belongs to the file: cut it to `size`.
+    def blocks(self, file: ArenaFile) -> Iterator[tuple[int, memoryview]]:
+        """Where each block of the file belongs, and the block; it may change when the next one is asked for.
+
+        A block may come twice: then the first one changed while it was being written. The last one is longer than
+        what belongs to the file: cut it to `size`.
+
+        Raises:
+            OSError: the faster medium does not give back what was written there.
         """
         sealed = self._files[file.path]
         for chunk in range(sealed.sealer.num_chunks):
             number = sealed.first + chunk
             self._stream.wait_ready(number)
-            yield self._stream.slot(sealed, chunk)
+            again = True
+            while again:
+                ahead = self._stream.ahead_of(self, number)
+                block = (
+                    self._stream.slot(sealed, chunk) if ahead is None else self._copied(ahead, sealed, chunk)
+                )
+                yield chunk * CHUNK_BYTES, block
+                again = ahead is None and self.behind
             self._stream.advance(self, number + 1)
-        yield sealed.tags
+        yield sealed.file.size, sealed.tags
+
+    def _copied(self, ahead: "StreamReader", file: _File, chunk: int) -> memoryview:
+        if not self._copy:
+            self._copy = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+        block = self._copy[: file.sealer.length(chunk)]
+        count = os.preadv(ahead._written[file.file.path], [block], chunk * CHUNK_BYTES)
+        found = hashlib.sha256(block)
+        if chunk == file.sealer.num_chunks - 1:
+            found.update(file.tags[: min(file.tag_bytes, CHUNK_BYTES - len(block))])
+        if count != len(block) or found.digest() != file.leaves[chunk]:
+            raise OSError(
+                errno.EIO, "the faster medium does not give back what was written there", file.file.path
+            )
+        return block
+
+    def close_files(self) -> None:
+        """Nobody copies from here any more."""
+        for fd in self._written.values():
+            os.close(fd)
+        self._written.clear()
 
     def close(self) -> None:
         """Nobody waits for this reader any more."""

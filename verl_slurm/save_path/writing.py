@@ -6,17 +6,19 @@ source is read by all and written by none.
 
 import errno
 import fcntl
-import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_directory
+from verl_slurm.files import make_private
+from verl_slurm.save_path.lanes import LANES, Hasher, hash_each
 from verl_slurm.save_path.protocol import ArenaFile, Outcome
 from verl_slurm.save_path.sealing import SealedStream, StreamReader
 
@@ -32,14 +34,19 @@ def write_and_hash(
     directories: Sequence[str],
     *,
     hashers: int = 1,
+    hasher: Hasher = hash_each,
     stream: SealedStream | None = None,
+    on_done: Callable[[tuple[FileEntry, ...], Outcome], None] = lambda _files, _outcome: None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
     """Write every file below every directory, and hash each once.
 
     Args:
         source: the arena; page-aligned.
+        directories: made where they are missing.
         hashers: threads that hash.
-        stream: of these files; then what it seals is what is written and hashed.
+        hasher: what they hash with.
+        stream: of these files; then what it seals is what is written and hashed, chunk by chunk.
+        on_done: told of each directory as soon as it is done and everything is hashed, from this thread.
 
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
@@ -47,32 +54,42 @@ def write_and_hash(
     Called by: save_path.saver.
     """
     started = time.monotonic()
-    with ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool:
+    with (
+        closing(stream) if stream else nullcontext(),
+        ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool,
+    ):
         outcomes = [
             pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory, started)
             for directory in directories
         ]
-        entries = _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers)
+        entries = (
+            _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers, hasher)
+        )
+        for outcome in as_completed(outcomes):
+            on_done(entries, outcome.result())
         return entries, tuple(outcome.result() for outcome in outcomes)
 
 
 def _hash_all(
-    source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int
+    source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int, hasher: Hasher
 ) -> tuple[FileEntry, ...]:
     leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
-    work = iter([(file, chunk) for file in files for chunk in range(leaf_count(file.size))])
+    chunks = [(file, chunk) for file in files for chunk in range(leaf_count(file.size))]
+    # Whole chunks first: those of one length are hashed together.
+    chunks.sort(key=lambda job: job[0].size < (job[1] + 1) * CHUNK_BYTES)
+    work = iter([chunks[first : first + LANES] for first in range(0, len(chunks), LANES)])
     lock = threading.Lock()
 
     def run() -> None:
         while True:
             with lock:
-                job = next(work, None)
-            if job is None:
+                some = next(work, None)
+            if some is None:
                 return
-            file, chunk = job
-            start = file.at + chunk * CHUNK_BYTES
-            piece = source[start : min(start + CHUNK_BYTES, file.at + file.size)]
-            leaves[file.path][chunk] = hashlib.sha256(piece).digest()
+            starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in some]
+            pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
+            for (file, chunk), digest in zip(some, hasher(pieces), strict=True):
+                leaves[file.path][chunk] = digest
 
     for done in [pool.submit(run) for _ in range(hashers)]:
         done.result()
@@ -94,8 +111,11 @@ class _Plain:
     def size(self, file: ArenaFile) -> int:
         return file.size
 
-    def blocks(self, file: ArenaFile) -> Iterable[memoryview]:
-        return (self._source[file.at : file.at + file.size],)
+    def opened(self, file: ArenaFile, fd: int) -> None:
+        """Nobody asks."""
+
+    def blocks(self, file: ArenaFile) -> Iterable[tuple[int, memoryview]]:
+        return ((0, self._source[file.at : file.at + file.size]),)
 
     def close(self) -> None:
         """Nobody waits for it."""
@@ -106,7 +126,7 @@ def _write_all(
 ) -> Outcome:
     direct = True
     try:
-        with closing(content), open_directory(directory) as root, ExitStack() as opened:
+        with closing(content), _made(directory) as root, ExitStack() as opened:
             folders: dict[str, int] = {}
             written: list[int] = []
             for file in files:
@@ -114,6 +134,7 @@ def _write_all(
                 if folder not in folders:
                     folders[folder] = opened.enter_context(_folder(root, folder))
                 fd = opened.enter_context(_new_file(folders[folder], name))
+                content.opened(file, fd)
                 direct = _write_one(fd, name, content.blocks(file), content.size(file)) and direct
                 written.append(fd)
             # Not after each file: the disk would stand still in between.
@@ -132,6 +153,14 @@ def _write_all(
             seconds=time.monotonic() - started,
         )
     return Outcome(directory=directory, seconds=time.monotonic() - started, direct=direct)
+
+
+@contextmanager
+def _made(directory: str) -> Iterator[int]:
+    """A descriptor of a directory. Made here, where its storage can hold up nobody else, unless it is there."""
+    make_private(Path(directory))
+    with open_directory(directory) as fd:
+        yield fd
 
 
 @contextmanager
@@ -157,14 +186,14 @@ def _new_file(folder: int, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_one(fd: int, name: str, blocks: Iterable[memoryview], size: int) -> bool:
-    """Write, and cut to `size`; returns whether it went past the page cache."""
+def _write_one(fd: int, name: str, blocks: Iterable[tuple[int, memoryview]], size: int) -> bool:
+    """Write each block where it belongs, and cut to `size`; returns whether it went past the page cache."""
     direct = _set_direct(fd, True)
-    start = 0
-    for data in blocks:
+    end = 0
+    for start, data in blocks:
         direct = _write_block(fd, name, data, start, direct)
-        start += len(data)
-    if start != size:
+        end = start + len(data)
+    if end != size:
         os.ftruncate(fd, size)
     return direct
 

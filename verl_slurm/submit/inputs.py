@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,20 @@ __all__ = [
 
 _BUILTIN = "builtin:"
 # What quickstart and the trainer offer; they import torch, so their names are repeated here and held by a test.
-BUILTIN_MODELS = ("tiny",)
+BUILTIN_MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": "qwen2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 192,
+        "tie_word_embeddings": False,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+    }
+    for name, head_dim in (("tiny", 16), ("tiny32", 32))
+}
+"""Name → what its config.json will say once it is built (a test holds it to that)."""
 BUILTIN_DATA = ("arithmetic",)
 RULES = ("arithmetic",)
 _CLASSIFIER = "classifier:"

@@ -10,7 +10,7 @@ import msgspec
 
 from verl_slurm.errors import UNREADABLE, DataError
 
-__all__ = ["check_model", "num_parameters"]
+__all__ = ["check_model", "num_parameters", "read_model_config"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
@@ -65,6 +65,11 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
                 found=complaint,
                 remedy="copy or download that file again",
             )
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """The content of the model's config.json. Called by: submit.preflight, after `check_model`."""
+    return msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
 
 
 def num_parameters(directory: Path) -> int | None:

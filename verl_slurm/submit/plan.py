@@ -34,6 +34,7 @@ Cluster = Literal["slurm", "local"]
 
 # What may differ between the submissions of one run: it does not touch what is computed.
 _FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.", "train.eval_")
+_FREE_KEYS = {"rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a
 # forgotten SBATCH_NO_REQUEUE would silently beat our `--requeue`; and those of a job that we are inside of,
@@ -122,7 +123,7 @@ def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
 
 def may_change(key: str) -> bool:
     """Whether `key` may differ between two submissions of one run."""
-    return key.startswith(_FREE_SECTIONS)
+    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS
 
 
 def refuse_changes(
@@ -146,7 +147,7 @@ def refuse_changes(
     changes = differences(old, new)
     if not begun:
         return [key for key, _, _ in changes]
-    resharded = old.distributed.world_size != new.distributed.world_size
+    resharded = old.distributed.axes != new.distributed.axes
     if resharded:
         require_same_step(old, new, where=run_dir / "run.yaml")
     fixed = [
@@ -162,7 +163,7 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected=f"the same values (only slurm, daemon, checkpoint and the number of ranks may change{steps})",
+            expected=f"the same values (only slurm, daemon, checkpoint and the shape of the ranks may change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]

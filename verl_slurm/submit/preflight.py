@@ -9,14 +9,16 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+from verl_slurm.config.rollout_checks import check_engine, require_engine
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, NotFound, PermissionRefused, SlurmMissing, SlurmRefused
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import PartitionFacts
-from verl_slurm.submit.inputs import check_data, check_names
-from verl_slurm.submit.model_files import check_model
+from verl_slurm.submit.inputs import BUILTIN_MODELS, check_data, check_names
+from verl_slurm.submit.model_files import check_model, read_model_config
+from verl_slurm.submit.model_shape import check_model_shape
 from verl_slurm.submit.plan import Cluster
 
 __all__ = [
@@ -101,12 +103,19 @@ def check_inputs(config: RunConfig, written: str = "") -> None:
         written: `model.path` as the user wrote it.
 
     Raises:
-        ConfigError: no such built-in.
+        ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
+            model cannot be divided as `distributed` says.
         DataError: see `inputs`.
     """
     check_names(config)
-    if not config.model.path.startswith("builtin:"):
+    require_engine(config)
+    if config.model.path.startswith("builtin:"):
+        said = BUILTIN_MODELS[config.model.path.removeprefix("builtin:")]
+    else:
         check_model("model.path", Path(config.model.path), written)
+        said = read_model_config(Path(config.model.path))
+    check_engine(config, config.model.path, said)
+    check_model_shape(config.distributed, config.model.path, said)
     if config.model.reward.startswith(_CLASSIFIER):
         check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
     if not config.data.root.startswith("builtin:"):

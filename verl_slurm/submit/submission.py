@@ -41,7 +41,7 @@ from verl_slurm.submit.preflight import (
     choose_cluster,
 )
 from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
-from verl_slurm.submit.room import check_room
+from verl_slurm.submit.room import check_room, frozen_to_come
 
 __all__ = ["Submitted", "carry_out", "check_drift", "plan_submission"]
 
@@ -111,19 +111,16 @@ def plan_submission(
         former = load_resolved(paths.run_yaml)
         config = built_before(config, former)
         begun = has_begun(paths)
-        if begun and former.distributed.world_size != config.distributed.world_size:
+        if begun and former.distributed.axes != config.distributed.axes:
             config = keep_step(former, config)
-            notes.append(
-                f"goes on with {config.distributed.world_size} ranks instead of {former.distributed.world_size};"
-                f" {config.train.batch_size_per_device} prompts a step on each"
-            )
+            notes.append(_reshaped(former, config))
         changed = _changes(paths, config, begun=begun)
         if begun and "train.steps" in changed and config.train.lr_schedule == "cosine":
             notes.append("train.steps changes the cosine schedule: learning rates differ from here on")
         _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
-    if note := check_room(config, paths.checkpoints, committed):
+    if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
         notes.append(note)
     return SubmissionPlan(
         config=config,
@@ -135,6 +132,14 @@ def plan_submission(
         checked=tuple(checked),
         notes=tuple(notes),
     )
+
+
+def _reshaped(former: RunConfig, config: RunConfig) -> str:
+    before, now = former.distributed, config.distributed
+    text = f"goes on with {now.world_size} ranks instead of {before.world_size};"
+    if (before.tp_size, before.pp_size, now.tp_size, now.pp_size) != (1, 1, 1, 1):
+        text = f"goes on with (dp, tp, pp) = {now.axes} instead of {before.axes};"
+    return f"{text} {config.train.batch_size_per_device} prompts a step on each"
 
 
 def carry_out(

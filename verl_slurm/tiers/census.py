@@ -3,23 +3,35 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.signature import signature_problem
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.schema import TierConfig
 from verl_slurm.config.tier_checks import LOCAL_TIER
 from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch, VerlSlurmError
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend, ObjectInfo
 from verl_slurm.tiers.layout import TierRecord, TierRecords, checkpoint_prefix, parse_key
 from verl_slurm.tiers.plan import TierCopy, TierState
 
-__all__ = ["Memory", "OpenTier", "local_stamp", "local_state", "record_of", "survey", "tier_state"]
+__all__ = [
+    "Memory",
+    "OpenTier",
+    "local_stamp",
+    "local_state",
+    "record_of",
+    "signature_word",
+    "survey",
+    "tier_state",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +78,12 @@ class Memory:
         write_file(self.paths.tier_records, msgspec.json.encode(TierRecords(self.records)) + b"\n")
 
 
-def local_state(paths: RunPaths, memory: Memory) -> TierState:
-    """Tier 0. Its checkpoints count as verified where the mover has read them back, by copying or otherwise."""
+def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) -> TierState:
+    """Tier 0. Its checkpoints count as verified where the mover has read them back, by copying or otherwise.
+
+    Args:
+        keys: where given, what is not signed with one of them is refused, whatever is remembered.
+    """
     copies = []
     for info in list_checkpoints(paths):
         if info.kind != "committed":
@@ -77,18 +93,25 @@ def local_state(paths: RunPaths, memory: Memory) -> TierState:
         except (OSError, VerlSlurmError):
             continue  # gone since: pruned
         stamp = local_stamp(paths, info.name)
+        refused = signature_problem(manifest, keys)
         record = memory.get(LOCAL_TIER, info.name)
-        known = record is not None and (record.digest, record.stamp) == (manifest.digest, stamp)
+        if (
+            record is None
+            or record.signature == "refused"
+            or (record.digest, record.stamp) != (manifest.digest, stamp)
+        ):
+            record = None
         copies.append(
             TierCopy(
                 name=info.name,
                 committed=True,
-                verified=record.ok if known and record is not None else None,
+                verified=False if refused else None if record is None else record.ok,
                 digest=manifest.digest,
                 epoch=manifest.epoch,
                 saved=_time(manifest.created_utc),
                 num_bytes=manifest.num_bytes,
-                detail=record.detail if known and record is not None else "",
+                refused=bool(refused),
+                detail=refused or (record.detail if record else ""),
             )
         )
     return TierState(name=LOCAL_TIER, local=True, copies=tuple(copies))
@@ -103,8 +126,11 @@ def local_stamp(paths: RunPaths, name: str) -> str:
     return f"{info.st_ino}.{info.st_mtime_ns}"
 
 
-def tier_state(tier: OpenTier, memory: Memory) -> TierState:
+def tier_state(tier: OpenTier, memory: Memory, keys: Keyring | None = None) -> TierState:
     """One tier: a single listing, and the manifests that are not remembered.
+
+    Args:
+        keys: where given, what is not signed with one of them is refused.
 
     Raises:
         TierError: it did not answer.
@@ -115,12 +141,17 @@ def tier_state(tier: OpenTier, memory: Memory) -> TierState:
         if (parsed := parse_key(tier.run, info.key)) is not None:
             name, path = parsed
             found.setdefault(name, {})[path] = info
-    copies = tuple(_copy(tier, tier.backend, name, objects, memory) for name, objects in found.items())
+    copies = tuple(_copy(tier, tier.backend, name, objects, memory, keys) for name, objects in found.items())
     return TierState(name=tier.config.name, keep_days=tier.config.keep_days, copies=copies)
 
 
 def _copy(
-    tier: OpenTier, backend: Backend, name: str, objects: dict[str, ObjectInfo], memory: Memory
+    tier: OpenTier,
+    backend: Backend,
+    name: str,
+    objects: dict[str, ObjectInfo],
+    memory: Memory,
+    keys: Keyring | None,
 ) -> TierCopy:
     record_object = objects.get(MANIFEST)
     if record_object is None:
@@ -128,11 +159,7 @@ def _copy(
         return TierCopy(name=name, committed=False, litter=True, detail=detail)
     num_bytes = sum(info.size for info in objects.values())
     record = memory.get(tier.config.name, name)
-    if record is not None and (record.stamp, record.num_bytes, record.num_objects) == (
-        record_object.stamp,
-        num_bytes,
-        len(objects),
-    ):
+    if record is not None and _counts(record, record_object.stamp, num_bytes, len(objects), keys):
         return TierCopy(
             name=name,
             committed=True,
@@ -149,15 +176,24 @@ def _copy(
     except (CheckpointCorrupt, SchemaMismatch) as error:
         return TierCopy(name=name, committed=False, detail=error.what)
     problem = _incomplete(manifest, name, objects)
+    refused = signature_problem(manifest, keys)
     return TierCopy(
         name=name,
         committed=not problem,
+        verified=False if refused else None,
+        refused=bool(refused),
         digest=manifest.digest,
         epoch=manifest.epoch,
         saved=_time(manifest.created_utc),
         num_bytes=num_bytes,
-        detail=problem,
+        detail=refused or problem,
     )
+
+
+def _counts(record: TierRecord, stamp: str, num_bytes: int, num_objects: int, keys: Keyring | None) -> bool:
+    """Whether what is remembered is of what lies there, and says all that is asked now."""
+    asked = record.signature == "good" if keys is not None else record.signature != "refused"
+    return asked and (record.stamp, record.num_bytes, record.num_objects) == (stamp, num_bytes, num_objects)
 
 
 def _incomplete(manifest: Manifest, name: str, objects: dict[str, ObjectInfo]) -> str:
@@ -173,17 +209,22 @@ def _incomplete(manifest: Manifest, name: str, objects: dict[str, ObjectInfo]) -
     return ""
 
 
-def survey(paths: RunPaths, tiers: Sequence[OpenTier], memory: Memory) -> list[TierState]:
+def survey(
+    paths: RunPaths, tiers: Sequence[OpenTier], memory: Memory, keys: Keyring | None = None
+) -> list[TierState]:
     """All tiers, tier 0 first. One that does not answer is in it, as unreachable.
+
+    Args:
+        keys: where given, what is not signed with one of them is refused.
 
     Called by: mover, fetch, cli.
     """
-    states = [local_state(paths, memory)]
+    states = [local_state(paths, memory, keys)]
     for tier in tiers:
         problem = tier.problem
         if tier.backend is not None:
             try:
-                states.append(tier_state(tier, memory))
+                states.append(tier_state(tier, memory, keys))
                 continue
             except VerlSlurmError as error:
                 problem = error.one_line()
@@ -200,9 +241,14 @@ def record_of(
     *,
     ok: bool,
     now: Callable[[], datetime],
+    keys: Keyring | None = None,
     detail: str = "",
 ) -> TierRecord | None:
-    """What to remember of a checkpoint that was just read back in a tier; None when it is gone."""
+    """What to remember of a checkpoint that was just read back in a tier; None when it is gone.
+
+    Args:
+        keys: that its signature was asked with.
+    """
     objects = {info.key: info for info in backend.list(checkpoint_prefix(run, manifest.name))}
     record_object = objects.get(checkpoint_prefix(run, manifest.name) + MANIFEST)
     if record_object is None:
@@ -217,7 +263,15 @@ def record_of(
         ok=ok,
         checked_utc=now().strftime("%Y-%m-%dT%H:%M:%SZ"),
         detail=detail[:500],
+        signature=signature_word(manifest, keys),
     )
+
+
+def signature_word(manifest: Manifest, keys: Keyring | None) -> Literal["", "good", "refused"]:
+    """`TierRecord.signature`."""
+    if keys is None:
+        return ""
+    return "refused" if signature_problem(manifest, keys) else "good"
 
 
 def _time(text: str) -> datetime | None:

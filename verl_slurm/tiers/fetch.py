@@ -14,9 +14,10 @@ from pathlib import Path
 from verl_slurm.checkpoint.format import MANIFEST, FileEntry
 from verl_slurm.checkpoint.manifest import checkpoint_order, parse
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.signature import authenticate
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, TierError, VerlSlurmError
 from verl_slurm.events import append_event
 from verl_slurm.files import fsync_path, private_dir
 from verl_slurm.keys import Keyring, load_keys
@@ -53,21 +54,23 @@ def fetch(
 ) -> Fetched:
     """Bring checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
 
-    One that is there and verifies is left alone; one that is there and damaged is set aside first.
+    One that is there and verifies is left alone; one that is there and damaged is set aside first. Where the run has
+    a key, both must be signed with it.
 
     Raises:
         NotFound: no tier that answers has it.
         CheckpointCorrupt: none of those that have it gives back what its manifest says.
         TierError: they stopped answering.
-        KeyRefused, PermissionRefused: `keys.load_keys`.
+        KeyRefused: it is not signed with a key of the run; and PermissionRefused: `keys.load_keys`.
 
     Called by: cli (`fetch-back`).
     """
     if checkpoint_order(name) is None:
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
     opened = open_tiers(paths, config) if tiers is None else tiers
-    states = survey(paths, opened, Memory.load(paths))
-    tier = _fetch(paths, opened, states, name, load_keys(config.checkpoint.encryption))
+    keys = load_keys(config.checkpoint.encryption)
+    states = survey(paths, opened, Memory.load(paths), keys)
+    tier = _fetch(paths, opened, states, name, keys)
     return Fetched(name=name, tier=tier, reasons=(_brought(name, tier),))
 
 
@@ -83,9 +86,16 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
     keys = load_keys(config.checkpoint.encryption)
     opened = open_tiers(paths, config) if tiers is None else tiers
     memory = Memory.load(paths)
-    states = survey(paths, opened, memory)
+    states = survey(paths, opened, memory, keys)
     away = [state for state in states if not state.reachable]
     reasons = [f"tier {state.name} does not answer: {state.detail}" for state in away]
+    refused = [
+        f"{copy.name} in tier {s.name}: {copy.detail}"
+        for s in states[1:]
+        for copy in s.copies
+        if copy.refused
+    ]
+    reasons += refused
     names = newest_first(states[1:])
     for name in names:
         try:
@@ -105,7 +115,7 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
                 expected=max(known, key=lambda n: checkpoint_order(n) or (-1, -1)),
                 remedy="start again when it answers; checkpoint.resume_from=null begins afresh",
             )
-    if names:
+    if names or refused:
         raise TierError(
             "no checkpoint is left in the run, and none in a tier could be fetched",
             found=reasons[-1],
@@ -128,9 +138,16 @@ def _fetch(
     """Returns the tier it came from, empty when it was there."""
     final = paths.checkpoints / name
     if os.path.lexists(final):
-        verdict = verify(final)
+        verdict = verify(final, keys=keys)
         if verdict.ok:
             return ""
+        if verdict.needs_key:
+            raise KeyRefused(
+                "the run's own copy was not made with our key, and is left where it is",
+                where=final,
+                found=verdict.one_line(),
+                remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
+            )
         if not verdict.damaged:
             raise CheckpointCorrupt(
                 "the run's own copy cannot be judged, and is left where it is",
@@ -157,6 +174,14 @@ def _fetch(
         return state.name
     if failure is not None:
         raise failure
+    refused = [(s, copy) for s in states[1:] for copy in s.copies if copy.name == name and copy.refused]
+    if refused:
+        raise KeyRefused(
+            "no tier has this checkpoint signed with our key",
+            where=f"{name} in tier {refused[0][0].name}",
+            found=refused[0][1].detail,
+            remedy="name its key in checkpoint.encryption.old_key_files, or its digest in accept_unsigned",
+        )
     raise NotFound(
         "no tier that answers has this checkpoint whole",
         where=name,
@@ -174,6 +199,8 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     manifest = parse(data, where=f"{name}/{MANIFEST}")
     if manifest.name != name:
         raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
+    if keys is not None:  # before a terabyte comes that nobody may use
+        authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
     private_dir(paths.checkpoints)
     final = paths.checkpoints / name
     # Inside the staging directory it has its own name already, so that `verify` can judge it before the rename.
@@ -194,7 +221,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
         if not verdict.ok:
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
         if os.path.lexists(final):
-            move_to_quarantine(final, [str(problem) for problem in verify(final).problems])
+            move_to_quarantine(final, [str(problem) for problem in verify(final, keys=keys).problems])
         os.rename(inner, final)
         fsync_path(paths.checkpoints)
     finally:

@@ -20,6 +20,8 @@ neither read nor removed: keys are matched whole, and every path by the manifest
 manifest.json is written LAST, after every object it names has been read back (or its checksum compared, `verify:
 checksum`), and only where none is there yet (S3: `If-None-Match: *`). So:
 
+- where the run has a key, a manifest that is not signed with it (`checkpoint/signature.py`) is neither copied into a
+  tier nor out of one, vouches for nothing there, and is never removed for that reason;
 - a checkpoint without a manifest does not exist in that tier;
 - one with a manifest was whole and verified in that tier when it was committed;
 - whoever dies in between leaves objects without a manifest. The next pass goes on where it broke off: objects that
@@ -46,7 +48,7 @@ costs one reading of everything, nothing else.
 """
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -79,6 +81,8 @@ class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
         ok: every byte was read back and matched; false: some did not.
         checked_utc: when that was. ISO 8601.
         detail: what was wrong.
+        signature: what a look with keys found; empty: nobody asked. Where the run has a key, only `good` counts as a
+            memory. `refused` counts for nothing: `accept_unsigned`, or an old key, may let it in tomorrow.
     """
 
     digest: str
@@ -90,6 +94,7 @@ class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
     checked_utc: str
     detail: str = ""
+    signature: Literal["", "good", "refused"] = ""
 
 
 class TierRecords(msgspec.Struct, frozen=True):

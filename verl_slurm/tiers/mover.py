@@ -2,6 +2,7 @@
 
 Copies first, nearest tier and newest checkpoint first; then removals, each only after its witnesses were read back
 once more (every byte, from that tier). What fails is written down and does not keep the rest from being done.
+Where the run has a key, nothing that is not signed with it is copied, or believed when something is to be removed.
 
 Every checkpoint that was copied or removed is one line in `events.jsonl`: `tier_copied`, `tier_removed`,
 `tier_failed`, `tier_unreachable`. The daemon writes to the same file; one line is one O_APPEND write.
@@ -19,11 +20,12 @@ from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import LOCAL_TIER
-from verl_slurm.errors import CheckpointCorrupt, TierError, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, PermissionRefused, TierError, VerlSlurmError
 from verl_slurm.events import append_event
+from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend
-from verl_slurm.tiers.census import Memory, OpenTier, local_stamp, record_of, survey
+from verl_slurm.tiers.census import Memory, OpenTier, local_stamp, record_of, signature_word, survey
 from verl_slurm.tiers.layout import TierRecord, checkpoint_prefix, manifest_key, parse_key
 from verl_slurm.tiers.opening import mover_lock, open_tiers
 from verl_slurm.tiers.plan import Action, TierState, plan_tiers
@@ -44,11 +46,16 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a pass saw, planned and did; `done` has the copies and removals, in order."""
+    """What a pass saw, planned and did; `done` has the copies and removals, in order.
+
+    Attributes:
+        unchecked: a look only: why no signature was checked, though the run has a key.
+    """
 
     states: tuple[TierState, ...]
     plan: tuple[Action, ...]
     done: tuple[Done, ...] = ()
+    unchecked: str = ""
 
     @property
     def ok(self) -> bool:
@@ -75,10 +82,17 @@ def lower_priority() -> None:
 def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _now) -> Pass:
     """The very plan that `sync` would carry out now. Changes nothing in any tier.
 
+    Where the run's key cannot be read, as on a login node, `Pass.unchecked` says so, and `sync` would refuse.
+
     Called by: cli (`tiers`, `offload --dry-run`).
     """
-    states = survey(paths, open_tiers(paths, config), Memory.load(paths))
-    return Pass(states=tuple(states), plan=tuple(plan_tiers(states, now())))
+    keys, unchecked = None, ""
+    try:
+        keys = load_keys(config.checkpoint.encryption)
+    except (KeyRefused, PermissionRefused) as error:
+        unchecked = f"{error.what}: {error.where}"
+    states = survey(paths, open_tiers(paths, config), Memory.load(paths), keys)
+    return Pass(states=tuple(states), plan=tuple(plan_tiers(states, now())), unchecked=unchecked)
 
 
 def sync(
@@ -95,26 +109,37 @@ def sync(
 
     Raises:
         TierError: another mover of this run is at work.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
 
     Called by: `python -m verl_slurm.tiers sync` (the daemon's child), cli (`offload`).
     """
+    keys = load_keys(config.checkpoint.encryption)
     with mover_lock(paths):
         opened = open_tiers(paths, config) if tiers is None else tiers
-        return _Mover(paths, opened, now).run()
+        return _Mover(paths, opened, now, keys).run()
 
 
 class _Mover:
-    def __init__(self, paths: RunPaths, tiers: Sequence[OpenTier], now: Callable[[], datetime]) -> None:
-        self._paths, self._now, self._memory = paths, now, Memory.load(paths)
+    def __init__(
+        self,
+        paths: RunPaths,
+        tiers: Sequence[OpenTier],
+        now: Callable[[], datetime],
+        keys: Keyring | None,
+    ) -> None:
+        self._paths, self._now, self._memory, self._keys = paths, now, Memory.load(paths), keys
         self._all = tiers
         self._tiers = {tier.config.name: tier for tier in tiers}
         self._witnesses: dict[tuple[str, str], list[str]] = {}
 
     def run(self) -> Pass:
-        states = survey(self._paths, self._all, self._memory)
+        states = survey(self._paths, self._all, self._memory, self._keys)
         for state in states:
             if not state.reachable:
                 append_event(self._paths, "tier_unreachable", tier=state.name, reason=state.detail)
+        for copy in states[0].copies:
+            if copy.refused:
+                self._say_refused(copy.name, copy.detail)
         plan = plan_tiers(states, self._now())
         done = [self._do(action, self._copy) for action in plan if action.kind == "copy"]
         done += [self._do(action, self._remove) for action in plan if action.kind == "drop"]
@@ -158,13 +183,13 @@ class _Mover:
             backend.delete(manifest_key(tier.run, name))
             backend.forget(checkpoint_prefix(tier.run, name))  # uploads of the other one
         try:
-            copied = copy_checkpoint(self._origin(action.source, name), backend, tier.run, name)
+            origin = self._origin(action.source, name)
+            copied = copy_checkpoint(origin, backend, tier.run, name, keys=self._keys)
         except CheckpointCorrupt as error:
             self._condemn(action.source, name, error.one_line())
             raise
-        self._memory.set(
-            action.tier, name, record_of(copied.manifest, backend, tier.run, ok=True, now=self._now)
-        )
+        record = record_of(copied.manifest, backend, tier.run, ok=True, now=self._now, keys=self._keys)
+        self._memory.set(action.tier, name, record)
         if action.source == LOCAL_TIER and copied.sent == copied.num_bytes:
             self._remember_local(name, ok=True)
         return copied.sent
@@ -176,7 +201,7 @@ class _Mover:
 
     def _require_whole(self, source: str, name: str) -> None:
         if source == LOCAL_TIER:
-            verdict = verify(self._paths.checkpoints / name, threads=1)
+            verdict = verify(self._paths.checkpoints / name, keys=self._keys, threads=1)
             if verdict.damaged:
                 self._remember_local(name, ok=False, detail=verdict.one_line())
             problems = [str(problem) for problem in verdict.problems]
@@ -184,6 +209,13 @@ class _Mover:
             problems = self._read_back(source, name)
         if problems:
             raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
+
+    def _say_refused(self, name: str, detail: str) -> None:
+        """One line in the journal for each that is not signed, not one a pass."""
+        record = self._memory.get(LOCAL_TIER, name)
+        if record is None or (record.signature, record.stamp) != ("refused", local_stamp(self._paths, name)):
+            append_event(self._paths, "tier_failed", name=name, tier=LOCAL_TIER, what="copy", problem=detail)
+            self._remember_local(name, ok=False, detail=detail)
 
     def _condemn(self, source: str, name: str, detail: str) -> None:
         """Remember that a source does not hold what its manifest says; nothing is copied from it again."""
@@ -207,13 +239,14 @@ class _Mover:
             ok=ok,
             checked_utc=self._now().strftime("%Y-%m-%dT%H:%M:%SZ"),
             detail=detail[:500],
+            signature=signature_word(manifest, self._keys),
         )
         self._memory.set(LOCAL_TIER, name, record)
 
     def _read_back(self, tier_name: str, name: str) -> list[str]:
         """Every byte of a checkpoint in a tier, and remember what came of it."""
         tier, backend = self._tiers[tier_name], self._backend(tier_name)
-        problems = verify_copy(backend, tier.run, name)
+        problems = verify_copy(backend, tier.run, name, keys=self._keys)
         try:
             parsed = parse(TierOrigin(backend, tier.run, name).manifest(), where=name)
         except VerlSlurmError:
@@ -223,7 +256,9 @@ class _Mover:
         self._memory.set(
             tier_name,
             name,
-            record_of(parsed, backend, tier.run, ok=not problems, now=self._now, detail=detail),
+            record_of(
+                parsed, backend, tier.run, ok=not problems, now=self._now, keys=self._keys, detail=detail
+            ),
         )
         return problems
 

@@ -46,6 +46,7 @@ class TierCopy:
         epoch: the incarnation that saved it; -1 without a manifest.
         saved: when, by its manifest; None without one.
         litter: not even a damaged commit record is there.
+        refused: no key of the run has signed it: never `verified`, never copied from; `detail` says why.
         detail: why it is not committed, or what does not match.
     """
 
@@ -57,6 +58,7 @@ class TierCopy:
     saved: datetime | None = None
     num_bytes: int = 0
     litter: bool = False
+    refused: bool = False
     detail: str = ""
 
     @property
@@ -201,7 +203,10 @@ def _copying(
             sources = [(s, c) for s, c in sources if c.digest == copy.digest]
     if not sources:
         if copy is None:
-            return None
+            refused = [c for s, c in elsewhere if c is not None and c.refused]
+            if not refused:
+                return None
+            return Action(kind="skip", name=name, tier=state.name, reason=f"not copied: {refused[0].detail}")
         reason = f"not good here ({copy.detail or 'incomplete'}), and nowhere whole to mend it from"
         old = copy.saved is not None and _age(copy, now) > _limit(state)
         return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)

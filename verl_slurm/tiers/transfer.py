@@ -12,8 +12,10 @@ from typing import Protocol
 
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from verl_slurm.checkpoint.manifest import parse
+from verl_slurm.checkpoint.signature import authenticate, signature_problem
 from verl_slurm.checkpoint.tree import open_below, open_directory
 from verl_slurm.errors import CheckpointCorrupt, TierError
+from verl_slurm.keys import Keyring
 from verl_slurm.tiers.backend import Backend, Source
 from verl_slurm.tiers.digest import ContentCheck
 from verl_slurm.tiers.layout import checkpoint_prefix, manifest_key, object_key
@@ -124,22 +126,33 @@ class Transferred:
 
 
 def copy_checkpoint(
-    origin: Origin, backend: Backend, run: str, name: str, *, on_file: Callable[[str], None] | None = None
+    origin: Origin,
+    backend: Backend,
+    run: str,
+    name: str,
+    *,
+    keys: Keyring | None = None,
+    on_file: Callable[[str], None] | None = None,
 ) -> Transferred:
     """Make checkpoint `name` whole and verified in the tier behind `backend`. May be killed and called again.
 
     Args:
         run: the tier's `layout.run_prefix`.
+        keys: where given, the origin's manifest must be signed with one of them.
         on_file: hears of every file that is done.
 
     Raises:
-        CheckpointCorrupt: the origin does not hold what its manifest says; the tier has no commit record then.
+        CheckpointCorrupt: the origin does not hold what its manifest says, or somebody else made that; the tier has
+            no commit record then.
+        KeyRefused: the origin's manifest is not signed with a key of ours.
         TierError: the tier failed, or gave back other bytes twice.
     """
     data = origin.manifest()
     manifest = parse(data, where=f"{name}/{MANIFEST}")
     if manifest.name != name:
         raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
+    if keys is not None:
+        authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
     record = manifest_key(run, name)
     there = backend.stat(record)
     if there is not None:
@@ -212,11 +225,14 @@ def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
             backend.delete(info.key)
 
 
-def verify_copy(backend: Backend, run: str, name: str, *, expected: bytes | None = None) -> list[str]:
+def verify_copy(
+    backend: Backend, run: str, name: str, *, expected: bytes | None = None, keys: Keyring | None = None
+) -> list[str]:
     """What is wrong with checkpoint `name` in a tier; every object is read back. Empty: nothing.
 
     Args:
         expected: the manifest it should have; None: whichever verifies by itself.
+        keys: where given, it must be signed with one of them; if it is not, nothing more is read.
 
     Raises:
         TierError: the tier did not answer: that says nothing about the checkpoint.
@@ -236,6 +252,8 @@ def verify_copy(backend: Backend, run: str, name: str, *, expected: bytes | None
         return [f"{MANIFEST}: {error.found}"]
     if manifest.name != name:
         return [f"{MANIFEST}: of {manifest.name}"]
+    if refused := signature_problem(manifest, keys):
+        return [f"{MANIFEST}: {refused}"]
     problems = []
     for entry in manifest.files:
         problem = backend.holds(object_key(run, name, entry.path), entry)

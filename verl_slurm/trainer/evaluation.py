@@ -8,8 +8,6 @@ or not.
 Nothing of it is saved half done: a run that is stopped in the middle makes all of it again.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -19,18 +17,10 @@ from verl_slurm.dcp.collective import Collective
 from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import Purpose
 from verl_slurm.trainer.data import Batch, PromptData
+from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.rewards import Reward, decode_responses
 
-__all__ = ["Evaluator", "Sampler", "num_pieces"]
-
-
-class Sampler(Protocol):
-    """What an evaluation needs of a rollout engine (`trainer.rollout`)."""
-
-    def generate(
-        self, prompts: Batch, step: int, *, temperature: float | None = None, purpose: Purpose = ...
-    ) -> Batch:
-        """Sample one response for each prompt; temperature 0 is greedy."""
+__all__ = ["Evaluator", "num_pieces"]
 
 
 def num_pieces(num_prompts: int, size: int, world_size: int) -> int:
@@ -57,7 +47,7 @@ class Evaluator:
         self,
         *,
         data: PromptData,
-        sampler: Sampler,
+        sampler: RolloutEngine,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward,
         size: int,
@@ -91,7 +81,7 @@ class Evaluator:
         start = (self._done * self._ranks.world_size + self._ranks.rank) * self._size
         count = max(min(self._size, len(self._data) - start), 0)
         # Without a prompt left, a sampler that works in groups is asked for nothing, together with the others.
-        if count or getattr(self._sampler, "collective", False):
+        if count or self._sampler.collective:
             kept = rng.capture()
             try:
                 found = self._measure(self._data.batch(start, count), self._step)

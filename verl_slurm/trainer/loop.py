@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import msgspec
 
@@ -190,6 +191,8 @@ class Loop:
             state,
             tidy=order is None or not order.stop,
             seconds_left=order.less(waited) if order is not None else None,
+            # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
+            on_kept=partial(self._reporter.saved_on_nodes, request_id) if order and order.stop else None,
         )
         self._saving = _Saving(position, request_id, why, outcome)
 

@@ -1,4 +1,4 @@
-"""Actor, critic and reference: loaded by Hugging Face names, sharded by FSDP2.
+"""Actor, critic and reference: loaded by Hugging Face names, sharded over the grid of ranks.
 
 Parameter names are those of the Hugging Face classes (`AutoModelForCausalLM`, and for the critic
 `AutoModelForTokenClassification` with one label), so a checkpoint's tensors can be exported as they are.
@@ -13,13 +13,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.errors import DataError
 from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.parallel.gradients import clip_over_grid
+from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.layers import policy_of, recompute_layers, shard_over_data
+from verl_slurm.trainer.parallel.pipeline import LossOf, Passage, Stage, cut_stage
+from verl_slurm.trainer.parallel.tensor import cut_tensors
+from verl_slurm.trainer.parallel.weights import whole_parameters
 
 __all__ = [
     "Models",
@@ -30,6 +36,10 @@ __all__ = [
     "load_critic",
     "load_pretrained",
     "logprobs_and_entropy",
+    "passage",
+    "read_logprobs",
+    "read_values",
+    "run_passes",
     "values",
 ]
 
@@ -145,25 +155,38 @@ def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
     return model
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """FSDP2 over `mesh`, a group for each decoder layer and one for the rest; None: leave it whole."""
+def _shard(
+    model: nn.Module, mesh: DeviceMesh | None, shape: DistributedConfig, *, trains: bool = True
+) -> nn.Module:
+    """A stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`; None: leave it whole."""
     if mesh is None:
         return model
-    layers = model.get_submodule("model.layers")
-    for layer in layers.children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model, policy = cut_stage(model, mesh["pp"]), policy_of(shape.mixed_precision)
+    if isinstance(model, Stage):
+        model.compute_dtype = policy.param_dtype
+    cut_tensors(model, mesh["tp"])
+    if trains and shape.recompute:
+        recompute_layers(model)
+    shard_over_data(model, mesh["dp"], policy)
     return model
 
 
-def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: torch.device) -> Models:
+def build_models(
+    path: Path,
+    *,
+    dtype: str,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    shape: DistributedConfig | None = None,
+) -> Models:
     """Load and shard all three. Collective where `mesh` is given: every rank calls it.
 
     Args:
         path: Hugging Face model directory, seen by every rank.
         dtype: `float32` or `bfloat16`.
-        mesh: the data-parallel mesh (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
+        mesh: with axes `pp`, `dp` and `tp` (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
         device: where the parameters live.
+        shape: precision and recomputing; None: neither.
 
     Returns:
         Models in eval mode: there is no dropout in PPO here, else the ratio of new to old policy would
@@ -171,39 +194,76 @@ def build_models(path: Path, *, dtype: str, mesh: DeviceMesh | None, device: tor
 
     Raises:
         DataError: no model there, or not one that Hugging Face knows.
+        ConfigError: it cannot be cut like that.
     """
+    shape = shape or DistributedConfig()
     actor = load_causal_lm(path, dtype=dtype).to(device)
     critic = load_critic(path, dtype=dtype).to(device)
     reference = load_causal_lm(path, dtype=dtype).to(device).requires_grad_(False)
-    return Models(_shard(actor, mesh), _shard(critic, mesh), _shard(reference, mesh))
+    return Models(
+        _shard(actor, mesh, shape), _shard(critic, mesh, shape), _shard(reference, mesh, shape, trains=False)
+    )
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy a sharded model's parameters into a whole one, tensor by tensor. Collective for DTensors.
-
-    One tensor at a time, so that never more than one whole parameter exists twice.
-    """
+    """Copy a sharded model's parameters into a whole one, tensor by tensor. Collective (`whole_parameters`)."""
     parameters = dict(target.named_parameters())
     with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        for name, whole in whole_parameters(source):
             parameters.pop(name).copy_(whole)
     if parameters:
         raise ValueError(f"parameters without a source: {sorted(parameters)}")
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective."""
+def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) -> float:
+    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
+
+    Args:
+        grid: None: data parallel alone.
+    """
+    if grid is not None and (grid.shape.tp, grid.shape.pp) != (1, 1):
+        return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _inputs(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """Prompt and response side by side, positions counted from the first real token."""
+def passage(batch: Batch, device: torch.device) -> Passage:
+    """Prompt and response side by side, positions counted from the first real token.
+
+    Asked for are the logits before each response token, which choose it: T + 1 positions from the end, of which
+    the very last chooses nothing.
+    """
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+    return Passage(ids=ids, mask=mask.long(), positions=positions, keep=batch["response_ids"].shape[1] + 1)
+
+
+def _call(model: nn.Module, given: Passage, **options: int) -> Tensor:
+    output = model(
+        input_ids=given.ids,
+        attention_mask=given.mask,
+        position_ids=given.positions,
+        use_cache=False,
+        **options,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+def read_logprobs(logits: Tensor, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`."""
+    distribution = torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
+    tokens = batch["response_ids"].to(logits.device).unsqueeze(-1)
+    logprobs = distribution.gather(-1, tokens).squeeze(-1)
+    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    return logprobs, entropy
+
+
+def read_values(logits: Tensor, batch: Batch) -> Tensor:
+    """Values from the critic's logits [N, T + 1 or more, 1] of a passage: see `values`."""
+    num_tokens = batch["response_ids"].shape[1]
+    return logits[:, -num_tokens - 1 : -1, 0].float()
 
 
 def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -211,31 +271,58 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
 
     Args:
         model: a causal LM. Sharded: a collective forward, so all ranks call it equally often with
-            whatever batch they have.
+            whatever batch their replica has.
         batch: prompt_ids, prompt_mask, response_ids, response_mask.
         temperature: the one the response was sampled with; the distribution is softmax(logits / it).
 
     Returns:
         logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. Outside the
-        response mask the numbers mean nothing.
+        response mask the numbers mean nothing, and on a pipeline's stages but the last none of them does.
     """
-    device = next(model.parameters()).device
-    num_tokens = batch["response_ids"].shape[1]
-    # The logits before token t choose it: T + 1 positions from the end, the very last chooses nothing.
-    output = model(**_inputs(batch, device), use_cache=False, logits_to_keep=num_tokens + 1)
-    distribution = torch.log_softmax(output.logits[:, :-1].float() / temperature, dim=-1)
-    tokens = batch["response_ids"].to(device).unsqueeze(-1)
-    logprobs = distribution.gather(-1, tokens).squeeze(-1)
-    entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return logprobs, entropy
+    given = passage(batch, _device(model))
+    if isinstance(model, Stage):
+        scored = model.score_pass(given)
+        if scored is None:
+            return _nothing(batch), _nothing(batch)
+        return read_logprobs(scored, batch, temperature=temperature)
+    return read_logprobs(_call(model, given, logits_to_keep=given.keep), batch, temperature=temperature)
 
 
 def values(critic: nn.Module, batch: Batch) -> Tensor:
     """The critic's value before each response token, float32 [N, T], on its device.
 
-    Sharded: a collective forward. Outside the response mask the numbers mean nothing.
+    Sharded: a collective forward. Outside the response mask the numbers mean nothing, and on a pipeline's stages but
+    the last none of them does.
     """
-    device = next(critic.parameters()).device
-    num_tokens = batch["response_ids"].shape[1]
-    logits: Tensor = critic(**_inputs(batch, device), use_cache=False).logits
-    return logits[:, -num_tokens - 1 : -1, 0].float()
+    given = passage(batch, _device(critic))
+    if isinstance(critic, Stage):
+        scored = critic.score_pass(given)
+        return _nothing(batch) if scored is None else read_values(scored, batch)
+    return read_values(_call(critic, given), batch)
+
+
+def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: LossOf) -> None:
+    """Forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients. Collective.
+
+    Args:
+        micro_batch: rows of one.
+        loss_of: of a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch. Losses are added up. In a
+            pipeline it is asked on the last stage only.
+    """
+    if isinstance(model, Stage):
+        model.train_pass(given, micro_batch, loss_of)
+        return
+    # A critic's head is one column wide: nothing is saved by asking it for fewer positions.
+    options = {"logits_to_keep": given.keep} if hasattr(model, "lm_head") else {}
+    for rows in torch.split(torch.arange(len(given.ids)), micro_batch):
+        loss = loss_of(_call(model, given.rows(rows), **options), rows)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+
+
+def _nothing(batch: Batch) -> Tensor:
+    """A column of the right shape, for a stage that does not know what is in it."""
+    return torch.zeros(batch["response_ids"].shape)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,7 +1,7 @@
 """Orchestration state: how a run is laid out, written once at its first start and read-only from then on.
 
-`RUN/orchestration.json`, and a copy in every checkpoint. It holds no number of the training; it is there to
-refuse a resume under another layout before anything is loaded, and for people and tools to read.
+`RUN/orchestration.json`, and a copy in every checkpoint. It holds no number of the training; it is there for
+people and tools to read; the layout of a later start may be another, and each checkpoint's manifest names its own.
 """
 
 import os
@@ -12,11 +12,12 @@ import msgspec
 from verl_slurm.checkpoint.fingerprint import Fingerprint
 from verl_slurm.checkpoint.format import Topology
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.trainer.parallel.places import axis_groups, place_of
 
-__all__ = ["Orchestration", "check_or_write", "describe"]
+__all__ = ["Orchestration", "check_or_write", "describe", "topology_of"]
 
 
 class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,8 +44,7 @@ class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str) -> Orchestration:
     """The layout of a run that starts now."""
-    shape = config.distributed
-    ranks = range(shape.world_size)
+    shape, topology = config.distributed, topology_of(config)
     size = config.rollout.micro_batch_size_per_device
     return Orchestration(
         data_root=str(data_root),
@@ -52,14 +52,10 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
         dataset_fingerprint=data.digest,
         world_size=shape.world_size,
         nodes=shape.nodes,
-        topology=Topology(dp=shape.dp_size, tp=shape.tp_size, pp=shape.pp_size),
-        device_groups={"dp": [list(ranks)]},
+        topology=topology,
+        device_groups=axis_groups(topology),
         backend=backend,
-        shard_map={
-            str(rank): f"prompts {rank * size} to {(rank + 1) * size - 1} of every {size * len(ranks)};"
-            f" rows of FSDP2 shard {rank} of {len(ranks)}"
-            for rank in ranks
-        },
+        shard_map={str(rank): _share(rank, topology, size) for rank in range(shape.world_size)},
         log_paths={"events": "events.jsonl", "ranks": "logs", "tensorboard": "tensorboard"},
         metric_history={
             "curves": "tensorboard",
@@ -69,14 +65,30 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
     )
 
 
+def topology_of(config: RunConfig) -> Topology:
+    """The shape that `config` asks for."""
+    shape = config.distributed
+    return Topology(dp=shape.dp_size, tp=shape.tp_size, pp=shape.pp_size)
+
+
+def _share(rank: int, shape: Topology, size: int) -> str:
+    place = place_of(rank, shape)
+    words = f"prompts {place.dp * size} to {(place.dp + 1) * size - 1} of every {size * shape.dp};"
+    words += f" rows of FSDP2 shard {place.dp} of {shape.dp}"
+    if shape.tp > 1:
+        words += f"; tensor-parallel share {place.tp} of {shape.tp}"
+    if shape.pp > 1:
+        words += f"; pipeline stage {place.pp} of {shape.pp}"
+    return words
+
+
 def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
-    """Write the layout at the first start; at every later one, hold the present layout to it.
+    """Write the layout at the first start; at every later one, read it. Another shape is no reason to refuse:
+    `trainer.resharding`.
 
     Called by: trainer.setup, rank 0.
 
     Raises:
-        ConfigError: the run was started with another tensor or pipeline parallelism. Another number of data-parallel
-            ranks is no reason: `trainer.resharding`.
         CheckpointCorrupt: its content is not what it should be.
         OSError: the storage did not answer; says nothing about the file.
     """
@@ -96,13 +108,4 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
             found=error,
             remedy="copy it back from a checkpoint of this run",
         ) from error
-    found, expected = ((t.tp, t.pp) for t in (now.topology, first.topology))
-    if found != expected:
-        raise ConfigError(
-            "the run was started with another tensor or pipeline parallelism",
-            where=path,
-            found=f"tp {found[0]}, pp {found[1]}",
-            expected=f"tp {expected[0]}, pp {expected[1]}",
-            remedy="resume with the first layout, or start a new run",
-        )
     return first

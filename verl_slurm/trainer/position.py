@@ -2,7 +2,7 @@
 
 ```
 step_end(k)       k whole steps are done                                          safe point 0
-  └▶ generate(i)  sample micro-batch i of this rank        G of them              0 .. G-1
+  └▶ generate(i)  sample micro-batch i of this dp rank       G of them              0 .. G-1
   └▶ score(i)     reward, reference, old policy, values    S micro-batches        G .. G+S-1
   └▶ advantage    KL penalty, GAE, whitening over all ranks                       G+S
   └▶ update(u)    one optimizer update of actor and critic U of them              G+S+1 .. G+S+U
@@ -53,14 +53,15 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How many pieces each phase of a step has on one rank, and how many prompts a piece takes."""
+    """How many pieces each phase of a step has on one data-parallel rank, and how many prompts a piece takes."""
 
     generations: int
     scores: int
     updates: int
-    world_size: int
+    dp_size: int
+    """Data-parallel ranks: those that have prompts of their own."""
     prompts_per_generation: int
-    """Prompts of one generation micro-batch on one rank."""
+    """Prompts of one generation micro-batch on one of them."""
     eval_every: int = 0
     """Steps from one evaluation to the next; 0: there is none."""
     total_steps: int = 0
@@ -74,7 +75,7 @@ class StepShape:
             generations=train.batch_size_per_device // rollout.micro_batch_size_per_device,
             scores=-(-train.batch_size_per_device // train.micro_batch_size_per_device),
             updates=train.ppo_epochs * (train.batch_size_per_device // train.mini_batch_size_per_device),
-            world_size=config.distributed.world_size,
+            dp_size=config.distributed.dp_size,
             prompts_per_generation=rollout.micro_batch_size_per_device,
             eval_every=train.eval_every_steps,
             total_steps=train.steps,
@@ -82,8 +83,8 @@ class StepShape:
 
     @property
     def prompts(self) -> int:
-        """Prompts of one step over all ranks."""
-        return self.generations * self.prompts_per_generation * self.world_size
+        """Prompts of one step over all of them."""
+        return self.generations * self.prompts_per_generation * self.dp_size
 
     def pieces(self, phase: Phase) -> int:
         """How many positions `phase` has."""
@@ -139,7 +140,7 @@ def safe_point(position: Position, shape: StepShape) -> int:
 
 def rollout_offset(position: Position, shape: StepShape) -> int:
     """Prompts consumed in all, over all ranks, when a run stands at `position`."""
-    per_generation = shape.prompts_per_generation * shape.world_size
+    per_generation = shape.prompts_per_generation * shape.dp_size
     return position.step * shape.prompts + first_generation(position, shape) * per_generation
 
 

@@ -15,7 +15,7 @@ from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
 from verl_slurm.wire import messages
 from verl_slurm.wire.client import RankLine
-from verl_slurm.wire.messages import Finished, Progress, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import Finished, Progress, Saved, SavedOnNodes, SaveFailed, SaveStarted, Stopped
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
@@ -133,6 +133,19 @@ class Reporter:
             curves = {"save/seconds": done.seconds, "save/bytes": float(done.num_bytes)}
             curves["save/one_copy"] = float(bool(done.problem))
             self._curves(lambda: self._draw(curves, self._step))
+
+    def saved_on_nodes(self, request_id: int, done: SavedCheckpoint) -> None:
+        """The nodes' disks have the checkpoint, whatever becomes of it on shared storage. From any thread."""
+        if self._rank == 0:
+            self._line.send(
+                SavedOnNodes(
+                    rank=0,
+                    request_id=request_id,
+                    name=done.name,
+                    seconds=done.seconds,
+                    num_bytes=done.num_bytes,
+                )
+            )
 
     def save_failed(self, request_id: int, reason: str) -> None:
         if self._rank == 0:

@@ -38,10 +38,10 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
     """
     first = saved[0]
     position = Position(first.step, first.phase, first.index)
-    blocks = _num_rows(first.rollouts) // old.prompts_per_generation * old.world_size
+    blocks = _num_rows(first.rollouts) // old.prompts_per_generation * old.dp_size
     if first.phase == "generate":
-        blocks -= blocks % new.world_size
-        done = blocks // new.world_size
+        blocks -= blocks % new.dp_size
+        done = blocks // new.dp_size
         position = Position(first.step, "generate", done) if done else Position(first.step)
     elif first.phase == "score":
         position = Position(first.step, "score")
@@ -57,13 +57,13 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
         if "updates" in first.rewards:
             # A rank's row is its share of a mean over ranks: one rank carries the sum, scaled to the new mean.
             whole = np.stack([state.rewards["updates"] for state in saved]).sum(axis=0, dtype=np.float64)
-            scale = new.world_size / old.world_size if rank == 0 else 0.0
+            scale = new.dp_size / old.dp_size if rank == 0 else 0.0
             rewards["updates"] = np.asarray(whole * scale)
     consumed = rollout_offset(position, new)
     return msgspec.structs.replace(
         first,
         rank=rank,
-        world_size=new.world_size,
+        world_size=new.dp_size,
         phase=position.phase,
         index=position.index,
         safe_point=safe_point(position, new),
@@ -78,9 +78,9 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
 def _deal(parts: Sequence[np.ndarray], old: StepShape, new: StepShape, blocks: int, rank: int) -> np.ndarray:
     """Rows of one column of all former ranks → those of `rank`; a block is one global micro-batch."""
     size = old.prompts_per_generation
-    by_rank = np.stack(parts).reshape(old.world_size, -1, size, *parts[0].shape[1:])
+    by_rank = np.stack(parts).reshape(old.dp_size, -1, size, *parts[0].shape[1:])
     in_order = by_rank.swapaxes(0, 1).reshape(-1, *by_rank.shape[2:])
-    mine = in_order[:blocks][rank :: new.world_size]
+    mine = in_order[:blocks][rank :: new.dp_size]
     return np.ascontiguousarray(mine.reshape(-1, *mine.shape[2:]))
 
 

@@ -24,6 +24,9 @@ from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 from verl_slurm.trainer import console, rng
+from verl_slurm.trainer.orchestration import topology_of
+from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.places import leaders
 from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
 from verl_slurm.trainer.resharding import reshard
 from verl_slurm.trainer.schedule import schedule_record
@@ -96,14 +99,14 @@ def check_manifest(
         frozen: digest of each model that does not train, as it is now.
 
     Raises:
-        ConfigError: the checkpoint is of another number of ranks, and of another step.
+        ConfigError: the checkpoint is of another shape, and of another step.
         DataError: a frozen model, or what is held out, has changed.
         KeyRefused: it needs a key that is not there.
     """
     reader = CheckpointReader(directory, keys)
     manifest = reader.manifest
     require_full(manifest, directory)
-    if manifest.world_size != config.distributed.world_size:
+    if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
     roles = sorted(manifest.frozen.keys() | frozen.keys())
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
@@ -123,6 +126,7 @@ def load_state(
     config: RunConfig,
     shape: StepShape,
     tensors: dict[str, Tensors],
+    grid: Grid,
     ranks: Collective,
     keys: Keyring | None = None,
 ) -> TrainState:
@@ -134,7 +138,7 @@ def load_state(
     """
     load_tensors(directory, tensors, ranks, keys)
     reader = CheckpointReader(directory, keys)
-    saved = _my_runtime_state(reader, shape, ranks)
+    saved = _my_runtime_state(reader, shape, grid, ranks)
     try:
         recorded = msgspec.json.decode(reader.read("scheduler.json"))
     except UNREADABLE as error:
@@ -156,14 +160,19 @@ def load_state(
     return restore_state(saved, config, shape, where=directory)
 
 
-def _my_runtime_state(reader: CheckpointReader, shape: StepShape, ranks: Collective) -> RuntimeState:
-    """What this rank saved, or its share of what all former ranks did."""
-    former = reader.manifest.world_size
-    if former == ranks.world_size:
-        return read_runtime_state(reader, ranks.rank, former)
-    states = [read_runtime_state(reader, rank, former) for rank in range(former)]
-    mine = reshard(states, StepShape.of(_saved_config(reader)), shape, ranks.rank)
-    return mine if mine.rng else msgspec.structs.replace(mine, rng=rng.capture())
+def _my_runtime_state(
+    reader: CheckpointReader, shape: StepShape, grid: Grid, ranks: Collective
+) -> RuntimeState:
+    """What this rank saved, or in another shape its share of what all former ranks did."""
+    former, world_size = reader.manifest.topology, reader.manifest.world_size
+    if former == grid.shape:
+        return read_runtime_state(reader, ranks.rank, world_size)
+    # All ranks of a former replica held the same; its leader speaks for it.
+    states = [read_runtime_state(reader, rank, world_size) for rank in leaders(former)]
+    mine = reshard(states, StepShape.of(_saved_config(reader)), shape, grid.place.dp)
+    return msgspec.structs.replace(
+        mine, rank=ranks.rank, world_size=ranks.world_size, rng=mine.rng or rng.capture()
+    )
 
 
 def _saved_config(reader: CheckpointReader) -> RunConfig:
@@ -171,20 +180,26 @@ def _saved_config(reader: CheckpointReader) -> RunConfig:
 
 
 def load_replay(
-    paths: RunPaths, state: TrainState, shape: StepShape, ranks: Collective, keys: Keyring | None = None
+    paths: RunPaths, state: TrainState, shape: StepShape, dp_rank: int | None, keys: Keyring | None = None
 ) -> dict[tuple[int, int], Arrays]:
-    """This rank's journaled rollouts that lie before it, by (step, global micro-batch).
+    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch).
 
     Damage in the journal costs only time: what was in it is sampled again, the same.
+
+    Args:
+        dp_rank: None: another rank of the replica looks for this one.
     """
 
-    def report(text: str) -> None:
-        console.complain(f"rank {ranks.rank}: {text}")
+    if dp_rank is None:
+        return {}
 
-    ahead = (state.position.step, first_generation(state.position, shape) * ranks.world_size)
+    def report(text: str) -> None:
+        console.complain(f"dp rank {dp_rank}: {text}")
+
+    ahead = (state.position.step, first_generation(state.position, shape) * shape.dp_size)
 
     def mine(step: int, micro_batch: int) -> bool:
-        return (step, micro_batch) >= ahead and micro_batch % ranks.world_size == ranks.rank
+        return (step, micro_batch) >= ahead and micro_batch % shape.dp_size == dp_rank
 
     return journal.load(paths, from_step=state.position.step, wanted=mine, report=report, keys=keys)
 

@@ -92,8 +92,10 @@ class HFRollout:
         dtype: as the actor's.
         device: where to sample.
 
-    Called by: trainer.step, every rank.
+    Called by: trainer.engines.
     """
+
+    collective = False
 
     def __init__(
         self,

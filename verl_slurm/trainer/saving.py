@@ -1,5 +1,6 @@
 """What a checkpoint of this trainer consists of, and what is cleaned up after it."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
@@ -20,6 +21,7 @@ from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as journal
+from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.models import Models
@@ -79,30 +81,40 @@ class Checkpointer:
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
     def begin(
-        self, state: TrainState, *, tidy: bool, seconds_left: float | None = None
+        self,
+        state: TrainState,
+        *,
+        tidy: bool,
+        seconds_left: float | None = None,
+        on_kept: Callable[[SavedCheckpoint], None] | None = None,
     ) -> "Future[SavedCheckpoint]":
         """Save `state` as it is now; returns at once (`CheckpointSaver.begin`). Collective.
 
         Args:
             seconds_left: until the ranks must be gone; None: no hurry.
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
+            on_kept: told when the nodes' disks have it and shared storage has not (`CheckpointSaver.begin`).
         """
         contents = Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
+            runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
             metrics=_metrics(state),
         )
         then = self._tidy if tidy else self._remember
-        return self._saver.begin(contents, then, seconds_left=seconds_left)
+        return self._saver.begin(contents, then, seconds_left=seconds_left, on_kept=on_kept)
 
     def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
         """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
         contents = Contents(
-            runtime=capture_state(state, self._shape, rank=self._rank),
+            runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
             metrics=_metrics(state),
         )
         return self._saver.begin(contents, self._tidy_partial, components=components)
+
+    def _runtime(self, state: TrainState) -> RuntimeState:
+        world_size = self._config.distributed.world_size
+        return capture_state(state, self._shape, rank=self._rank, world_size=world_size)
 
     def close(self) -> None:
         """Once nothing is being saved any more: end the saver process."""

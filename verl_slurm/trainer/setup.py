@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, fingerprint
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
-from verl_slurm.checkpoint.format import Topology
-from verl_slurm.checkpoint.frozen import store_frozen
+from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
+from verl_slurm.checkpoint.interruptions import measured_saves
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.schema import RunConfig
@@ -23,6 +23,7 @@ from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
@@ -30,11 +31,13 @@ from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.step_log import append_step
 from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
-from verl_slurm.trainer.orchestration import check_or_write, describe
+from verl_slurm.trainer.orchestration import check_or_write, describe, topology_of
 from verl_slurm.trainer.pace import Pace
+from verl_slurm.trainer.parallel.grid import make_grid
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
@@ -46,12 +49,12 @@ from verl_slurm.trainer.resuming import (
     where_it_starts,
 )
 from verl_slurm.trainer.rewards import build_reward
-from verl_slurm.trainer.rollout import HFRollout
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner, Optimizers
 from verl_slurm.trainer.stopping import Stopper
 from verl_slurm.wire.client import NoDaemon, RankLine
+from verl_slurm.wire.messages import Notice
 
 __all__ = ["build_loop"]
 
@@ -92,7 +95,6 @@ def build_loop(
     rng.seed_all(config.seed, ranks.rank)
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
     model_path, data_root = Path(config.model.path), Path(config.data.root)
-    topology = Topology(dp=config.distributed.dp_size)
     digests = msgspec.msgpack.decode(
         ranks.on_first(
             "checking data and models",
@@ -106,18 +108,18 @@ def build_loop(
         ranks.on_first("verifying the checkpoint", lambda: require_verified(directory, keys))
     manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
-    mesh = init_device_mesh(device.type, (ranks.world_size,), mesh_dim_names=("dp",))
-    models = build_models(model_path, dtype=config.model.dtype, mesh=mesh, device=device)
+    grid = make_grid(topology_of(config), device, ranks)
+    models = build_models(
+        model_path, dtype=config.model.dtype, mesh=grid.mesh, device=device, shape=config.distributed
+    )
     optimizers = _optimizers(models, config)
     tokenizer = load_tokenizer(model_path)
-    sampler = HFRollout(
-        model_path,
-        config.rollout,
-        seed=config.seed,
+    sampler = build_engine(
+        config,
         eos_id=int(tokenizer.eos_token_id),
         pad_id=int(tokenizer.pad_token_id),
-        dtype=config.model.dtype,
         device=device,
+        ranks=ranks,
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
     reward = build_reward(config.model.reward, device=device)
@@ -139,11 +141,11 @@ def build_loop(
 
     state = fresh_state(config)
     if directory:
-        state = load_state(directory, config, shape, live_tensors(models, optimizers), ranks, keys)
+        state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
-    replay = load_replay(paths, state, shape, ranks, keys)
+    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, keys)
     reporter = Reporter(
         rank=ranks.rank,
         line=line,
@@ -161,7 +163,7 @@ def build_loop(
         schema_id=schema.schema_id,
         dataset_fingerprint=digests.dataset,
         frozen=digests.frozen,
-        topology=topology,
+        topology=grid.shape,
     )
     saver = CheckpointSaver(
         paths,
@@ -170,7 +172,7 @@ def build_loop(
         ranks,
         epoch_check=lambda: require_epoch(paths, epoch),
         local=_local_place(config, paths, local_rank),
-        usual_seconds=manifest.save_seconds if manifest else None,
+        usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
         encryption=config.checkpoint.encryption,
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
@@ -190,7 +192,7 @@ def build_loop(
             data=data,
             tokenizer=tokenizer,
             reward=reward,
-            collective=ranks,
+            grid=grid,
             ledger=ledger,
             replay=replay,
             evaluator=evaluator,
@@ -213,7 +215,7 @@ def build_loop(
             ranks,
             reporter,
             step=state.position.step,
-            state_bytes=_state_bytes(models),
+            state_bytes=_state_bytes(models) * grid.shape.pp,
         ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
@@ -245,8 +247,7 @@ def _first_look(
         models["reward"] = Path(name)
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
-        for role, path in models.items():
-            _store(paths, path, seen[role])
+        _store(paths, {path: seen[role] for role, path in models.items()}, line)
     frozen = {role: found.digest for role, found in seen.items()}
     if config.data.eval_root is not None:  # decides what does not train
         frozen["eval_data"] = fingerprint(config.data.eval_root).digest
@@ -255,20 +256,40 @@ def _first_look(
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
 
 
-def _store(paths: RunPaths, model: Path, seen: Fingerprint) -> None:
-    """A small model at once; a large one beside the training, which need not wait. What fails is said: a start that
-    finds no copy tries again."""
+def _store(paths: RunPaths, models: dict[Path, Fingerprint], line: RankLine) -> None:
+    """Small models at once; large ones beside the training, which need not wait. What fails is said: the next start
+    tries again."""
+
+    def notice(text: str) -> None:
+        line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
+        console.complain(text)
 
     def work() -> None:
+        for model, seen in models.items():
+            try:
+                store_frozen(paths, model, seen, notice=notice)
+            except (OSError, VerlSlurmError) as error:
+                notice(f"no copy of {model} in {paths.frozen}: {error}")
         try:
-            store_frozen(paths, model, seen)
-        except (OSError, VerlSlurmError) as error:
-            console.complain(f"no copy of {model} in {paths.frozen}: {error}")
+            read_back_others(paths, {seen.digest for seen in models.values()}, notice=notice)
+        except OSError as error:
+            notice(f"{paths.frozen} could not be read back: {error}")
 
-    if seen.num_bytes <= _STORED_AT_ONCE:
+    if sum(seen.num_bytes for seen in models.values()) <= _STORED_AT_ONCE:
         work()
     else:
         threading.Thread(target=work, name="frozen", daemon=True).start()
+
+
+def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
+    """What the last save to shared storage took. A manifest may have been made before that was over."""
+    try:
+        told = measured_saves(read_events(paths), 1)
+    except OSError:
+        told = []
+    if told:
+        return told[-1][1]
+    return manifest.save_seconds if manifest else None
 
 
 def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPlace | None:

@@ -81,8 +81,14 @@ def fresh_state(config: RunConfig) -> TrainState:
     return TrainState(Position(), kl)
 
 
-def capture_state(state: TrainState, shape: StepShape, *, rank: int) -> RuntimeState:
-    """This rank's state as it goes to disk, generators included. Draws and changes nothing."""
+def capture_state(
+    state: TrainState, shape: StepShape, *, rank: int, world_size: int | None = None
+) -> RuntimeState:
+    """This rank's state as it goes to disk, generators included. Draws and changes nothing.
+
+    Args:
+        world_size: ranks in all; None: data parallel alone.
+    """
     position, buffers = state.position, state.buffers
     rewards = to_arrays(stacked(buffers.scored)) | to_arrays(buffers.estimates)
     if buffers.updates:
@@ -90,7 +96,7 @@ def capture_state(state: TrainState, shape: StepShape, *, rank: int) -> RuntimeS
     consumed = rollout_offset(position, shape)
     return RuntimeState(
         rank=rank,
-        world_size=shape.world_size,
+        world_size=world_size or shape.dp_size,
         step=position.step,
         phase=position.phase,
         index=position.index,

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
@@ -22,18 +21,33 @@ from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_r
 from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
+from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
 from verl_slurm.trainer.measures import step_measures
-from verl_slurm.trainer.models import Models, clip_gradients, logprobs_and_entropy, values
+from verl_slurm.trainer.models import (
+    Models,
+    clip_gradients,
+    logprobs_and_entropy,
+    passage,
+    read_logprobs,
+    read_values,
+    run_passes,
+    values,
+)
+from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
-from verl_slurm.trainer.rollout import HFRollout
+from verl_slurm.trainer.sampler_gap import gap_and_tokens, require_small_gap
 from verl_slurm.trainer.schedule import learning_rate
 from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
 from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
 
 __all__ = ["Learner", "Optimizers"]
+
+_Terms = tuple[Tensor, Mapping[str, Tensor]]
+"""A loss that carries a gradient, and metrics."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +76,18 @@ class Learner:
         shape: StepShape,
         models: Models,
         optimizers: Optimizers,
-        sampler: HFRollout,
+        sampler: RolloutEngine,
         data: PromptData,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward,
-        collective: Collective,
+        grid: Grid,
         ledger: Ledger,
         replay: dict[tuple[int, int], Arrays],
         evaluator: Evaluator | None = None,
     ) -> None:
-        self._config, self._shape, self._ranks = config, shape, collective
+        self._config, self._shape, self._grid = config, shape, grid
+        # Of the ranks that differ in their rows only: whatever is summed is summed over these.
+        self._ranks, self._replica = grid.data, Replica(grid)
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
         self._ledger, self._replay = ledger, replay
@@ -81,17 +97,17 @@ class Learner:
         """Seconds of the running step's updates and of what it communicates."""
         watch_collectives((models.actor, models.critic, models.reference), self.watch)
         self.new_rollouts = 0
-        """Responses sampled, not replayed, by this process."""
+        """Responses sampled, not replayed, by this process's replica; 0 where another rank counts for it."""
         self._my_tokens = 0
         self.new_tokens = 0
         """Response tokens sampled, not replayed, in the step that was finished last, over all ranks."""
-        self._waited_s = collective.waited_s
+        self._waited_s = grid.waited_s
         self.trained_tokens = 0
         """Response tokens that the actor was updated on in that step, over all ranks and epochs."""
 
     def take_waited_s(self) -> float:
         """Seconds in small collectives since the last time this was asked."""
-        before, self._waited_s = self._waited_s, self._ranks.waited_s
+        before, self._waited_s = self._waited_s, self._grid.waited_s
         return self._waited_s - before
 
     def memory_bytes(self) -> int:
@@ -116,20 +132,23 @@ class Learner:
 
     def _generate(self, state: TrainState) -> None:
         position, size = state.position, self._shape.prompts_per_generation
-        micro_batch = position.index * self._shape.world_size + self._ranks.rank
+        micro_batch = position.index * self._shape.dp_size + self._ranks.rank
         # rollout_offset counts what all ranks had consumed; this rank's share begins `rank` pieces later.
         prompts = self._data.batch(rollout_offset(position, self._shape) + self._ranks.rank * size, size)
-        batch = self._replayed(position.step, micro_batch, prompts)
+        batch = self._replica.found(lambda: self._replayed(position.step, micro_batch, prompts))
         # The sampler gets its weights once a step, and not at all where every rank finds all in the ledger.
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
             with self.watch.span(COMMUNICATION):
                 self._sampler.sync(self._models.actor)
             self._synced_step = position.step
+        if batch is not None and self._sampler.collective:
+            self._sampler.generate(_rows(prompts, slice(0)), position.step)  # others of our group may sample
         if batch is None:
-            batch = self._sampler.generate(prompts, position.step)
-            self.new_rollouts += size
+            batch = self._replica.sample(self._sampler, prompts, position.step)
+            if self._replica.is_leader:
+                self.new_rollouts += size
+                self._journal(position.step, micro_batch, batch)
             self._my_tokens += int(batch["response_mask"].sum())
-            self._journal(position.step, micro_batch, batch)
         state.buffers.rollouts.append(batch)
 
     def _replayed(self, step: int, micro_batch: int, prompts: Batch) -> Batch | None:
@@ -146,7 +165,7 @@ class Learner:
             self._ledger.append(step, micro_batch, to_arrays(batch))
         except OSError as error:
             # Without its record this rollout would be sampled again after a crash; no reason to crash now.
-            console.complain(f"rank {self._ranks.rank}: rollout not journaled: {error}")
+            console.complain(f"dp rank {self._ranks.rank}: rollout not journaled: {error}")
 
     # ---- score
 
@@ -162,20 +181,22 @@ class Learner:
             decode_responses(self._tokenizer, batch),
             self._data.answers(batch["sample_id"]),
         )
-        state.buffers.scored.append(
-            {
-                "scores": scores.float().cpu(),
-                "old_logprobs": old.float().cpu(),
-                "ref_logprobs": reference.float().cpu(),
-                "old_values": values(self._models.critic, batch).cpu(),
-            }
-        )
+        said = {
+            "scores": scores.float().cpu(),
+            "old_logprobs": old.float().cpu(),
+            "ref_logprobs": reference.float().cpu(),
+            "old_values": values(self._models.critic, batch).cpu(),
+        }
+        state.buffers.scored.append(self._replica.told(said))
 
     # ---- advantage
 
     def _estimate(self, state: TrainState) -> None:
         train = self._config.train
-        mask, scored = stacked(state.buffers.rollouts)["response_mask"], stacked(state.buffers.scored)
+        rollouts, scored = stacked(state.buffers.rollouts), stacked(state.buffers.scored)
+        mask = rollouts["response_mask"]
+        gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
+        require_small_gap(*gap, limit=self._config.rollout.max_logprob_gap, step=state.position.step)
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
         rewards = token_rewards(scored["scores"], kl, mask, state.kl.coef)
         advantages, returns = gae(
@@ -204,32 +225,46 @@ class Learner:
         # Mean over the mini-batch's tokens on all ranks; FSDP averages over ranks (losses.py says why).
         tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
         sums = dict.fromkeys(UPDATE_METRICS, 0.0)
-        for start in range(0, size, train.micro_batch_size_per_device):
-            piece = _rows(batch, slice(start, start + train.micro_batch_size_per_device))
-            for name, value in self._backward(piece, tokens).items():
-                sums[name] += value
+        self._passes(batch, tokens, sums)
         self.watch.start()
         for role, model, optimizer, base in (
             ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
             ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
         ):
-            sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm)
+            sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm, self._grid)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(base, train, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.watch.lap(f"{role}_update_s")
-        buffers.updates.append([sums[name] for name in UPDATE_METRICS])
+        buffers.updates.append(self._replica.told_numbers([sums[name] for name in UPDATE_METRICS]))
 
-    def _backward(self, batch: Batch, tokens: float) -> Mapping[str, float]:
-        """Add one micro-batch's gradients to both models; its share of the metrics."""
-        train = self._config.train
-        self.watch.start()
-        batch = {name: column.to(_device(self._models.actor)) for name, column in batch.items()}
-        mask = batch["response_mask"]
-        logprobs, entropy_NT = logprobs_and_entropy(
-            self._models.actor, batch, temperature=self._config.rollout.temperature
+    def _passes(self, batch: Batch, tokens: float, sums: dict[str, float]) -> None:
+        """Add a mini-batch's gradients to both models, and its share of the metrics to `sums`."""
+        size, actor, critic = (
+            self._config.train.micro_batch_size_per_device,
+            self._models.actor,
+            self._models.critic,
         )
+        batch = {name: column.to(_device(actor)) for name, column in batch.items()}
+
+        def policy(logits: Tensor, rows: Tensor) -> Tensor:
+            piece = _rows(batch, rows)
+            read = read_logprobs(logits, piece, temperature=self._config.rollout.temperature)
+            return _counted(self._policy_terms(*read, piece, tokens), sums)
+
+        def value(logits: Tensor, rows: Tensor) -> Tensor:
+            piece = _rows(batch, rows)
+            return _counted(self._value_terms(read_values(logits, piece), piece, tokens), sums)
+
+        self.watch.start()
+        for role, model, loss_of in (("actor", actor, policy), ("critic", critic, value)):
+            run_passes(model, passage(batch, _device(model)), size, loss_of)
+            self.watch.lap(f"{role}_update_s")
+
+    def _policy_terms(self, logprobs: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
+        """The actor's loss over a micro-batch, and its share of the metrics."""
+        train, mask = self._config.train, batch["response_mask"]
         policy = policy_loss(
             logprobs,
             batch["old_logprobs"],
@@ -239,26 +274,24 @@ class Learner:
             denominator=tokens,
         )
         entropy = masked_mean(entropy_NT, mask, tokens)
-        _run_backward(policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss)
-        self.watch.lap("actor_update_s")
+        return policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss, {
+            "policy_loss": policy.loss,
+            "entropy": entropy,
+            "policy_kl": policy.approx_kl,
+            "policy_clip": policy.clip_fraction,
+        }
+
+    def _value_terms(self, values_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
+        """The critic's loss over a micro-batch, and its share of the metrics."""
         value = value_loss(
-            values(self._models.critic, batch),
+            values_NT,
             batch["old_values"],
             batch["returns"],
-            mask,
-            value_clip=train.value_clip,
+            batch["response_mask"],
+            value_clip=self._config.train.value_clip,
             denominator=tokens,
         )
-        _run_backward(value.loss)
-        self.watch.lap("critic_update_s")
-        return {
-            "policy_loss": float(policy.loss.detach()),
-            "value_loss": float(value.loss.detach()),
-            "entropy": float(entropy.detach()),
-            "policy_kl": float(policy.approx_kl),
-            "policy_clip": float(policy.clip_fraction),
-            "value_clip": float(value.clip_fraction),
-        }
+        return value.loss, {"value_loss": value.loss, "value_clip": value.clip_fraction}
 
     # ---- evaluate
 
@@ -291,14 +324,14 @@ class Learner:
         rollouts, scored = stacked(buffers.rollouts), stacked(buffers.scored)
         mask = rollouts["response_mask"]
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
-        gap = torch.where(mask, (scored["old_logprobs"] - rollouts["logprobs"]).abs(), torch.zeros_like(kl))
+        gap, _ = gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask)
         updates = torch.tensor(buffers.updates, dtype=torch.float64).mean(dim=0)
         mine: list[Tensor] = [
             torch.tensor(float(len(mask)), dtype=torch.float64),
             scored["scores"].double().sum(),
             kl.double().sum(),
             mask.double().sum(),
-            gap.double().sum(),
+            torch.tensor(gap, dtype=torch.float64),
             torch.tensor(float(self._my_tokens), dtype=torch.float64),
             *updates,
         ]
@@ -337,5 +370,8 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _run_backward(loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+def _counted(terms: _Terms, sums: dict[str, float]) -> Tensor:
+    loss, metrics = terms
+    for name, value in metrics.items():
+        sums[name] += float(value.detach())
+    return loss

@@ -19,6 +19,7 @@ rank  → lead   RankStarted, then Progress at most every 0.2 s (and at once at 
    a preemption:
 lead  → agent  StopRequest(request_id, deadline_s)      → into the control page
 rank  → lead   SaveStarted, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the rename)
+               before it, where the nodes' disks are done first: SavedOnNodes
    or the end of training:
 rank  → lead   Finished (every rank)
                or, where no start could help: Refused(exit_code, reason)
@@ -47,6 +48,7 @@ __all__ = [
     "SaveFailed",
     "SaveStarted",
     "Saved",
+    "SavedOnNodes",
     "Shutdown",
     "SignalSeen",
     "StopRequest",
@@ -165,6 +167,19 @@ class Saved(_Message, frozen=True, kw_only=True):
     """Why it was made, for people (`checkpoint.cadence`)."""
 
 
+class SavedOnNodes(_Message, frozen=True, kw_only=True):
+    """Rank 0, in the save before the end: every node's own disk has its part, read back; shared storage has not, yet.
+
+    `Saved` or `SaveFailed` follows, unless something strikes first: then this is what there is.
+    """
+
+    rank: int
+    request_id: int
+    name: str
+    seconds: float
+    num_bytes: int
+
+
 class SaveFailed(_Message, frozen=True, kw_only=True):
     rank: int
     request_id: int
@@ -175,7 +190,7 @@ class Notice(_Message, frozen=True, kw_only=True):
     """Rank 0: something about saving or an evaluation that people should hear, and that stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "evaluation"]
+    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation"]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
     loud: bool
     """Something is wrong."""
@@ -204,5 +219,16 @@ class Finished(_Message, frozen=True, kw_only=True):
 
 
 ToAgent = Launch | StopRequest | Shutdown
-FromRank = RankStarted | Progress | SaveStarted | Saved | SaveFailed | Notice | Refused | Stopped | Finished
+FromRank = (
+    RankStarted
+    | Progress
+    | SaveStarted
+    | SavedOnNodes
+    | Saved
+    | SaveFailed
+    | Notice
+    | Refused
+    | Stopped
+    | Finished
+)
 FromAgent = AgentReady | SignalSeen | NodeExited | FromRank

@@ -1,0 +1,55 @@
+"""What the journal is told of saves: pure, and the one place that says when a save has one copy only."""
+
+from verl_slurm.wire.messages import Saved, SavedOnNodes
+from verl_slurm_daemon import actions as act
+from verl_slurm_daemon.states import State
+
+__all__ = ["given_up", "kept_note", "saved_notes"]
+
+
+def saved_notes(message: Saved) -> tuple[act.Note, ...]:
+    """A save that is done; with which medium does not have it, if one has not. Called by: policy."""
+    facts: dict[str, str | int | float | bool | None] = {
+        "name": message.name,
+        "seconds": round(message.seconds, 3),
+        "num_bytes": message.num_bytes,
+        "emergency": message.request_id > 0,
+        "reason": message.reason,
+        "on_shared": message.on_shared,
+    }
+    missing = (act.Note("one_copy", {"name": message.name, "reason": message.problem}),)
+    return (act.Note("saved", facts), *(missing if message.problem else ()))
+
+
+def kept_note(message: SavedOnNodes) -> act.Note:
+    """Said at once: should the daemon be killed next, a person still reads where the work is. Called by: policy."""
+    reason = f"{message.name} is on the nodes' disks, read back; shared storage is still being written"
+    return act.Note("second_copy", {"name": message.name, "reason": reason})
+
+
+def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:
+    """The answer when the save before the end is waited for no longer. Called by: policy.
+
+    Args:
+        kept: what the nodes' disks have of it, read back; None: nothing.
+        state: in CHECKING, shared storage has it as well, and nobody has read it there.
+        reason: why nobody waits.
+    """
+    if kept is None:
+        return (act.Note("degraded", {"reason": reason}),)
+    if state is State.CHECKING:
+        return (
+            act.Note("one_copy", {"name": kept.name, "reason": f"read back on the nodes' disks; {reason}"}),
+        )
+    return saved_notes(
+        Saved(
+            rank=kept.rank,
+            request_id=kept.request_id,
+            name=kept.name,
+            seconds=kept.seconds,
+            num_bytes=kept.num_bytes,
+            on_shared=False,
+            problem=f"not on shared storage: it was still being written; {reason}",
+            reason="the job ends",
+        )
+    )

@@ -1,0 +1,94 @@
+"""Rollout engines in a configuration: what is refused before anything is queued."""
+
+import msgspec
+import pytest
+
+from verl_slurm.config import rollout_checks
+from verl_slurm.config.checks import complaints
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.rollout_checks import check_engine, max_model_len, model_complaints, require_engine
+from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig
+from verl_slurm.errors import ConfigError
+from verl_slurm.exit_codes import ExitCode
+
+GOOD = {"num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 128}
+
+
+def config(dp_size: int = 4, nodes: int = 2, device: str = "cpu", **rollout: object) -> RunConfig:
+    return RunConfig(
+        rollout=RolloutConfig(**({"engine": "vllm"} | rollout)),  # type: ignore[arg-type]
+        distributed=DistributedConfig(dp_size=dp_size, nodes=nodes, device=device),  # type: ignore[arg-type]
+    )
+
+
+def test_the_defaults_and_a_pair_of_ranks_on_each_node_are_accepted() -> None:
+    for good in (RunConfig(), config(), config(tensor_parallel_size=2)):
+        assert complaints(good) == []
+    check_engine(config(tensor_parallel_size=2), "m", GOOD)
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        (config(tensor_parallel_size=3), "a divisor of the ranks of one node"),
+        (config(tensor_parallel_size=4), "a divisor of the ranks of one node"),
+        (config(engine="hf", tensor_parallel_size=2), "every rank samples alone"),
+    ],
+)
+def test_ranks_that_cannot_sample_together_are_refused(bad: RunConfig, expected: str) -> None:
+    (complaint,) = complaints(bad)
+    assert complaint.key == "rollout.tensor_parallel_size"
+    assert expected in complaint.expected
+
+
+@pytest.mark.parametrize(
+    ("run", "change", "key"),
+    [
+        (config(nodes=1, tensor_parallel_size=4), {"num_attention_heads": 6}, "rollout.tensor_parallel_size"),
+        (config(), {"hidden_size": 64}, "rollout.engine"),
+        (config(), {"head_dim": 48}, "rollout.engine"),
+        (config(max_new_tokens=113), {}, "rollout.max_new_tokens"),
+        (config(), {"text_config": GOOD | {"hidden_size": 64}}, "rollout.engine"),
+    ],
+)
+def test_a_model_that_vllm_would_refuse_is_refused_before(
+    run: RunConfig, change: dict[str, object], key: str
+) -> None:
+    described = GOOD | change
+    if run.rollout.tensor_parallel_size == 4:
+        described["hidden_size"] = 6 * 32
+    assert [complaint.key for complaint in model_complaints(run, described)] == [key]
+    with pytest.raises(ConfigError, match="vLLM cannot sample from this model: /m: rollout"):
+        check_engine(run, "/m", described)
+    rollout = msgspec.structs.replace(run.rollout, engine="hf")
+    check_engine(msgspec.structs.replace(run, rollout=rollout), "/m", described)
+
+
+def test_heads_of_any_width_are_left_to_vllm_where_there_may_be_a_gpu() -> None:
+    assert not list(model_complaints(config(device="auto"), GOOD | {"hidden_size": 64}))
+
+
+def test_the_longest_sequence_is_prompt_and_response() -> None:
+    assert max_model_len(config(max_new_tokens=112)) == 128
+    assert not list(model_complaints(config(max_new_tokens=112), GOOD))
+
+
+def test_an_engine_that_is_not_installed_is_one_line_with_the_way_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_checks, "find_spec", lambda _: None)
+    require_engine(RunConfig())
+    with pytest.raises(ConfigError) as caught:
+        require_engine(config())
+    assert caught.value.exit_code is ExitCode.CONFIG
+    assert "vLLM is not installed here" in caught.value.one_line()
+    assert "make vllm" in caught.value.one_line()
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["engine=sglang", "max_logprob_gap=0", "tensor_parallel_size=0", "gpu_memory_utilization=1.0"],
+)
+def test_values_outside_their_range_are_refused(word: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_config(b"", "my.yaml", [f"rollout.{word}"])

@@ -1,0 +1,170 @@
+"""Run by test_shapes: `shapes_worker.py MODEL DATA ROOT PLAN`, starts of runs, each in ranks of its own.
+
+PLAN is a JSON list of starts, done in order: `run` (a directory of ROOT), `shape` [dp, tp, pp], `stop` (the safe point,
+counted from this start, at which the last rank asks to stop; none: to the end), `config` (changes, as on the command
+line). A run that exists is resumed from its newest checkpoint, in whatever shape, and what was loaded is held to that
+checkpoint, bit for bit.
+
+Ranks are forks of one process that has imported everything: an import of torch and transformers takes longer than
+all else here.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks are forked
+
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.config import load
+from verl_slurm.config.layout import keep_step
+from verl_slurm.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from verl_slurm.dcp.boxes import local_part
+from verl_slurm.dcp.loader import read_whole
+from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.trainer.loop import Loop
+from verl_slurm.trainer.place import Place, process_group
+from verl_slurm.trainer.saving import live_tensors
+from verl_slurm.trainer.setup import build_loop
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.control_page import Request
+
+PROMPTS = 16
+TRAIN = TrainConfig(
+    steps=1,
+    batch_size_per_device=PROMPTS,
+    # The whole step: another number of data-parallel ranks would draw other mini-batches.
+    mini_batch_size_per_device=PROMPTS,
+    micro_batch_size_per_device=2,
+    ppo_epochs=2,
+    lr_schedule="cosine",
+    warmup_steps=1,
+    weight_decay=0.01,
+    entropy_coef=0.01,
+)
+
+
+class Line(NoDaemon):
+    """Asks for a stop at one safe point."""
+
+    def __init__(self, stop: int | None) -> None:
+        self._stop, self._polls = stop, 0
+
+    def request(self) -> Request | None:
+        number, self._polls = self._polls, self._polls + 1
+        return Request(1, True, 0) if self._stop is not None and number >= self._stop else None
+
+
+def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> RunConfig:
+    """PROMPTS prompts a step over all data-parallel ranks."""
+    dp, tp, pp = start["shape"]
+    train = TRAIN
+    for name in ("batch_size_per_device", "mini_batch_size_per_device"):
+        train = msgspec.structs.replace(train, **{name: getattr(TRAIN, name) // dp})
+    config = RunConfig(
+        name=start["run"],
+        run_dir=str(root / start["run"]),
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(root=str(data)),
+        rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=4),
+        train=train,
+        distributed=DistributedConfig(dp_size=dp, tp_size=tp, pp_size=pp, nodes=1, device="cpu"),
+        checkpoint=CheckpointConfig(every_steps=1, keep_last=9),
+    )
+    for key, value in start.get("config", {}).items():
+        section, _, name = key.partition(".")
+        changed = msgspec.structs.replace(getattr(config, section), **{name: value})
+        config = msgspec.structs.replace(config, **{section: changed})
+    return config
+
+
+def prepare(paths: RunPaths, config: RunConfig) -> bytes:
+    """Rank 0: what submit and the daemon do before a start."""
+    private_dir(paths.root)
+    if paths.run_yaml.exists():
+        config = keep_step(load.load_resolved(paths.run_yaml), config)
+    write_file(paths.run_yaml, load.dump(config))
+    epoch = take_epoch(paths, job_id="test", restart=0).epoch
+    return json.dumps([epoch, choose_resume(paths, "auto").name or ""]).encode()
+
+
+def require_loaded(loop: Loop, checkpoint: Path) -> None:
+    """Every bit of every tensor that this rank holds is the one that was saved."""
+    learner: Any = loop._learner
+    for domain, tensors in live_tensors(learner._models, learner._optimizers).items():
+        saved = read_whole(checkpoint, domain)
+        for name, tensor in tensors.items():
+            local, box = local_part(tensor)
+            part = saved[name][tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))]
+            assert torch.equal(local, part), f"{domain}/{name}"
+
+
+def run_rank(config: RunConfig, stop: int | None) -> None:
+    with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
+        paths = RunPaths(config.run_dir)
+        epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config)))
+        line = Line(stop if ranks.rank == ranks.world_size - 1 else None)
+        config = load.load_resolved(paths.run_yaml)
+        loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
+        if resume:
+            ranks.together("comparing", lambda: require_loaded(loop, paths.checkpoints / resume))
+        loop.run()
+
+
+def fork_rank(rank: int, world: int, port: int, config: RunConfig, stop: int | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update(
+            {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        )
+        run_rank(config, stop)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the root of this process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # trainer.__main__ says why
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(model: Path, data: Path, root: Path, plan: list[dict[str, Any]]) -> int:
+    os.umask(0o077)
+    for start in plan:
+        config = config_of(model, data, root, start)
+        world, port = config.distributed.world_size, free_port()
+        pids = [fork_rank(rank, world, port, config, start.get("stop")) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
+            sys.stderr.write(f"{start}: {codes}\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(Path(word) for word in sys.argv[1:4]), json.loads(sys.argv[4])))

@@ -1,0 +1,35 @@
+"""What rank 0 does with the models that do not train before anything else begins."""
+
+from pathlib import Path
+
+from verl_slurm.checkpoint.fingerprint import fingerprint
+from verl_slurm.paths import RunPaths
+from verl_slurm.trainer import setup
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.messages import FromRank, Notice
+
+
+class Line(NoDaemon):
+    """Keeps what the daemon is told."""
+
+    def __init__(self) -> None:
+        self.said: list[FromRank] = []
+
+    def send(self, message: FromRank) -> None:
+        self.said.append(message)
+
+
+def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_new_one(tmp_path: Path) -> None:
+    paths, model, line = RunPaths(tmp_path / "run"), tmp_path / "model", Line()
+    model.mkdir()
+    (model / "config.json").write_bytes(b"{}")
+    seen = fingerprint(model)
+    setup._store(paths, {model: seen}, line)
+    assert line.said == []
+    (paths.frozen / seen.digest / "config.json").write_bytes(b"[]")
+    setup._store(paths, {model: seen}, line)
+    (notice,) = line.said
+    assert isinstance(notice, Notice)
+    assert (notice.topic, notice.loud) == ("frozen", True)
+    assert "it is stored anew" in notice.text
+    assert (paths.frozen / seen.digest / "config.json").read_bytes() == b"{}"

@@ -1,0 +1,73 @@
+"""Whole runs with vLLM as the rollout engine: real ranks, really ended. Each start of the ranks starts vLLM.
+
+The safe points of a process of this configuration, by number: tests/trainer/test_loop.py. Both ranks sample together
+(tensor parallel), from an actor that is sharded over them.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.trainer.test_loop import Runs, _assert_nothing_changed, _replayed
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.config import load
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.quickstart import model as quickstart_model
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="no vLLM here: make vllm, then .venv-vllm/bin/python"
+    ),
+]
+
+
+class VLLMRuns(Runs):
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._model = quickstart_model.build_model(root / "wide", head_dim=32)
+
+    def make_with(self, name: str, *, tensor_parallel: int) -> RunPaths:
+        paths = self.make(name)
+        config = load.load_resolved(paths.run_yaml)
+        rollout = msgspec.structs.replace(config.rollout, engine="vllm", tensor_parallel_size=tensor_parallel)
+        write_file(paths.run_yaml, load.dump(msgspec.structs.replace(config, rollout=rollout)))
+        return paths
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> VLLMRuns:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quickstart_model, "_WARM_STEPS", 20)
+        return VLLMRuns(tmp_path_factory.mktemp("vllm"))
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bits_and_no_token_sampled_twice(runs: VLLMRuns) -> None:
+    undisturbed = runs.make_with("undisturbed", tensor_parallel=2)
+    ended = runs.start(undisturbed)
+    assert ended.code == 0, ended.err
+    paths = runs.make_with("killed", tensor_parallel=2)
+    first = runs.start(paths, script={"rank": 0, "safe_point": 16, "action": "kill"})
+    assert first.code != 0
+    assert choose_resume(paths, "auto").name == "step_000001"
+    # Rank 1's journal is lost: what it sampled must be sampled again, together with a rank that needs nothing.
+    paths.ledger_segment(1, 1).unlink()
+    second = runs.start(paths)
+    assert second.code == 0, second.err
+    assert _replayed(second) >= 2
+    _assert_nothing_changed(paths, undisturbed)
+
+
+def test_a_sync_that_is_lost_ends_the_run_before_it_learns_from_it(runs: VLLMRuns) -> None:
+    """Each rank samples alone here, on the group of both."""
+    paths = runs.make_with("lost", tensor_parallel=1)
+    ended = runs.start(paths, script={"rank": None, "safe_point": 12, "action": "lose_sync"})
+    assert ended.code != 0
+    assert "the rollout engine's log probabilities are not the policy's: step 2 (found a mean" in ended.err
+    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in ended.err
+    assert choose_resume(paths, "auto").name == "step_000001"

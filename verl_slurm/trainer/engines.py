@@ -1,0 +1,68 @@
+"""What samples from the policy: the one interface of the rollout engines, and which one a run has.
+
+An engine holds its own copy of the weights and gets them anew each step (`sync`). The noise of a sample depends on the
+run's seed, the step and the sample alone (`counter_rng`), for every engine alike: so a sample that has to be taken
+again, after an interruption or in another batch, is the same sample.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from verl_slurm.config.rollout_checks import require_engine, sampling_dtype
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.trainer.counter_rng import Purpose
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.rollout import HFRollout
+
+__all__ = ["RolloutEngine", "build_engine"]
+
+
+class RolloutEngine(Protocol):
+    """A sampler. Called by: trainer.step, every rank."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks must call `generate` together; one that needs nothing gives prompts of no rows."""
+
+    def sync(self, actor: nn.Module) -> None:
+        """Take over the actor's weights. Collective where the actor is sharded; once a step."""
+
+    def generate(
+        self,
+        prompts: Batch,
+        step: int,
+        *,
+        temperature: float | None = None,
+        purpose: Purpose = Purpose.SAMPLE_TOKEN,
+    ) -> Batch:
+        """Sample one response for each prompt; arguments, columns and conventions as `HFRollout.generate`."""
+
+
+def build_engine(
+    config: RunConfig, *, eos_id: int, pad_id: int, device: torch.device, ranks: Collective
+) -> RolloutEngine:
+    """The engine that `rollout.engine` names. Collective. Called by: trainer.setup.
+
+    Raises:
+        ConfigError: it is not installed, or cannot sample from this model.
+    """
+    require_engine(config)
+    model = Path(config.model.path)
+    if config.rollout.engine == "hf":
+        return HFRollout(
+            model,
+            config.rollout,
+            seed=config.seed,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            dtype=sampling_dtype(config),
+            device=device,
+        )
+    # Here, for it imports vLLM (seconds, and an extra).
+    from verl_slurm.trainer.vllm_rollout import VLLMRollout
+
+    return VLLMRollout(model, config, eos_id=eos_id, pad_id=pad_id, device=device, ranks=ranks)

@@ -1,0 +1,52 @@
+"""The joint norm of gradients that lie on different meshes and stages."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl_slurm.trainer.parallel.grid import Grid
+
+__all__ = ["clip_over_grid"]
+
+
+def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
+    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
+
+    torch's own is for one mesh; here norms are cut over dp, projections over dp and tp, and layers over stages. So
+    every rank adds up the squares of what only it holds, in float64, and the sums are added in rank order.
+
+    Args:
+        model: this rank's part of it.
+
+    Returns:
+        The same bits on every rank.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    mine = sum(
+        float(torch.linalg.vector_norm(_local(gradient), dtype=torch.float64)) ** 2
+        for gradient in gradients
+        if _counts_here(gradient, grid)
+    )
+    norm = math.sqrt(grid.world.sum([mine])[0])
+    scale = min(max_norm / (norm + 1e-6), 1.0)
+    for gradient in gradients:
+        gradient.mul_(scale)
+    return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _counts_here(gradient: Tensor, grid: Grid) -> bool:
+    """Whether no earlier rank holds the same piece: of what is replicated, the first copy counts."""
+    if not isinstance(gradient, DTensor):
+        return grid.place.tp == grid.place.dp == 0
+    mesh = gradient.device_mesh
+    if "tp" not in (mesh.mesh_dim_names or ()) and grid.place.tp != 0:
+        return False
+    place = mesh.get_coordinate() or ()
+    copies = (index for index, kind in zip(place, gradient.placements, strict=True) if kind.is_replicate())
+    return not any(copies)

@@ -1,0 +1,53 @@
+"""What is done to each decoder layer besides cutting it: FSDP2 with or without mixed precision, and recomputing.
+
+Exact: with `recompute` every number is the one without it, to the bit, for the same operators see the same inputs
+again. To tolerance: mixed precision against float32, by bfloat16's eight bits.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["policy_of", "recompute_layers", "shard_over_data"]
+
+
+def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
+    """FSDP2's policy for `distributed.mixed_precision`.
+
+    With `bfloat16` the shards, the sums of gradients over ranks and all of AdamW stay float32.
+    """
+    if mixed_precision == "none":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, mixed_precision), reduce_dtype=torch.float32)
+
+
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """FSDP2 over a mesh of one axis, a group for each decoder layer and one for the rest. Collective."""
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Let every decoder layer forget what happened inside it until the backward pass. Before `shard_over_data`.
+
+    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). Inside of
+    FSDP2's hooks, so that a layer's parameters are there when it is computed again.
+    """
+    for layer in model.get_submodule("model.layers").children():
+        layer.forward = _forgetting(layer.forward)
+
+
+def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing in a layer draws random numbers, so no generator need be put back.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run

@@ -1,0 +1,43 @@
+"""The whole parameters of a model, however it is cut: what a sampler takes its weights from."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from verl_slurm.trainer.parallel.pipeline import Stage
+
+__all__ = ["whole_parameters"]
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, whole, one after the other, on every rank. Collective, to the end.
+
+    One at a time, so that never more than one whole parameter exists beside the model. A stage's go to the others of
+    its line by broadcast.
+
+    Called by: trainer.models (copy_weights), rollout engines.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without backward leaves some gathered
+    mine = dict(model.named_parameters())
+    if not isinstance(model, Stage):
+        yield from ((name, _whole(parameter)) for name, parameter in mine.items())
+        return
+    like = next(iter(mine.values()))
+    for name, shape, owner in model.directory:
+        if owner == model.line.index:
+            tensor = _whole(mine[name]).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        dist.broadcast(tensor, group=model.line.group, group_src=owner)
+        yield name, tensor
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    plain = parameter.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
