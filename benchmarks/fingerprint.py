@@ -16,13 +16,22 @@ Ratios are medians against the peer's median in the same run; under 1 is faster 
 compared. CPU seconds are counted too (of all processes together): they say little of how well cores are shared, but are
 the same on a busy machine. Targets, for the call: reading at most 1.0 x the peer, an unchanged tree under 1.5 x.
 
-Measured so far only on a busy machine (2 cores, load 9 to 10, 7 and 9 repetitions), the calls; to be repeated on an
-idle one. Of the small files' reading, what is left is Python at each file, on one core: see `data_hash`.
+Where the time of the small files goes, on 2 idle cores: the walk 20 to 30 ms, hashing 77 ms (0.145 s of CPU, 0.05 s of
+it SHA-256; with a second process from `small_files`, because two Python threads take as long as one), the second
+walk and, meanwhile, putting the entries together 25 to 30 ms. Of an unchanged tree: find 29 ms of CPU (the peer's
+find 24 ms: fewer fields), reading the cache 8 ms, half of it the entries, on another core where there is one.
 
-    2 GiB in 20 files       3.33 s against 11.38 s: x 0.29, met
-    20,000 small files      0.72 s against  0.32 s: x 2.26, MISSED (CPU x 0.84; fastest rounds 0.32 and 0.21 s: x 1.53)
-    unchanged, 20           1.3 ms against  3.4 ms: x 0.39, met
-    unchanged, 20,000       0.14 s against 0.085 s: x 1.67, MISSED (CPU x 1.55; fastest rounds 41 and 37 ms: x 1.11)
+Measured so far only on a busy machine (2 cores, load 14 to 15, 3 repetitions), to be repeated on an idle one. There
+the steps of a look, which follow each other, each wait for their turn, while find and the peer's two processes run
+side by side.
+
+    2 GiB in 20 files       5.95 s against 17.1 s: x 0.35, met
+    20,000 small files      0.87 s against 0.61 s: x 1.43, MISSED (CPU x 0.80)
+    unchanged, 20           1.5 ms against 3.6 ms: x 0.42, met
+    unchanged, 20,000       0.14 s against 0.080 s: x 1.75, MISSED (CPU x 1.60)
+
+Tried for the small files, without gain: two or more Python threads; opening relative to a directory (4 % less CPU);
+one buffer with readv instead of read (nothing).
 """
 
 import argparse

@@ -10,6 +10,7 @@ import pytest
 
 from verl_slurm.checkpoint import data_walk, hash_cache
 from verl_slurm.checkpoint import fingerprint as prints
+from verl_slurm.checkpoint.data_hash import Digests
 from verl_slurm.checkpoint.data_tree import FileDigest, sealed
 from verl_slurm.checkpoint.data_walk import Line, glance, line_of, lines_of, parse_line, walk
 from verl_slurm.checkpoint.fingerprint import (
@@ -332,7 +333,7 @@ def test_a_run_reads_all_before_it_records_and_only_what_changed_after_that(
     reads: list[int] = []
     real = prints.hash_files
 
-    def counted(*args: object, **kwargs: object) -> dict[str, FileDigest]:
+    def counted(*args: object, **kwargs: object) -> Digests:
         found = real(*args, **kwargs)  # type: ignore[arg-type]
         reads.append(len(found))
         return found

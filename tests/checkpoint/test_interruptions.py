@@ -123,6 +123,14 @@ def test_measured_saves_are_the_newest_and_only_those_that_make_sense() -> None:
     assert measured_saves(events, 0) == []
 
 
+def test_what_the_nodes_disks_took_says_nothing_of_shared_storage() -> None:
+    events = [
+        event("saved", at, num_bytes=9, seconds=float(at), on_shared=on_shared)
+        for at, on_shared in ((1, True), (2, False))
+    ]
+    assert measured_saves(events, 9) == [(9, 1.0)]
+
+
 kinds = st.sampled_from(["started", "ended", "fenced", "crash", "degraded", "cause", "saved"])
 
 

@@ -66,6 +66,7 @@ from verl_slurm.wire.messages import (
     Progress,
     RankStarted,
     Saved,
+    SavedOnNodes,
     SaveFailed,
     SaveStarted,
     Stopped,
@@ -409,9 +410,11 @@ class _Saves:
         """Nothing to do."""
 
 
-def _at_the_end(tmp_path: Path, saves: _Saves, saved_as: str = "") -> tuple[Loop, _Line]:
+def _at_the_end(
+    tmp_path: Path, saves: _Saves, saved_as: str = "", line: _Line | None = None
+) -> tuple[Loop, _Line]:
     config = RunConfig(train=TrainConfig(steps=STEPS))
-    state, line = fresh_state(config), _Line()
+    state, line = fresh_state(config), line or _Line()
     state.position = Position(STEPS)
     reporter = Reporter(rank=0, line=line, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
     loop = Loop(
@@ -559,6 +562,28 @@ def test_an_end_that_only_the_nodes_disks_have_is_no_end(tmp_path: Path) -> None
     with pytest.raises(FinalSaveFailed, match="not on shared storage: full"):
         loop.run()
     assert [m.on_shared for m in line.messages if isinstance(m, Saved)] == [False]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_copy(
+    tmp_path: Path, stop: bool
+) -> None:
+    class FirstOnNodes(_Saves):
+        def begin(self, state: TrainState, *, tidy: bool, **more: Any) -> Future[SavedCheckpoint]:
+            if more["on_kept"] is not None:
+                more["on_kept"](
+                    SavedCheckpoint(name="step_000002", seconds=0.1, num_bytes=1, on_shared=False)
+                )
+            return super().begin(state, tidy=tidy)
+
+    class Asking(_Line):
+        def request(self) -> Request:
+            return Request(request_id=1, stop=stop, deadline_ns=0)
+
+    loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
+    loop.run()
+    told = [type(m) for m in line.messages]
+    assert told == [SaveStarted, *([SavedOnNodes] if stop else []), Saved, Finished]
 
 
 def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
     """The fingerprint of these entries, sorted."""
-    ordered = dict(sorted(files.items(), key=_path))
-    return Fingerprint(digest=tree_digest(ordered), files=ordered)
+    ordered = sorted(files.items(), key=_path)
+    return Fingerprint(digest=_digest(ordered), files=dict(ordered))
 
 
 def tree_digest(files: Mapping[str, FileDigest]) -> str:
@@ -82,11 +82,12 @@ def tree_digest(files: Mapping[str, FileDigest]) -> str:
     Raises:
         UnicodeEncodeError: a path is no UTF-8.
     """
+    return _digest(sorted(files.items(), key=_path))
+
+
+def _digest(ordered: list[tuple[str, FileDigest]]) -> str:
     # UTF-8 keeps the order of code points, so sorting the text sorts its bytes.
-    lines = [
-        f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n"
-        for path, entry in sorted(files.items(), key=_path)
-    ]
+    lines = [f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n" for path, entry in ordered]
     digest = hashlib.sha256(_HEAD)
     digest.update("".join(lines).encode())
     return digest.hexdigest()

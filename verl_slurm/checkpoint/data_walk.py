@@ -8,17 +8,19 @@ d PATH                                  a directory, the root left out
 
 A line is what the hash cache knows a file by: the same line, the same content. Lines are text, and not tuples,
 because those of a whole tree are then compared at the speed of comparing strings: a tree of 20,000 files
-is walked by `find` in 25 ms, by Python in 35 ms, and each microsecond a file is 20 ms more.
+is walked by `find` in 28 ms (CPU), by Python in 53 ms, and each microsecond a file is 20 ms more.
 """
 
 import os
 import stat
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from verl_slurm.checkpoint.data_tree import Kind
+from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.errors import DataError
 
 __all__ = ["Line", "data_error", "glance", "line_of", "lines_of", "parse_line", "walk"]
@@ -28,7 +30,12 @@ T = TypeVar("T")
 _KINDS: dict[str, Kind] = {"f": "file", "l": "link", "d": "directory"}
 # An absolute path: what is first in a user's PATH need not be GNU's.
 _FIND = "/usr/bin/find"
-_FORMAT = ("-mindepth", "1", "-type", "d", "-printf", r"d %P\0", "-o", "-printf", r"%y %D %i %s %T@ %C@ %P\0")
+# Each is given some of what lies in the root. More of them than this wait for the same disk.
+_MOST_FINDS = 4
+# As many names as surely fit into its arguments: 256 bytes each.
+_MOST_NAMES = 1000
+# What find would take for an option or an operator, were it the first letter of a name.
+_NO_NAME = tuple("-!(),")
 
 
 class Line(NamedTuple):
@@ -91,29 +98,15 @@ def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
         Its lines, each with a NUL after it (of links those of the links themselves: see `lines_of`), or
         None where find is missing or failed. And what `meanwhile` returned.
     """
-    # Not a pipe: find would wait for us as soon as 64 KiB are in it.
-    output = os.memfd_create("verl-slurm-walk", os.MFD_CLOEXEC)
-    try:
+    real = os.path.realpath(root)
+    with ExitStack() as stack:
         try:
-            process = subprocess.Popen(
-                [_FIND, os.path.realpath(root), *_FORMAT],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                env={"LC_ALL": "C"},
-            )
+            finds = [stack.enter_context(_find(real, starts)) for starts in _starts(real)]
         except OSError:
             return None, meanwhile()
-        try:
-            result = meanwhile()
-            code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        return _content(output) if code == 0 else None, result
-    finally:
-        os.close(output)
+        result = meanwhile()
+        said = [find() for find in finds]
+    return None if None in said else b"".join(part for part in said if part), result
 
 
 def lines_of(root: Path, seen: bytes | None) -> list[str] | None:
@@ -147,8 +140,60 @@ def data_error(what: str, where: object, found: object, expected: str) -> DataEr
     )
 
 
+def _starts(root: str) -> list[list[str]]:
+    """The names in `root` that each find starts from, one for each core if there are so many folders; or no names.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    names: list[str] = []
+    num_folders = 0
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if len(names) == _MOST_NAMES or entry.name.startswith(_NO_NAME):
+                return [[]]
+            names.append(entry.name)
+            num_folders += entry.is_dir(follow_symlinks=False)
+    count = min(num_threads(), num_folders, _MOST_FINDS)
+    return [names[at::count] for at in range(count)] if count > 1 else [[]]
+
+
+@contextmanager
+def _find(root: str, starts: list[str]) -> Iterator[Callable[[], bytes | None]]:
+    """A find that runs; the function waits for what it says, None: it failed. Killed if it runs on.
+
+    Args:
+        root: absolute.
+        starts: names in it to start from; none: all.
+    """
+    numbers = "%D %i %s %T@ %C@ "
+    path = r"%p\0" if starts else r"%P\0"
+    argv = [
+        *(_FIND, *(starts or (".", "-mindepth", "1"))),
+        *("-type", "d", "-printf", f"d {path}"),
+        # Files apart from what is left, because `%y` takes a tenth of the time.
+        *("-o", "-type", "f", "-printf", f"f {numbers}{path}"),
+        *("-o", "-printf", f"%y {numbers}{path}"),
+    ]
+    # Not a pipe: find would wait for us as soon as 64 KiB are in it.
+    output = os.memfd_create("verl-slurm-walk", os.MFD_CLOEXEC)
+    try:
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(
+            argv, cwd=root, stdin=null, stdout=output, stderr=null, env={"LC_ALL": "C"}
+        )
+        try:
+            yield lambda: None if process.wait() else _content(output)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    finally:
+        os.close(output)
+
+
 def _content(fd: int) -> bytes:
-    with os.fdopen(os.dup(fd), "rb") as file:
+    with open(fd, "rb", buffering=0, closefd=False) as file:
         file.seek(0)
         return file.read()
 

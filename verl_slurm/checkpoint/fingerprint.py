@@ -18,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint import hash_cache
-from verl_slurm.checkpoint.data_hash import hash_files
+from verl_slurm.checkpoint.data_hash import Digests, hash_files
 from verl_slurm.checkpoint.data_tree import (
     FORMAT,
     Drift,
     FileDigest,
     Fingerprint,
+    Kind,
     drift,
     sealed,
     tree_digest,
@@ -241,8 +242,8 @@ def check_dataset(
 
 
 def _read_tree(
-    root: Path, lines: list[str], known: dict[str, FileDigest], threads: int | None
-) -> tuple[Fingerprint, list[str], int, dict[str, FileDigest]]:
+    root: Path, lines: list[str], known: Digests, threads: int | None
+) -> tuple[Fingerprint, list[str], int, Digests]:
     """Read what is not known, and walk again until a walk shows nothing new.
 
     Returns:
@@ -265,10 +266,15 @@ def _read_tree(
     raise data_error("the data set changes while it is read", root, "files come and go", "files at rest")
 
 
-def _assemble(root: Path, lines: list[str], known: dict[str, FileDigest]) -> Fingerprint | None:
+def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | None:
     """None: there is a line that is not known."""
+    files = {}
     try:
-        files = {_path(line): known[line] for line in lines if not line.startswith("d ")}
+        for line in lines:
+            if not line.startswith("d "):
+                letter, _, _, size, _, _, path = line.split(" ", 6)
+                kind: Kind = "link" if letter == "l" else "file"
+                files[path] = FileDigest(size=int(size), sha256=known[line], kind=kind)
     except KeyError:
         return None
     if not files:

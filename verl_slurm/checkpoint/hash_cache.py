@@ -39,6 +39,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.checkpoint.data_hash import Digests
 from verl_slurm.checkpoint.data_tree import FileDigest, Fingerprint
 from verl_slurm.checkpoint.data_walk import Line, parse_line
 from verl_slurm.checkpoint.mounts import Mount, mount_of, mounts
@@ -82,8 +83,8 @@ class HashCache:
     def lines(self) -> list[str]:
         return self.text.decode("utf-8", "replace").split("\0")[:-1]
 
-    def known(self) -> dict[str, FileDigest]:
-        """Trusted line → digest."""
+    def known(self) -> Digests:
+        """Of the lines that are trusted."""
         found = {}
         for line in self.lines():
             with suppress(ValueError):
@@ -92,7 +93,7 @@ class HashCache:
                     continue
                 digest = self.fingerprint.files.get(entry.path)
                 if digest and (digest.kind, digest.size) == (entry.kind, entry.size):
-                    found[line] = digest
+                    found[line] = digest.sha256
         return found
 
 
@@ -117,12 +118,12 @@ def load(path: Path) -> tuple[HashCache | None, str | None]:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            info = os.fstat(file.fileno())
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            info = os.fstat(fd)
             private = info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o077
             if not stat.S_ISREG(info.st_mode) or not private or info.st_size > MAX_BYTES:
                 raise ValueError(f"mode {info.st_mode:o}, uid {info.st_uid}, {info.st_size} bytes")
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(info.st_size + 1)
         return here(decode(data), mounts()), None
     except FileNotFoundError:
         return None, None

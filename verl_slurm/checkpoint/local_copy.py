@@ -8,6 +8,10 @@ LOCAL/<run>-<8 hex>/<node>/       0700. LOCAL: checkpoint.local_dir; hex: of the
                                   part of that name away
 ```
 
+In a save to both media the parts are committed when every node has its own, whether or not shared storage is done by
+then; rank 0 makes one manifest for both. So a part may be all there is of a checkpoint, beside a staging directory on
+shared storage that nobody will finish: the sweep takes that one, and the part comes home.
+
 The parts of all nodes, laid over one another, are the checkpoint. A part is written as the whole is: fsynced,
 manifest last, renamed. It counts for nothing by itself: what is brought home (`send_home` on each node, then
 `assemble`) becomes a checkpoint only after every byte of it was verified on the shared storage.

@@ -209,6 +209,8 @@ class CheckpointSaver:
 
     def _write_and_commit(self, attempt: "Attempt", plan: "Plan") -> "SavedCheckpoint":
         media = attempt.directories(plan)
+        # Training may be waiting for the copy; what comes now would only take the interpreter from it.
+        self._staging.fence()
         small = self._small_files(attempt, plan.sealing)
         keeping: Future[Kept] | None = None
         if self._second is not None and Medium.LOCAL in media:
