@@ -92,10 +92,13 @@ def write_file(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
-def append_line(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
     """Append one whole line in one write, durably (O_APPEND: two writers never mix on a local disk).
 
     Where a power cut left half a line before, a newline goes first, so that only that half is lost.
+
+    Args:
+        durable: False: whether and when it reaches the disk is the system's business.
 
     Raises:
         OSError: it was not written whole.
@@ -107,7 +110,8 @@ def append_line(path: Path, line: bytes) -> None:
         data = (b"\n" if torn else b"") + line + b"\n"
         if os.write(fd, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         os.close(fd)
 

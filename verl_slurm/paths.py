@@ -5,6 +5,7 @@ RUN/                        0700
   run.yaml                  the resolved config of the first start
   epoch                     fencing token: the incarnation that may write
   events.jsonl              what happened, append-only
+  steps.jsonl               the numbers of every step, append-only (`step_log.py`)
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
@@ -51,6 +52,10 @@ class RunPaths:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def steps(self) -> Path:
+        return self.root / "steps.jsonl"
 
     @property
     def status(self) -> Path:

@@ -18,8 +18,8 @@ from verl_slurm.checkpoint.hash_cache import HashCache, default_path, text_of
 from verl_slurm.checkpoint.hash_cache import save as save_cache
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.load import dump, load
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TrainConfig
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.keys import new_key_file
@@ -82,7 +82,13 @@ def make_run(root: Path) -> RunPaths:
     return paths
 
 
-def save(paths: RunPaths, step: int, value: float = 0.0, fill: Callable[[Path, float], None] = fill) -> Path:
+def save(
+    paths: RunPaths,
+    step: int,
+    value: float = 0.0,
+    fill: Callable[[Path, float], None] = fill,
+    metrics: dict[str, float] | None = None,
+) -> Path:
     staging = begin(paths, step, 0)
     fill(staging.directory, value)
     files = sorted(str(p.relative_to(staging.directory)) for p in staging.directory.rglob("*") if p.is_file())
@@ -100,6 +106,7 @@ def save(paths: RunPaths, step: int, value: float = 0.0, fill: Callable[[Path, f
         files=tuple(seal(staging.directory, files)),
         created_utc="2026-01-01T00:00:00Z",
         save_seconds=0.5,
+        metrics=metrics or msgspec.UNSET,
     )
     return commit(staging, manifest, epoch_check=lambda: None)
 
@@ -122,6 +129,29 @@ def test_the_checkpoints_are_listed_newest_first(run: RunPaths, cli: Cli) -> Non
     assert cli("list", run.root, "--json").json == listed
     table = cli("checkpoints", run.root).out
     assert table.index("step_000002") < table.index("step_000001")
+
+
+def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run: RunPaths, cli: Cli) -> None:
+    for step, value in ((1, 0.25), (2, 0.75), (3, 0.5), (4, None)):
+        save(run, step, metrics={"reward": 0.1} | ({} if value is None else {"eval/reward": value}))
+    assert "eval/reward" not in cli("checkpoints", run.root).out
+    config = msgspec.structs.replace(
+        load(run.run_yaml),
+        checkpoint=CheckpointConfig(keep_best=2),
+        train=TrainConfig(eval_every_steps=1),
+        data=DataConfig(eval_fraction=0.1),
+    )
+    run.run_yaml.write_bytes(dump(config))
+    lines = [line.split() for line in cli("checkpoints", run.root).out.splitlines() if "step_" in line]
+    assert [(line[0], line[3:6]) for line in lines] == [
+        ("step_000004", ["-", "1", "1"]),
+        ("step_000003", ["0.5", "best", "2"]),
+        ("step_000002", ["0.75", "best", "1"]),
+        ("step_000001", ["0.25", "1", "1"]),
+    ]
+    listed = cli("checkpoints", run.root, "--json").json
+    assert [info["best"] for info in listed] == [None, 2, 1, None]
+    assert listed[1]["metrics"] == {"reward": 0.1, "eval/reward": 0.5}
 
 
 def test_verify_says_that_all_is_well(run: RunPaths, cli: Cli) -> None:

@@ -93,3 +93,17 @@ def test_with_a_key_only_what_is_signed_is_good_enough_to_remove_others(
     result = cli("prune", run.root, "--keep-last", 1)
     assert result.code == ExitCode.OK
     assert left(run) == ["step_000060", "step_000070"]
+
+
+def test_the_best_stay_with_their_value_as_the_reason(cli: Cli, run: RunPaths) -> None:
+    save(run, 60, metrics={"eval/reward": 0.5})
+    save(run, 70, metrics={"eval/reward": 0.25})
+    save(run, 80)
+    answer = cli("prune", run.root, "--keep-last", 1, "--keep-best", 1, "--dry-run", "--json").json
+    assert {item["name"]: item["reason"] for item in answer["keep"]} == {
+        "step_000080": "number 1 of the newest 1",
+        "step_000060": "number 1 of the best 1 by eval/reward: 0.5",
+    }
+    reasons = {item["name"]: item["reason"] for item in answer["drop"]}
+    assert reasons["step_000070"].endswith("with eval/reward 0.25 not among the best 1")
+    assert reasons["step_000050"].endswith("without eval/reward")

@@ -137,12 +137,23 @@ def test_a_run_that_has_not_begun_may_change_everything_and_steps_may_always_be_
     assert refuse_changes(config(), looser, Path("/run")) == ["rollout.max_logprob_gap"]
 
 
+def test_how_a_run_is_evaluated_may_change_and_what_is_held_out_may_not() -> None:
+    before = config("data.eval_fraction=0.1")
+    after = config("data.eval_fraction=0.1", "train.eval_every_steps=5", "train.eval_temperature=0.5")
+    assert refuse_changes(before, after, Path("/run")) == ["train.eval_every_steps", "train.eval_temperature"]
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction: 0\.0 -> 0\.1"):
+        refuse_changes(config(), before, Path("/run"))
+
+
 def test_paths_are_made_absolute_and_words_stay() -> None:
-    given = config("model.path=m", "data.root=../d", "model.reward=classifier:r", "name=x")
+    given = config(
+        "model.path=m", "data.root=../d", "data.eval_root=h", "model.reward=classifier:r", "name=x"
+    )
     found = absolute(given, Path("/home/me/work"))
     assert found.model.path == "/home/me/work/m"
     assert found.model.reward == "classifier:/home/me/work/r"
     assert found.data.root == "/home/me/d"
+    assert found.data.eval_root == "/home/me/work/h"
     assert found.run_dir == "/home/me/work/runs/x"
     assert absolute(config(), Path("/")).model.path == "builtin:tiny"
     assert absolute(config(), Path("/")).checkpoint.resume_from == "auto"
@@ -154,6 +165,9 @@ def test_an_existing_run_keeps_the_built_in_it_was_started_with() -> None:
     kept = built_before(config(), config(f"model.path={older}"))
     assert kept.model.path == older
     assert built_before(config(), config("model.path=/my/model")).model.path == "builtin:tiny"
+    older = str(cache_dir().parent / "0123456789ab" / "heldout")
+    now = config("data.eval_root=builtin:arithmetic")
+    assert built_before(now, config(f"data.eval_root={older}")).data.eval_root == older
 
 
 @pytest.mark.parametrize(
@@ -206,10 +220,13 @@ def test_a_built_in_is_built_once_where_the_next_look_finds_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given = config("data.root=builtin:arithmetic")
+    given = config("data.root=builtin:arithmetic", "data.eval_root=builtin:arithmetic")
     assert needs_building(given)
     (cache_dir() / "tiny").mkdir(parents=True)
     assert not needs_building(given)
     built = build_builtins(given)
     assert built.model.path == str(cache_dir() / "tiny")
     assert list(Path(built.data.root).glob("*.jsonl"))
+    assert built.data.eval_root is not None
+    held_out, train = (Path(root) / "sums.jsonl" for root in (built.data.eval_root, built.data.root))
+    assert not set(held_out.read_text().splitlines()) & set(train.read_text().splitlines())

@@ -103,6 +103,7 @@ def test_of_a_new_run_the_size_is_estimated_from_the_model_s_own_files(tmp_path:
         (["checkpoint.keep_last=3"], 0, 4),
         (["checkpoint.keep_last=1"], 0, 3),
         (["checkpoint.keep_last=3", "checkpoint.keep_every=25"], 0, 8),
+        (["checkpoint.keep_last=3", "checkpoint.keep_best=2", "checkpoint.best_metric=reward"], 0, 6),
         (["checkpoint.keep_last=3"], 2, 2),
         (["checkpoint.keep_last=3"], 9, 1),
     ],

@@ -49,6 +49,22 @@ def test_a_save_costs_what_the_steps_beside_it_took_longer() -> None:
     assert run.meter.step_s == 2.0  # the median of 2, 2 and 4
 
 
+def test_an_evaluation_is_no_part_of_a_step_and_no_cost_of_a_save() -> None:
+    run = Run()
+    run.steps(9.0, 2.0)
+    run.meter.leave_out(30.0)
+    run.steps(32.0, 2.0)
+    assert run.meter.step_s == 2.0
+    run.meter.save_began()
+    run.meter.leave_out(30.0)
+    run.steps(32.5)
+    run.meter.save_ended()
+    run.steps(2.0)
+    run.steps(2.0)
+    assert run.meter.save_s == 0.5
+    assert run.meter.step_s == 2.0
+
+
 def test_a_save_that_slows_nothing_costs_nothing_and_never_less() -> None:
     run = Run()
     run.steps(1.0, 2.0)

@@ -41,6 +41,30 @@ def test_files_are_read_by_name_and_prompts_padded_on_the_left(
     assert (batch["prompt_ids"][~batch["prompt_mask"]] == tokenizer.pad_token_id).all()
 
 
+def test_held_out_prompts_never_train_and_are_never_shuffled(
+    root: Path, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    apart = tmp_path_factory.mktemp("apart")
+    (apart / "x.jsonl").write_text('{"prompt": "22=", "answer": "22"}\n{"prompt": "7=", "answer": "7"}\n')
+    config = DataConfig(max_prompt_tokens=8, eval_root=str(apart))
+    train, held_out = (PromptData(root, tokenizer, config, 0, held_out=most) for most in (None, 9))
+    every = torch.arange(4)
+    assert sorted(train.prompts(every)) == ["1=", "333=", "4444=", "55555="]
+    assert len(train) == 4
+    assert sorted(held_out.prompts(torch.arange(2))) == ["22=", "7="]
+    again = PromptData(root, tokenizer, config, 99, held_out=9)  # another seed
+    assert again.prompts(torch.arange(2)) == held_out.prompts(torch.arange(2))
+    assert len(PromptData(root, tokenizer, config, 0, held_out=1)) == 1
+
+
+def test_a_split_that_leaves_nothing_to_train_on_or_to_evaluate_is_refused(
+    root: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for config in (DataConfig(eval_root=str(root)), DataConfig(eval_fraction=1e-9)):
+        with pytest.raises(DataError, match="the split leaves one side empty"):
+            PromptData(root, tokenizer, config, 0)
+
+
 def test_each_epoch_shows_each_prompt_once_in_an_order_of_its_own(
     root: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -1,5 +1,7 @@
 """The state machine of a step: its order, its names, and what has been consumed where."""
 
+from dataclasses import replace
+
 import pytest
 
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
@@ -66,6 +68,22 @@ def test_prompts_consumed_are_exact_at_every_position() -> None:
     assert SHAPE.prompts == 24
     offsets = [rollout_offset(position, SHAPE) for position in _walk(2)]
     assert offsets == [0, 8, 16, *[24] * 8, 32, 40, *[48] * 8]
+
+
+def test_an_evaluation_is_one_place_between_the_last_update_and_the_steps_end() -> None:
+    shape = replace(SHAPE, eval_every=3, total_steps=8)
+    assert [step for step in range(8) if shape.evaluates(step)] == [2, 5, 7]
+    last = Position(2, "update", 3)
+    there = after(last, shape)
+    assert str(there) == "step 2 evaluate 0"
+    assert after(there, shape) == Position(3)
+    assert safe_point(there, shape) == safe_point(last, shape) + 1
+    assert rollout_offset(there, shape) == rollout_offset(Position(3), shape)
+    check_position(there, SHAPE, where="a run whose evaluation was switched off since")
+    with pytest.raises(CheckpointCorrupt):
+        check_position(Position(2, "evaluate", 1), shape, where="here")
+    assert after(Position(3, "update", 3), shape) == Position(4)
+    assert after(last, SHAPE) == Position(3)
 
 
 def test_every_position_has_a_checkpoint_name_that_sorts_like_it() -> None:

@@ -10,7 +10,7 @@ from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.trainer import report
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Saved, SaveFailed
+from verl_slurm.wire.messages import FromRank, Notice, Saved, SaveFailed
 
 pytestmark = pytest.mark.torch
 
@@ -93,6 +93,37 @@ def test_a_directory_for_curves_that_cannot_be_made_stops_nothing(
     reporter.step_done(ROW, TIMINGS)
     reporter.close()
     assert capfd.readouterr().err.count("no curves") == 1
+
+
+def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curves_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[dict[str, float]] = []
+    drawn: list[dict[str, float]] = []
+
+    def log(row: dict[str, float]) -> None:
+        logged.append(row)
+        if len(logged) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Reporter, "_draw", lambda self, curves, step: drawn.append(curves))
+    line = Line([])
+    options: dict[str, Any] = {"total_steps": 2, "tensorboard": tmp_path / "curves", "first_step": 0}
+    reporter = Reporter(rank=0, line=line, log_step=log, **options)
+    for _ in range(3):
+        reporter.step_done(ROW | {"eval/reward": 0.5}, TIMINGS)
+    assert logged == [ROW | {"eval/reward": 0.5} | TIMINGS] * 2
+    assert capfd.readouterr().err.count("no rows in steps.jsonl from here on") == 1
+    assert {"train/reward", "eval/reward", "time/update_s"} <= set(drawn[0])
+    assert len(drawn) == 3
+    reporter.evaluated(ROW | {"eval/reward": 0.5}, 1.25, ", the best so far")
+    (notice,) = line.messages
+    assert isinstance(notice, Notice)
+    assert (notice.topic, notice.loud) == ("evaluation", False)
+    assert notice.text == "step 1: eval/reward 0.5  in 1.2 s, the best so far"
+    Reporter(rank=1, line=line, log_step=log, **options).step_done(ROW, TIMINGS)
+    assert len(logged) == 2
+    reporter.close()
 
 
 def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

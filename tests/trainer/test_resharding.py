@@ -45,11 +45,12 @@ def _saved(ranks: int, position: Position) -> list[RuntimeState]:
         rewards: dict[str, Any] = {}
         if position.phase == "score":
             rewards = {"scores": ids[: 2 * position.index] * 10.0}
-        if position.phase in {"advantage", "update"}:
+        if position.phase in {"advantage", "update", "evaluate"}:
             rewards = {"scores": ids * 10.0}
-        if position.phase == "update":
+        if position.phase in {"update", "evaluate"}:
+            done = shape.updates if position.phase == "evaluate" else position.index
             rewards |= {"advantages": np.stack([ids, ids], axis=1) * 100.0, "returns": ids * 1.0}
-            rewards["updates"] = np.full((position.index, len(UPDATE_METRICS)), float(rank + 1))
+            rewards["updates"] = np.full((done, len(UPDATE_METRICS)), float(rank + 1))
         states.append(
             RuntimeState(
                 rank=rank,
@@ -82,6 +83,7 @@ def _saved(ranks: int, position: Position) -> list[RuntimeState]:
         Position(3, "advantage"),
         Position(3, "update"),
         Position(3, "update", 3),
+        Position(3, "evaluate"),
     ],
     ids=str,
 )

@@ -50,6 +50,13 @@ def test_picked_tokens_follow_the_softmax(temperature: float) -> None:
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 
+def test_without_temperature_the_likeliest_token_is_picked_whatever_the_noise() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
+    tokens, logprobs = pick_tokens(logits, torch.tensor([0.0, 0.999], dtype=torch.float64), 0.0)
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, dim=-1).max(dim=-1).values)
+
+
 def test_the_ends_of_the_unit_interval_pick_possible_tokens() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, 0.0, float("-inf")]]).expand(2, -1)
     tokens, _ = pick_tokens(logits, torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64), 1.0)

@@ -1,10 +1,11 @@
 """What goes after a save. The checkpoints here are manifests without files: whoever reads one finds it broken."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from verl_slurm.checkpoint import apply, verify
@@ -16,13 +17,18 @@ from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import Contents, SavedCheckpoint
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.format import Phase
 from verl_slurm.trainer import saving
+from verl_slurm.trainer.position import Position
 from verl_slurm.trainer.saving import Checkpointer
+from verl_slurm.trainer.state import TrainState, fresh_state
 
 pytestmark = pytest.mark.torch
 
 
-def _commit(paths: RunPaths, step: int, components: Components = ()) -> SavedCheckpoint:
+def _commit(
+    paths: RunPaths, step: int, components: Components = (), metrics: Mapping[str, float] | None = None
+) -> SavedCheckpoint:
     final = private_dir(paths.checkpoint(step))
     manifest = Manifest(
         name=final.name,
@@ -39,6 +45,7 @@ def _commit(paths: RunPaths, step: int, components: Components = ()) -> SavedChe
         components=components,
         created_utc="2026-01-01T00:00:00Z",
         save_seconds=0.1,
+        metrics=dict(metrics or {}) or msgspec.UNSET,
     )
     (final / "manifest.json").write_bytes(render(sealed(manifest)))
     return SavedCheckpoint(name=final.name, seconds=0.1, num_bytes=0)
@@ -54,13 +61,16 @@ class Incarnation:
         *,
         keep_last: int,
         keep_every: int = 0,
+        keep_best: int = 0,
         resumed: str = "",
     ) -> None:
         self._paths, self._patch, self.ledger = paths, patch, _NoLedger()
         paths.root.mkdir(exist_ok=True)
         paths.orchestration.write_bytes(b"{}")
         self._checkpointer = Checkpointer(
-            config=RunConfig(checkpoint=CheckpointConfig(keep_last=keep_last, keep_every=keep_every)),
+            config=RunConfig(
+                checkpoint=CheckpointConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+            ),
             paths=paths,
             shape=_any(),
             rank=0,
@@ -71,12 +81,14 @@ class Incarnation:
             resumed_from=resumed,
         )
 
-    def save(self, step: int) -> list[int]:
-        """Commit and clean up; the steps of what is left."""
+    def save(self, step: int, value: float | None = None, phase: Phase = "step_end") -> list[int]:
+        """Commit and clean up; the steps of what is left. `value`: what the step's evaluation found."""
+        row = {"step": float(step)} | ({} if value is None else {"eval/reward": value})
+        state = TrainState(Position(step, phase), fresh_state(RunConfig()).kl, [row])
         with self._patch.context() as patch:
             patch.setattr(saving, "capture_state", lambda *_, **__: step)
             patch.setattr(Checkpointer, "_texts", lambda *_: {})
-            self._checkpointer.begin(_any(), tidy=True).result()
+            self._checkpointer.begin(state, tidy=True).result()
         return _steps(self._paths)
 
     def save_partial(self, step: int) -> list[int]:
@@ -84,7 +96,7 @@ class Incarnation:
         with self._patch.context() as patch:
             patch.setattr(saving, "capture_state", lambda *_, **__: step)
             patch.setattr(Checkpointer, "_texts", lambda *_: {})
-            self._checkpointer.begin_partial(_any(), ("actor",)).result()
+            self._checkpointer.begin_partial(fresh_state(RunConfig()), ("actor",)).result()
         return _steps(self._paths.partial)
 
 
@@ -109,7 +121,9 @@ class _Commits:
     ) -> Future[SavedCheckpoint]:
         step: Any = contents.runtime
         done: Future[SavedCheckpoint] = Future()
-        done.set_result(_commit(self._paths.partial if components else self._paths, step, components))
+        done.set_result(
+            _commit(self._paths.partial if components else self._paths, step, components, contents.metrics)
+        )
         then(Collective(None), done.result())
         return done
 
@@ -185,6 +199,21 @@ def test_one_in_every_so_many_is_kept_for_ever_and_holds_no_journal_back(
         left = ours.save(step)
     assert left == [4, 8, 9, 10]
     assert ours.ledger.needed_from[-1] == 9
+
+
+def test_the_best_by_the_evaluation_is_kept_and_one_from_the_middle_of_a_step_has_no_value(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Incarnation(paths, monkeypatch, keep_last=2, keep_best=1)
+    values = [0.1, 0.7, None, 0.4, 0.2, None]
+    for step, value in enumerate(values, start=1):
+        left = ours.save(step, value)
+    assert left == [2, 5, 6]
+    assert ours.ledger.needed_from[-1] == 5
+    # Its row is of the step before, and its weights are not.
+    assert ours.save(7, 0.9, "update") == [2, 6, 7]
+    assert ours.save(8) == [2, 7, 8]
+    assert ours.save(9) == [2, 8, 9]
 
 
 def test_partial_checkpoints_are_kept_in_bounds_and_never_counted_among_the_full_ones(

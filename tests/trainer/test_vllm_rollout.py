@@ -16,6 +16,7 @@ import torch
 from verl_slurm.config.schema import DataConfig, DistributedConfig, ModelConfig, RolloutConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError, RolloutMismatch
+from verl_slurm.trainer.counter_rng import Purpose
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
@@ -113,6 +114,24 @@ def test_it_samples_what_the_hugging_face_engine_samples(bench: Bench) -> None:
     lengths = found["response_mask"].sum(dim=1).tolist()
     assert min(lengths) < max(lengths) == TOKENS
     assert not torch.equal(found["response_ids"], bench.vllm.generate(prompts, 4)["response_ids"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_an_evaluation_s_samples_are_those_of_the_hugging_face_engine_too(
+    bench: Bench, temperature: float
+) -> None:
+    prompts = bench.data.batch(100, SIZE)
+    found, other, training = (
+        engine.generate(prompts, 3, temperature=temperature, purpose=purpose)
+        for engine, purpose in (
+            (bench.vllm, Purpose.EVALUATION),
+            (bench.hf, Purpose.EVALUATION),
+            (bench.vllm, Purpose.SAMPLE_TOKEN),
+        )
+    )
+    assert_same(found, other)
+    # Greedy needs no noise, and otherwise it is noise of its own.
+    assert torch.equal(found["response_ids"], training["response_ids"]) == (temperature == 0.0)
 
 
 def test_more_prompts_than_fit_at_once_come_back_in_their_order(bench: Bench) -> None:

@@ -4,6 +4,8 @@ import os
 import stat
 from pathlib import Path
 
+import msgspec
+
 from verl_slurm.checkpoint.format import STAGING_NAME
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.manifest import checkpoint_order
@@ -108,4 +110,5 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo:
         created_utc=manifest.created_utc,
         num_files=len(manifest.files),
         num_bytes=manifest.num_bytes,
+        metrics={} if isinstance(manifest.metrics, msgspec.UnsetType) else manifest.metrics,
     )

@@ -32,6 +32,9 @@ file of more than one chunk that is the digest of its chunks' digests, which fol
 `digest` is the SHA-256 (hex) of the canonical JSON of the other fields: keys sorted, separators `,` and `:`,
 ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
 
+`metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
+a step. They are never encrypted: whoever lists checkpoints must see which is the best, and needs no key for it.
+
 Where a key is set, `encryption` says how the files are sealed (`encryption.py`), and `hmac` signs what
 `digest` is of (`signature.py`); elsewhere neither is there.
 
@@ -116,6 +119,10 @@ _COMPONENT = re.compile(r"[A-Za-z0-9_.=+@\-]{1,255}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_Metrics = Annotated[
+    dict[Annotated[str, msgspec.Meta(min_length=1, max_length=128)], float],
+    msgspec.Meta(min_length=1, max_length=256),
+]
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -163,7 +170,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whole steps done."""
     safe_point: _Count
     """Safe points passed since the end of the last whole step."""
-    phase: Literal["generate", "score", "advantage", "update", "step_end"]
+    phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     epoch: _Count
     """The incarnation that wrote it."""
     parent: str | None
@@ -181,6 +188,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """ISO 8601 with Z."""
     save_seconds: float
     """Until the first medium had it all."""
+    metrics: _Metrics | msgspec.UnsetType = msgspec.UNSET
+    """Reward, losses and so on of the step it ends (`best.metrics_of`)."""
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
     hmac: str | msgspec.UnsetType = msgspec.UNSET

@@ -1,6 +1,6 @@
 """What is known of a checkpoint: plain values, no I/O."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -81,6 +81,7 @@ class CheckpointInfo:
     Attributes:
         step, safe_point: from the name; -1 where it has none.
         num_bytes: of its files by the manifest; 0 without one.
+        metrics: of the step it ends, by name; empty for one from the middle of a step.
         detail: why it has its kind, when that is not `committed`.
     """
 
@@ -96,6 +97,7 @@ class CheckpointInfo:
     created_utc: str | None = None
     num_files: int = 0
     num_bytes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
     detail: str = ""
 
     @property

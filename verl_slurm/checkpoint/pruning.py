@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.best import Best
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.retention import PrunePlan, plan_prune
@@ -46,6 +47,7 @@ def look(
     keep_last: int,
     *,
     keep_every: int = 0,
+    best: Best | None = None,
     protected: Collection[str] = (),
     quarantine_too: bool = False,
     verifier: Callable[[Path], Verdict] = verify,
@@ -53,7 +55,7 @@ def look(
     """Read checkpoints back from the newest on until one is good, and plan with that one alone as good.
 
     Args:
-        keep_last, keep_every, protected: as in `plan_prune`.
+        keep_last, keep_every, best, protected: as in `plan_prune`.
         quarantine_too: what was set aside may go. Only where something good is left: until then it may be all
             that can still be rescued by hand.
 
@@ -82,7 +84,13 @@ def look(
     sizes |= {info.name: _tree_bytes(info.path) for info in aside}
     return Look(
         plan=plan_prune(
-            committed, keep_last, keep_every=keep_every, verified={good}, num_verified=1, protected=protected
+            committed,
+            keep_last,
+            keep_every=keep_every,
+            best=best,
+            verified={good},
+            num_verified=1,
+            protected=protected,
         ),
         good=good,
         bad=tuple(bad),

@@ -9,12 +9,16 @@ plan. Kept are, in this order of reasons:
    yet, and the one before. One on disk it is only where that one was verified for the plan (`verl-slurm prune`);
 3. with `keep_every=K`, for ever: the first at or after each multiple of K. Where saves fall on multiples of K that
    is every K-th step; where they do not (an adaptive cadence, 30 for K=25) it is still one in every K steps;
-4. what is in use.
+4. with `keep_best=N`, the best N by a metric of their step (`best.py`);
+5. what is in use.
+
+A run goes on from those of rules 1 and 2; the others are results.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from verl_slurm.checkpoint.best import Best, rank_best
 from verl_slurm.checkpoint.info import CheckpointInfo
 
 __all__ = ["PrunePlan", "Reasoned", "plan_prune"]
@@ -49,6 +53,7 @@ def plan_prune(
     keep_last: int,
     *,
     keep_every: int = 0,
+    best: Best | None = None,
     verified: Collection[str] | None = None,
     num_verified: int | None = None,
     protected: Collection[str] = (),
@@ -59,6 +64,7 @@ def plan_prune(
         infos: a catalog, in any order; only committed ones are looked at.
         keep_last: at least 1.
         keep_every: 0: none for ever.
+        best: how many stay because of a metric, and which; None: none.
         verified: names that are known to verify; nothing is dropped while there are too few of them.
             None: nothing is known; `apply_prune` makes sure before it drops.
         num_verified: so many of `verified` must be kept before anything older is dropped. Default:
@@ -66,17 +72,20 @@ def plan_prune(
         protected: names that stay whatever happens (one that is being read).
 
     Raises:
-        ValueError: `keep_last` or `num_verified` is below 1 (the newest is never dropped), or `keep_every` below 0.
+        ValueError: `keep_last` or `num_verified` is below 1 (the newest is never dropped), or `keep_every` or
+            `best.keep` below 0.
 
     Called by: trainer.saving after a save, cli.prune.
     """
     needed = keep_last if num_verified is None else num_verified
     if min(keep_last, needed) < 1:
         raise ValueError(f"keep_last is {keep_last} and num_verified {needed}, at least 1")
-    if keep_every < 0:
-        raise ValueError(f"keep_every is {keep_every}, at least 0")
+    if keep_every < 0 or (best is not None and best.keep < 0):
+        raise ValueError(f"keep_every is {keep_every} and best {best}, at least 0")
     committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
     for_ever = _for_ever(committed, keep_every)
+    best = best or Best(keep=0)
+    ranks = rank_best(committed, best)
     keep: list[Reasoned] = []
     drop: list[Reasoned] = []
     working: set[str] = set()
@@ -89,17 +98,33 @@ def plan_prune(
             reason = f"of the newer ones {good} are known to be whole, before that is {needed} nothing goes"
         elif name in for_ever:
             reason = f"the first from step {for_ever[name]} on, one in every {keep_every} is kept for ever"
+        elif name in ranks:
+            rank = ranks[name]
+            reason = f"number {rank.number} of the best {best.keep} by {best.metric}: {rank.value:g}"
         elif name in protected:
             reason = "in use"
         else:
-            kept_for_ever = f" and none of every {keep_every}" if keep_every else ""
-            drop.append(Reasoned(name=name, reason=f"older than the newest {keep_last}{kept_for_ever}"))
+            drop.append(Reasoned(name=name, reason=_why_dropped(info, keep_last, keep_every, best)))
             continue
         if number <= keep_last or (verified is not None and good < needed):
             working.add(name)
         good += verified is not None and name in verified
         keep.append(Reasoned(name=name, reason=reason))
     return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed, working=frozenset(working))
+
+
+def _why_dropped(info: CheckpointInfo, keep_last: int, keep_every: int, best: Best) -> str:
+    words = [f"older than the newest {keep_last}"]
+    if keep_every:
+        words.append(f"none of every {keep_every}")
+    if best.keep:
+        value = info.metrics.get(best.metric)
+        words.append(
+            f"without {best.metric}"
+            if value is None
+            else f"with {best.metric} {value:g} not among the best {best.keep}"
+        )
+    return " and ".join(words)
 
 
 def _for_ever(newest_first: Sequence[CheckpointInfo], keep_every: int) -> dict[str, int]:

@@ -50,11 +50,14 @@ TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
         "critic": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",
     },
     "trainer.scheduler": {
-        "actor": "schedule, warmup_steps, base_lr, step, lr",
-        "critic": "schedule, warmup_steps, base_lr, step, lr",
+        "actor": "schedule, warmup_steps, decay_steps, min_ratio, base_lr, step, lr",
+        "critic": "schedule, warmup_steps, decay_steps, min_ratio, base_lr, step, lr",
     },
     "trainer.sampling": {"noise": "Philox, key (run seed, step, sample id, sample index), counter position"},
-    "trainer.step": {"phases": "generate score advantage update step_end", "micro_batch": "i * world + rank"},
+    "trainer.step": {
+        "phases": "generate score advantage update evaluate step_end",
+        "micro_batch": "i * world + rank",
+    },
 }
 
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (

@@ -2,16 +2,19 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
+
+if TYPE_CHECKING:
+    from verl_slurm.checkpoint.best import Rank
 
 __all__ = ["checkpoints", "compare", "fingerprint", "one_checkpoint", "print_checkpoints", "verify"]
 
@@ -27,28 +30,43 @@ def checkpoints(run: RunPaths, as_json: bool) -> int:
     torn          its writer died before the commit; never used, removed at the next start
     quarantined   did not verify, set aside
     foreign       not a checkpoint of ours
+
+    With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
+    that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
     """
     return print_checkpoints(run, as_json)
 
 
 def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     """The table behind `checkpoints RUN` and `list RUN`."""
+    from verl_slurm.checkpoint.best import Best, rank_best
     from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.config.load import load_resolved
 
     found = list_checkpoints(run)
+    try:
+        best = Best.of(load_resolved(run.run_yaml).checkpoint)
+    except VerlSlurmError:  # of another version: what there is can be listed all the same
+        best = Best(keep=0)
+    places = rank_best(found, best)
     if as_json:
-        render.json_value([asdict(info) | {"path": str(info.path)} for info in found])
+        numbers = {name: place.number for name, place in places.items()}
+        render.json_value(
+            [asdict(info) | {"path": str(info.path), "best": numbers.get(info.name)} for info in found]
+        )
         return ExitCode.OK
     if not found:
         render.line(f"no checkpoints in {run.checkpoints} yet")
         return ExitCode.OK
+    shown = [best.metric] if best.keep else []
     render.table(
-        ["name", "kind", "phase", "epoch", "ranks", "files", "MB", "created", "detail"],
+        ["name", "kind", "phase", *shown, "epoch", "ranks", "files", "MB", "created", "detail"],
         [
             [
                 info.name,
                 info.kind,
                 info.phase or "-",
+                *(_metric_words(info.metrics.get(name), places.get(info.name)) for name in shown),
                 "-" if info.epoch is None else info.epoch,
                 "-" if info.world_size is None else info.world_size,
                 info.num_files,
@@ -60,6 +78,13 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
         ],
     )
     return ExitCode.OK
+
+
+def _metric_words(value: float | None, place: "Rank | None") -> str:
+    if value is None:
+        return "-"
+    mark = "" if place is None else " best" if place.number == 1 else f" best {place.number}"
+    return f"{value:.4g}{mark}"
 
 
 @click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))

@@ -1,6 +1,6 @@
 """`verl-slurm prune`."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -25,6 +25,11 @@ __all__ = ["prune"]
     type=click.IntRange(min=0),
     help="One in every so many steps stays for ever, 0: none. Default: checkpoint.keep_every of the run.",
 )
+@click.option(
+    "--keep-best",
+    type=click.IntRange(min=0),
+    help="The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
+)
 @click.option("--quarantined", is_flag=True, help="Remove what was set aside as damaged, too.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, remove nothing.")
 @json_option
@@ -32,6 +37,7 @@ def prune(
     run: RunPaths,
     keep_last: int | None,
     keep_every: int | None,
+    keep_best: int | None,
     quarantined: bool,
     dry_run: bool,
     as_json: bool,
@@ -50,6 +56,7 @@ def prune(
     verl-slurm prune runs/big --dry-run
     verl-slurm prune runs/big --keep-last 1 --keep-every 1000
     """
+    from verl_slurm.checkpoint.best import Best
     from verl_slurm.checkpoint.pruning import carry_out, look
     from verl_slurm.checkpoint.verify import verify
     from verl_slurm.config.load import load_resolved
@@ -57,10 +64,12 @@ def prune(
 
     config = load_resolved(run.run_yaml).checkpoint
     keys = load_keys(config.encryption)  # what is not signed with them is no reason to remove anything
+    best = Best.of(config)
     found = look(
         run,
         config.keep_last if keep_last is None else keep_last,
         keep_every=config.keep_every if keep_every is None else keep_every,
+        best=best if keep_best is None else replace(best, keep=keep_best),
         protected={Path(config.resume_from or "").name},
         quarantine_too=quarantined,
         verifier=lambda path: verify(path, keys=keys),

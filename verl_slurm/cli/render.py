@@ -13,7 +13,21 @@ import msgspec
 
 from verl_slurm.errors import VerlSlurmError
 
-__all__ = ["Bar", "Progress", "error", "fields", "json_value", "line", "raw_line", "safe", "table", "warning"]
+__all__ = [
+    "Bar",
+    "Progress",
+    "error",
+    "fields",
+    "json_value",
+    "line",
+    "raw_line",
+    "safe",
+    "table",
+    "warning",
+    "width",
+]
+
+_NO_TERMINAL = 240
 
 
 def safe(text: object) -> str:
@@ -59,8 +73,17 @@ def fields(rows: Iterable[tuple[str, object]]) -> None:
         print(f"{name:<{width}}  {value}", flush=True)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table with a header; numbers to the right. Without a terminal it is as wide as it needs to be."""
+def width() -> int:
+    """Characters of a line of the terminal; where there is none, of a table."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _NO_TERMINAL
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_right: bool = False) -> None:
+    """A table with a header; numbers to the right. Without a terminal it is as wide as it needs to be.
+
+    Args:
+        to_the_right: all columns are, for numbers that are text already.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -69,13 +92,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     listed = [list(row) for row in rows]
     for index, name in enumerate(columns):
-        numeric = bool(listed) and all(isinstance(row[index], int | float) for row in listed)
+        numeric = to_the_right or (
+            bool(listed) and all(isinstance(row[index], int | float) for row in listed)
+        )
         view.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in listed:
         view.add_row(*(Text("" if cell is None else safe(cell)) for cell in row))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=240)
+        console = Console(width=_NO_TERMINAL)
     console.print(view)
 
 

@@ -20,13 +20,27 @@ _DEPTH = 3
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
 @click.argument("run", type=RUN)
+@click.option(
+    "--steps",
+    "num_steps",
+    type=click.IntRange(min=0, max=1000),
+    default=5,
+    show_default=True,
+    help="How many of the last steps are shown, 0: none.",
+)
 @json_option
-def status(run: RunPaths, as_json: bool) -> int:
-    """Where RUN stands: its job, step, last good checkpoint, restarts, and why it last stopped.
+def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
+    """Where RUN stands: its job, step, last good checkpoint, restarts, why it last stopped, and its last steps.
 
-    RUN is a run directory, as `submit` printed it.
+    RUN is a run directory, as `submit` printed it. The table has a line for each of the last steps; with --json, a
+    row of `steps` has every number there is of a step: rewards, losses, KL, gradients, learning rates, those of an
+    evaluation (`eval/...`), and seconds, tokens per second and memory.
     """
+    from verl_slurm.cli.steps import steps_table
+    from verl_slurm.step_log import last_steps
+
     facts = _facts(run, ask=True)
+    facts["steps"] = last_steps(run, num_steps) if num_steps else []
     if as_json:
         render.json_value(facts)
         return ExitCode.OK
@@ -53,6 +67,9 @@ def status(run: RunPaths, as_json: bool) -> int:
     elif facts["job_over"]:
         rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
     render.fields(rows)
+    if facts["steps"]:
+        render.line()
+        render.table(*steps_table(facts["steps"], render.width()), to_the_right=True)
     return ExitCode.OK
 
 

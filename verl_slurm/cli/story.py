@@ -9,7 +9,13 @@ from verl_slurm.exit_codes import ExitCode
 __all__ = ["Story", "outcome", "progress", "tell"]
 
 Event = dict[str, Any]
-_PHASES = {"generate": "sampling", "score": "scoring", "advantage": "advantages", "update": "updating"}
+_PHASES = {
+    "generate": "sampling",
+    "score": "scoring",
+    "advantage": "advantages",
+    "update": "updating",
+    "evaluate": "evaluating",
+}
 _COUNTED = ("generate", "update")
 _SHOWN = (("reward", "reward {:.3f}"), ("kl", "kl {:.2g}"), ("tokens_per_second", "{:.0f} tok/s"))
 

@@ -9,6 +9,7 @@ from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.rollout_checks import rollout_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
+from verl_slurm.config.train_checks import train_complaints
 from verl_slurm.errors import ConfigError
 
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
@@ -66,7 +67,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
     parts = (_names, _shape, _batches, rollout_complaints, _times, _cadence, _partial_saves, _keys, _slurm)
     found = [complaint for part in parts for complaint in part(config)]
-    return [*found, *tier_complaints(config.tiers)]
+    return [*found, *train_complaints(config), *tier_complaints(config.tiers)]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:

@@ -54,6 +54,12 @@ class DataConfig(_Section, frozen=True):
     answer_key: str = "answer"
     max_prompt_tokens: Positive = 16
     shuffle: bool = True
+    eval_root: str | None = None
+    """Held-out prompts, a root of the same form (or `builtin:arithmetic`: the sums kept apart). What stands in both
+    does not train."""
+    eval_fraction: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
+    """Instead: the share of the prompts of `root` that is held out, chosen by a hash of each prompt's text. They do not
+    train, whether they are evaluated or not."""
 
 
 class RolloutConfig(_Section, frozen=True):
@@ -92,8 +98,23 @@ class TrainConfig(_Section, frozen=True):
     ppo_epochs: Positive = 2
     actor_lr: PositiveFloat = 1e-3
     critic_lr: PositiveFloat = 1e-3
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
+    """What becomes of both rates behind the warm-up (trainer/schedule.py). `linear` and `cosine` fall until the last
+    step; `inverse_sqrt` falls as 1/sqrt(step), and needs no last step; `wsd` stays, and falls in the last
+    `lr_decay_steps`."""
     warmup_steps: NonNegative = 0
+    """Steps of linear warm-up, in every schedule."""
+    lr_decay_steps: NonNegative = 0
+    """Of `wsd` alone: the steps at the end in which the rate falls."""
+    lr_min_ratio: Fraction = 0.0
+    """The floor, as a share of the rate: what a falling schedule ends at."""
+    eval_every_steps: NonNegative = 0
+    """Evaluate on the held-out prompts (`data.eval_root` or `data.eval_fraction`) behind every so many steps and behind
+    the last. 0: never. It changes no number of the training."""
+    eval_prompts: Positive = 256
+    """At most so many held-out prompts, always the same."""
+    eval_temperature: NonNegativeFloat = 0.0
+    """0: greedy. Else sampled at this temperature, with noise of its own."""
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     clip_ratio: PositiveFloat = 0.2
@@ -199,10 +220,16 @@ class CheckpointConfig(_Section, frozen=True):
     keep_every: NonNegative = 0
     """Besides, for ever: one in every so many steps, the first at or after each multiple. 0: none. Each takes its
     room for good: steps / keep_every checkpoints in the end."""
+    keep_best: NonNegative = 0
+    """Besides, the best so many by `best_metric`, of those that have it (whole steps, with that metric in their row).
+    0: none. With a metric of the evaluation, a step that sets a new best is saved at once."""
+    best_metric: str = "eval/reward"
+    """Any number of a step's row: `eval/reward`, `reward`, `kl`, ... (`verl-slurm status RUN --json` shows a row)."""
+    best_mode: Literal["max", "min"] = "max"
     components: tuple[Literal["actor", "critic"], ...] = ()
     """What a partial save holds, e.g. [actor], to evaluate or export while training goes on. A partial save can be
     exported; it can never be resumed from. So it comes besides the full saves, in RUN/partial, and replaces none of
-    them; `keep_last` and `keep_every` hold there, too. Empty: no partial saves."""
+    them; `keep_last`, `keep_every` and `keep_best` hold there, too. Empty: no partial saves."""
     include_optimizer: bool = False
     """A partial save holds the optimizer state too, that of all that trains. It makes it no more resumable."""
     partial_every_steps: NonNegative = 0

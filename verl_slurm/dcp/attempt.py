@@ -41,10 +41,12 @@ class Contents:
     Attributes:
         runtime: this rank's state. Nobody may change its arrays any more.
         texts: further files by name; those of rank 0 are written, the other ranks' may be empty.
+        metrics: for the manifest, of the step that it ends; rank 0's count.
     """
 
     runtime: RuntimeState
     texts: Mapping[str, bytes]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,5 +193,6 @@ def manifest_of(
         frozen=dict(provenance.frozen),
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - attempt.started, 3),
+        metrics=dict(attempt.contents.metrics) or msgspec.UNSET,
         encryption=msgspec.UNSET if sealing is None else sealing.encryption,
     )

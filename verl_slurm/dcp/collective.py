@@ -6,7 +6,9 @@ fail on one rank alone (a full disk on one node) goes through `together`, so tha
 the same place and none waits for ever in the next collective.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -41,6 +43,9 @@ class Collective:
         group: a CPU process group, or None where there is one process and no process group at all.
     """
 
+    waited_s: float = 0.0
+    """Seconds in `max`, `sum`, `gather` and `share` so far, with what was waited there for slower ranks."""
+
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self._group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -54,11 +59,18 @@ class Collective:
         """The same ranks over a group of their own, for another thread. Collective."""
         return Collective(None if self._group is None else dist.new_group(backend="gloo"))
 
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - began
+
     def max(self, values: Sequence[int]) -> list[int]:
         """The greatest of each value over all ranks."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
         if self._group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+            with self._waiting():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -68,7 +80,8 @@ class Collective:
             return [float(value) for value in tensor.tolist()]
         # Gathered and added in rank order: an all-reduce may choose its order by algorithm and size.
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor, group=self._group)
+        with self._waiting():
+            dist.all_gather(parts, tensor, group=self._group)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -79,13 +92,15 @@ class Collective:
         if self._group is None:
             return [payload]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
+        with self._waiting():
+            dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
         longest = max(int(length.item()) for length in lengths)
         mine = torch.zeros(longest, dtype=torch.uint8)
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(buffers, mine, group=self._group)
+        with self._waiting():
+            dist.all_gather(buffers, mine, group=self._group)
         return [
             buffer[: int(length.item())].numpy().tobytes()
             for buffer, length in zip(buffers, lengths, strict=True)
@@ -96,12 +111,14 @@ class Collective:
         if self._group is None:
             return payload
         length = torch.tensor([len(payload)], dtype=torch.int64)
-        dist.broadcast(length, group=self._group, group_src=source)
+        with self._waiting():
+            dist.broadcast(length, group=self._group, group_src=source)
         data = torch.zeros(int(length.item()), dtype=torch.uint8)
         if self.rank == source and payload:
             data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         if len(data):
-            dist.broadcast(data, group=self._group, group_src=source)
+            with self._waiting():
+                dist.broadcast(data, group=self._group, group_src=source)
         return data.numpy().tobytes()
 
     def together(self, what: str, work: Callable[[], T]) -> T:

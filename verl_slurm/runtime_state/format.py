@@ -102,7 +102,7 @@ __all__ = [
 Arrays = dict[str, "np.ndarray"]
 """Named arrays of one rollout batch or buffer."""
 
-Phase = Literal["generate", "score", "advantage", "update", "step_end"]
+Phase = Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
 
 RUNTIME_STATE_VERSION = 2
 

@@ -87,6 +87,8 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
         model = replace(model, reward=_CLASSIFIER + path(model.reward.removeprefix(_CLASSIFIER)))
     if not data.root.startswith(_BUILTIN):
         data = replace(data, root=path(data.root))
+    if data.eval_root is not None and not data.eval_root.startswith(_BUILTIN):
+        data = replace(data, eval_root=path(data.eval_root))
     wanted = checkpoint.resume_from
     if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
         checkpoint = replace(checkpoint, resume_from=path(wanted))
@@ -103,6 +105,7 @@ def check_names(config: RunConfig) -> None:
     for key, value, prefix, names in (
         ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
         ("data.root", config.data.root, _BUILTIN, BUILTIN_DATA),
+        ("data.eval_root", config.data.eval_root or "", _BUILTIN, BUILTIN_DATA),
         ("model.reward", config.model.reward, "rule:", RULES),
     ):
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
@@ -124,6 +127,10 @@ def build_builtins(config: RunConfig) -> RunConfig:
     replace = msgspec.structs.replace
     if config.data.root.startswith(_BUILTIN):
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
+    held_out = config.data.eval_root
+    if held_out is not None and held_out.startswith(_BUILTIN):
+        beside = Path(_build("data", held_out)).parent / "heldout"  # as `quickstart.data` lays it out
+        config = replace(config, data=replace(config.data, eval_root=str(beside)))
     if config.model.path.startswith(_BUILTIN):
         # A model is there as a whole or not at all; looking costs nothing, the child imports torch.
         there = _built_model(config)
@@ -142,6 +149,9 @@ def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
     base = str(_cache_base()) + os.sep
     if config.data.root.startswith(_BUILTIN) and old.data.root.startswith(base):
         config = replace(config, data=replace(config.data, root=old.data.root))
+    held_out, before = config.data.eval_root or "", old.data.eval_root or ""
+    if held_out.startswith(_BUILTIN) and before.startswith(base):
+        config = replace(config, data=replace(config.data, eval_root=before))
     if config.model.path.startswith(_BUILTIN) and old.model.path.startswith(base):
         config = replace(config, model=replace(config.model, path=old.model.path))
     return config
@@ -172,17 +182,21 @@ def _build(kind: str, spec: str) -> str:
     return lines[-1]
 
 
-def check_data(config: RunConfig) -> None:
+def check_data(config: RunConfig, key: str = "data.root") -> None:
     """At least one `*.jsonl` with something in it, and a first line of each with the two keys as text.
 
     The trainer reads every line; this looks at the first of each file, so that a wrong key costs no
     allocation.
 
+    Args:
+        key: `data.root` or `data.eval_root`.
+
     Raises:
         DataError: missing, empty, unreadable or of another form, with file and line.
     """
-    root, data = Path(config.data.root), config.data
-    remedy = "set data.root to a directory of *.jsonl files"
+    data = config.data
+    root = Path(data.root if key == "data.root" else data.eval_root or "")
+    remedy = f"set {key} to a directory of *.jsonl files"
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"
         raise DataError("no such data directory", where=root, found=found, remedy=remedy)

@@ -33,7 +33,7 @@ __all__ = [
 Cluster = Literal["slurm", "local"]
 
 # What may differ between the submissions of one run: it does not touch what is computed.
-_FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.")
+_FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.", "train.eval_")
 _FREE_KEYS = {"rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a

@@ -45,6 +45,7 @@ def check_written(config: RunConfig) -> None:
         ("run_dir", config.run_dir),
         ("model.path", config.model.path),
         ("data.root", config.data.root),
+        ("data.eval_root", config.data.eval_root or ""),
     ):
         if "$" in text:
             raise ConfigError(
@@ -119,6 +120,9 @@ def check_inputs(config: RunConfig, written: str = "") -> None:
         check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
     if not config.data.root.startswith("builtin:"):
         check_data(config)
+    held_out = config.data.eval_root
+    if held_out is not None and not held_out.startswith("builtin:"):
+        check_data(config, "data.eval_root")
 
 
 def check_run_dir(run_dir: Path) -> None:

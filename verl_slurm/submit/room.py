@@ -78,7 +78,8 @@ def check_room(
     if room.enough is not False:
         return ""
     checkpoint = config.checkpoint
-    for_ever = f" and keep_every={checkpoint.keep_every}" if checkpoint.keep_every else ""
+    besides = [("keep_every", checkpoint.keep_every), ("keep_best", checkpoint.keep_best)]
+    for_ever = "".join(f" and {key}={value}" for key, value in besides if value)
     return (
         f"little room in {checkpoints}: {room.reason}; checkpoint.keep_last={checkpoint.keep_last}{for_ever} "
         f"keep so many, and one more while it is written"
@@ -89,7 +90,7 @@ def num_to_come(config: RunConfig, present: int) -> int:
     """At most so many more checkpoints lie there at once, when `present` do already: at least one. Pure."""
     checkpoint = config.checkpoint
     for_ever = config.train.steps // checkpoint.keep_every if checkpoint.keep_every else 0
-    return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + 1 - present, 1)
+    return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + checkpoint.keep_best + 1 - present, 1)
 
 
 def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:

@@ -32,6 +32,7 @@ class CostMeter:
         self._plain: deque[float] = deque(maxlen=_MEASURED)
         self._beside: list[float] = []
         self._costs: deque[float] = deque(maxlen=_MEASURED)
+        self._left_out_s = 0.0
 
     @property
     def step_s(self) -> float | None:
@@ -48,14 +49,18 @@ class CostMeter:
         now = self._clock()
         if self._mark is not None and step > self._mark[0]:
             count = step - self._mark[0]
-            spent = (now - self._mark[1]) / count
+            spent = max(now - self._mark[1] - self._left_out_s, 0.0) / count
             (self._beside if self._touched else self._plain).extend([spent] * count)
             self._touched = self._under_way
-        self._mark = (step, now)
+        self._mark, self._left_out_s = (step, now), 0.0
         if self._beside and not self._touched:
             if self._plain and self._counts:
                 self._costs.append(max(sum(self._beside) - len(self._beside) * median(self._plain), 0.0))
             self._beside = []
+
+    def leave_out(self, seconds: float) -> None:
+        """Of the step that runs, what only some steps have: an evaluation would be taken for the cost of a save."""
+        self._left_out_s += seconds
 
     def save_began(self, *, counts: bool = True) -> None:
         """From here on steps have a save beside them.

@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     SAMPLE_TOKEN = 1
     DATA_ORDER = 2
     MINI_BATCH_ORDER = 3
+    EVALUATION = 4
 
 
 def _raw(seed: int, purpose: Purpose, counter: Sequence[int], num: int) -> NDArray[np.uint64]:
@@ -35,7 +36,13 @@ def _raw(seed: int, purpose: Purpose, counter: Sequence[int], num: int) -> NDArr
 
 
 def uniforms(
-    seed: int, step: int, sample_ids: Sequence[int], num_tokens: int, *, sample_index: int = 0
+    seed: int,
+    step: int,
+    sample_ids: Sequence[int],
+    num_tokens: int,
+    *,
+    sample_index: int = 0,
+    purpose: Purpose = Purpose.SAMPLE_TOKEN,
 ) -> NDArray[np.float64]:
     """One uniform number in [0, 1) for each sample and token position.
 
@@ -45,14 +52,12 @@ def uniforms(
         sample_ids: global prompt counters, N of them.
         num_tokens: T.
         sample_index: which of several samples of the same prompt.
+        purpose: SAMPLE_TOKEN, or EVALUATION, whose sample ids count other prompts.
 
     Returns:
         float64 [N, T]; row n depends on `sample_ids[n]` alone, column t on the position t alone.
     """
-    rows = [
-        _raw(seed, Purpose.SAMPLE_TOKEN, (step, sample_id, sample_index), num_tokens)
-        for sample_id in sample_ids
-    ]
+    rows = [_raw(seed, purpose, (step, sample_id, sample_index), num_tokens) for sample_id in sample_ids]
     raw = np.stack(rows) if rows else np.zeros((0, num_tokens), dtype=np.uint64)
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

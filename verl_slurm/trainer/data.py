@@ -13,8 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.errors import UNREADABLE, DataError
 from verl_slurm.trainer.counter_rng import Purpose, permutation
+from verl_slurm.trainer.split import Row, Sides, drop_shared, first_by_digest, split_by_digest
 
-__all__ = ["Batch", "PromptData", "load_tokenizer"]
+__all__ = ["Batch", "PromptData", "load_tokenizer", "read_sides"]
 
 Batch = dict[str, torch.Tensor]
 """Column name to CPU tensor; the first dimension is the sample."""
@@ -50,10 +51,10 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_rows(root: Path, config: DataConfig) -> list[tuple[str, str]]:
+def _read_rows(root: Path, config: DataConfig, *, key: str = "data.root") -> list[Row]:
     """All (prompt, answer) of `root/*.jsonl`, by file name, then line."""
     files = sorted(root.glob("*.jsonl"))
-    rows: list[tuple[str, str]] = []
+    rows: list[Row] = []
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             where = f"{file}:{number}"
@@ -83,19 +84,45 @@ def _read_rows(root: Path, config: DataConfig) -> list[tuple[str, str]]:
             where=root,
             found=f"{len(files)} .jsonl files, 0 lines",
             expected="at least one line",
-            remedy="set data.root",
+            remedy=f"set {key}",
         )
     return rows
 
 
+def read_sides(root: Path, config: DataConfig) -> Sides:
+    """What trains, and what is held out (`trainer.split`).
+
+    Raises:
+        DataError: as `PromptData`, for either root; or one of the two sides is empty.
+    """
+    rows = _read_rows(root, config)
+    if config.eval_root is not None:
+        held_out = _read_rows(Path(config.eval_root), config, key="data.eval_root")
+        train = drop_shared(rows, held_out)
+    elif config.eval_fraction:
+        train, held_out = split_by_digest(rows, config.eval_fraction)
+    else:
+        return rows, []
+    if not train or not held_out:
+        raise DataError(
+            "the split leaves one side empty",
+            where=root,
+            found=f"{len(train)} prompts to train on, {len(held_out)} held out",
+            expected="at least one on both sides",
+            remedy="set data.eval_fraction or data.eval_root",
+        )
+    return train, held_out
+
+
 class PromptData:
-    """All prompts of a run.
+    """All prompts of a run that train, or those of its evaluation.
 
     Args:
         root: directory of `*.jsonl`.
         tokenizer: the model's.
         config: names of the keys, longest prompt, whether to shuffle.
         seed: the run's seed; it alone decides the order of every epoch.
+        held_out: at most so many of the held-out prompts, never shuffled; None: those that train.
 
     Raises:
         DataError: no file, no line, a broken line, or a prompt longer than `max_prompt_tokens`
@@ -104,11 +131,20 @@ class PromptData:
     Called by: trainer.__main__ once, trainer.step each step.
     """
 
-    def __init__(self, root: Path, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seed: int) -> None:
-        rows = _read_rows(root, config)
+    def __init__(
+        self,
+        root: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        seed: int,
+        *,
+        held_out: int | None = None,
+    ) -> None:
+        train, rest = read_sides(root, config)
+        rows = train if held_out is None else first_by_digest(rest, held_out)
         self._prompts = [prompt for prompt, _ in rows]
         self._answers = [answer for _, answer in rows]
-        self._seed, self._shuffle = seed, config.shuffle
+        self._seed, self._shuffle = seed, config.shuffle and held_out is None
         self._order: tuple[int, list[int]] = (-1, [])
         length = config.max_prompt_tokens
         encoded: list[list[int]] = tokenizer(self._prompts, add_special_tokens=False)["input_ids"]

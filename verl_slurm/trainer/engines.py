@@ -15,6 +15,7 @@ from torch import nn
 from verl_slurm.config.rollout_checks import check_engine, require_engine, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
+from verl_slurm.trainer.counter_rng import Purpose
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.rollout import HFRollout
 
@@ -31,8 +32,15 @@ class RolloutEngine(Protocol):
     def sync(self, actor: nn.Module) -> None:
         """Take over the actor's weights. Collective where the actor is sharded; once a step."""
 
-    def generate(self, prompts: Batch, step: int) -> Batch:
-        """Sample one response for each prompt; columns and conventions as `HFRollout.generate`."""
+    def generate(
+        self,
+        prompts: Batch,
+        step: int,
+        *,
+        temperature: float | None = None,
+        purpose: Purpose = Purpose.SAMPLE_TOKEN,
+    ) -> Batch:
+        """Sample one response for each prompt; arguments, columns and conventions as `HFRollout.generate`."""
 
 
 def build_engine(

@@ -12,9 +12,11 @@ from functools import partial
 
 import msgspec
 
+from verl_slurm.checkpoint.best import Best, is_new_best
 from verl_slurm.checkpoint.components import partial_domains
 from verl_slurm.checkpoint.notice import Notice
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.train_checks import EVAL_PREFIX
 from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError
@@ -27,6 +29,7 @@ from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopping import Order, Stopper
+from verl_slurm.trainer.timings import step_costs
 
 __all__ = ["Ending", "FinalSaveFailed", "Loop", "SaverLost"]
 
@@ -123,6 +126,9 @@ class Loop:
         state = self._state
         with self._clock.phase(state.position.phase):
             self._learner.work(state)
+        if self._learner.must_stay:
+            self._reporter.at(state.position, self._learner.new_rollouts)
+            return
         following = after(state.position, self._shape)
         metrics: dict[str, float] = {}
         if following.phase == "step_end":
@@ -132,8 +138,20 @@ class Loop:
 
     def _finish_step(self) -> dict[str, float]:
         row = self._learner.finish_step(self._state)
-        timings = self._clock.take(self._learner.new_tokens)
+        timings = step_costs(
+            self._clock.take(self._learner.new_tokens),
+            self._learner.watch.take(),
+            step_s=self._clock.lap(),
+            waited_s=self._learner.take_waited_s(),
+            trained_tokens=self._learner.trained_tokens,
+            memory=self._learner.memory_bytes(),
+        )
         self._reporter.step_done(row, timings)
+        if any(name.startswith(EVAL_PREFIX) for name in row):
+            best = Best.of(self._config.checkpoint)
+            news = ", the best so far" if is_new_best(self._state.history, best) else ""
+            self._pace.evaluated(timings.get("eval_s", 0.0))
+            self._reporter.evaluated(row, timings.get("eval_s", 0.0), news)
         return row | timings
 
     def _is_saved(self) -> bool:
@@ -253,6 +271,7 @@ class _PhaseClock:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._phase, self._since = "", 0.0
+        self._lap = time.perf_counter()
 
     def phase(self, name: str) -> "_PhaseClock":
         # Scoring and advantages are one column for people.
@@ -271,6 +290,13 @@ class _PhaseClock:
         seconds, self._seconds = self._seconds, {}
         timings = {f"{name}_s": seconds.get(name, 0.0) for name in ("generate", "score", "update")}
         spent = timings["generate_s"]
+        if "evaluate" in seconds:
+            timings["eval_s"] = seconds["evaluate"]
         # Replayed rollouts cost no sampling and count for no tokens.
         timings["tokens_per_second"] = new_tokens / spent if new_tokens and spent else 0.0
         return timings
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since this process began to train: a whole step, with all that is no phase."""
+        before, self._lap = self._lap, time.perf_counter()
+        return self._lap - before

@@ -57,7 +57,11 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
         backend=backend,
         shard_map={str(rank): _share(rank, topology, size) for rank in range(shape.world_size)},
         log_paths={"events": "events.jsonl", "ranks": "logs", "tensorboard": "tensorboard"},
-        metric_history={"curves": "tensorboard", "rows": "checkpoints/*/metadata.json: history"},
+        metric_history={
+            "curves": "tensorboard",
+            "steps": "steps.jsonl",
+            "rows": "checkpoints/*/metadata.json: history",
+        },
     )
 
 

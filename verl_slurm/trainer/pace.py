@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from verl_slurm.checkpoint.best import Best, is_new_best
 from verl_slurm.checkpoint.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
 from verl_slurm.checkpoint.interruptions import (
     Interruptions,
@@ -87,7 +88,7 @@ class Pace:
         if position.phase != "step_end" or position.step == 0:
             return Due(save=False, reason="in the midst of a step")
         self._meter.step_end(position.step)
-        return decide(
+        due = decide(
             self._config.checkpoint,
             step=position.step,
             total_steps=self._config.train.steps,
@@ -95,6 +96,14 @@ class Pace:
             interval=self._plan(state),
             under_way=self._saving,
         )
+        best = Best.of(self._config.checkpoint)
+        if not due.save and is_new_best(state.history, best):
+            return Due(save=True, reason=f"the best {best.metric} so far: {state.history[-1][best.metric]:g}")
+        return due
+
+    def evaluated(self, seconds: float) -> None:
+        """The step that ends was evaluated, too, which took so long."""
+        self._meter.leave_out(seconds)
 
     def partial_due(self, state: TrainState) -> Due:
         """The same for a partial save, where no full one is made."""

@@ -6,12 +6,16 @@ step_end(k)       k whole steps are done                                        
   └▶ score(i)     reward, reference, old policy, values    S micro-batches        G .. G+S-1
   └▶ advantage    KL penalty, GAE, whitening over all ranks                       G+S
   └▶ update(u)    one optimizer update of actor and critic U of them              G+S+1 .. G+S+U
+  └▶ evaluate     on the held-out prompts, where it is due                        G+S+U+1
   └▶ step_end(k+1)
 ```
 
 A position names what comes NEXT. Between two positions lies a safe point: everything that was done is in
 the state, and a run that starts from a position does exactly what one that arrives there would do.
 `step_end(k)` and `generate(0)` of the same k are the same place; the first is the name that is saved.
+
+An evaluation is one place, for the training stands still meanwhile: a run that is stopped in the middle of one is saved
+before it, and does all of it again. The numbers are the same, and no other number depends on them.
 """
 
 from dataclasses import dataclass, replace
@@ -58,6 +62,10 @@ class StepShape:
     """Data-parallel ranks: those that have prompts of their own."""
     prompts_per_generation: int
     """Prompts of one generation micro-batch on one of them."""
+    eval_every: int = 0
+    """Steps from one evaluation to the next; 0: there is none."""
+    total_steps: int = 0
+    """Steps of the run; the last one is evaluated, too."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "StepShape":
@@ -69,6 +77,8 @@ class StepShape:
             updates=train.ppo_epochs * (train.batch_size_per_device // train.mini_batch_size_per_device),
             dp_size=config.distributed.dp_size,
             prompts_per_generation=rollout.micro_batch_size_per_device,
+            eval_every=train.eval_every_steps,
+            total_steps=train.steps,
         )
 
     @property
@@ -85,8 +95,14 @@ class StepShape:
                 return self.scores
             case "update":
                 return self.updates
-            case "advantage" | "step_end":
+            case "advantage" | "evaluate" | "step_end":
                 return 1
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the running step, the `step`-th from 0, ends with an evaluation."""
+        if not self.eval_every:
+            return False
+        return (step + 1) % self.eval_every == 0 or step + 1 == self.total_steps
 
 
 def after(position: Position, shape: StepShape) -> Position:
@@ -103,7 +119,9 @@ def after(position: Position, shape: StepShape) -> Position:
             return Position(position.step, "advantage")
         case "advantage":
             return Position(position.step, "update")
-        case "update":
+        case "update" if shape.evaluates(position.step):
+            return Position(position.step, "evaluate")
+        case "update" | "evaluate":
             return Position(position.step + 1, "step_end")
 
 
@@ -115,6 +133,7 @@ def safe_point(position: Position, shape: StepShape) -> int:
         "score": shape.generations,
         "advantage": shape.generations + shape.scores,
         "update": shape.generations + shape.scores + 1,
+        "evaluate": shape.generations + shape.scores + 1 + shape.updates,
     }
     return before[position.phase] + position.index
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_slurm.checkpoint.notice import Notice
+from verl_slurm.config.train_checks import EVAL_PREFIX
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
@@ -47,15 +48,24 @@ class Reporter:
         tensorboard: where rank 0 writes its curves.
         first_step: whole steps done at the start. Curves of an earlier life from there on are purged: they
             show steps that are done again.
+        log_step: writes a step's row into `steps.jsonl`; None: nobody does.
     """
 
     def __init__(
-        self, *, rank: int, line: RankLine, total_steps: int, tensorboard: Path, first_step: int
+        self,
+        *,
+        rank: int,
+        line: RankLine,
+        total_steps: int,
+        tensorboard: Path,
+        first_step: int,
+        log_step: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self._rank, self._line, self._total_steps = rank, line, total_steps
         self._safe_points = 0
         self._step, self._stall_s = first_step, 0.0
         self._num_failed = 0
+        self._log = log_step if rank == 0 else None
         self._writer: tb.SummaryWriter | None = None
         if rank == 0:
             self._curves(lambda: self._open_curves(tensorboard, first_step))
@@ -78,11 +88,22 @@ class Reporter:
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
         """A step is finished: the line and the curves, from rank 0."""
         self.say(progress_line(row, timings, self._total_steps))
-        curves = {f"train/{name}": value for name, value in row.items() if name != "step"}
+        self._log_step(row | timings)
+        curves = {
+            name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
+        }
         curves |= {f"time/{name}": value for name, value in timings.items()}
         curves["save/stall_s"], self._stall_s = self._stall_s, 0.0
         self._step = int(row["step"])
         self._curves(lambda: self._draw(curves, self._step))
+
+    def evaluated(self, row: dict[str, float], seconds: float, news: str) -> None:
+        """A step's row has the numbers of an evaluation: one line for the log and the journal."""
+        found = "  ".join(
+            f"{name} {value:.4g}" for name, value in row.items() if name.startswith(EVAL_PREFIX)
+        )
+        text = f"step {row['step']:.0f}: {found}  in {seconds:.1f} s{news}"
+        self.notice(Notice(topic="evaluation", text=text, loud=False))
 
     def stalled(self, seconds: float) -> None:
         """Training waited for a save: a copy that was not done, or a save before that was still being written."""
@@ -173,6 +194,15 @@ class Reporter:
         for name, value in curves.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def _log_step(self, row: dict[str, float]) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log(row)
+        except OSError as error:
+            self._log = None
+            self.complain(f"no rows in steps.jsonl from here on: {error}")
 
     def _curves(self, work: Callable[[], None]) -> None:
         """Do `work` on the curves; after its first failure there are no more of them in this process."""

@@ -100,7 +100,7 @@ def check_manifest(
 
     Raises:
         ConfigError: the checkpoint is of another shape, and of another step.
-        DataError: a frozen model has changed.
+        DataError: a frozen model, or what is held out, has changed.
         KeyRefused: it needs a key that is not there.
     """
     reader = CheckpointReader(directory, keys)
@@ -112,11 +112,11 @@ def check_manifest(
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
         raise DataError(
-            f"a frozen model is not the one the run started with: {', '.join(changed)}",
+            f"what does not train is not what the run started with: {', '.join(changed)}",
             where=directory,
             found=", ".join(frozen.get(role, "none") for role in changed),
             expected=", ".join(manifest.frozen.get(role, "none") for role in changed),
-            remedy="put the former model back (RUN/frozen has it by digest), or start a new run",
+            remedy="put it back as it was (RUN/frozen has the models by digest), or start a new run",
         )
     return manifest
 

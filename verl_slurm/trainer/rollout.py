@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from verl_slurm.config.schema import RolloutConfig
-from verl_slurm.trainer.counter_rng import uniforms
+from verl_slurm.trainer.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import copy_weights, load_causal_lm
 
@@ -45,11 +45,15 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     Args:
         logits: float32 [N, V].
         uniform: float64 [N], in [0, 1).
-        temperature: above 0.
+        temperature: 0 is greedy, and the log probabilities are those of temperature 1.
 
     Returns:
         tokens int64 [N] and their log probabilities float32 [N] under that same distribution.
     """
+    if not temperature:
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        best = logprobs.argmax(dim=-1, keepdim=True)
+        return best.squeeze(-1), logprobs.gather(-1, best).squeeze(-1)
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     # float64: in float32 the sum of 150,000 probabilities would round whole tail tokens away.
     cdf = _running_sum(logprobs.double().exp())
@@ -116,12 +120,21 @@ class HFRollout:
         copy_weights(actor, self._model)
 
     @torch.no_grad()
-    def generate(self, prompts: Batch, step: int) -> Batch:
+    def generate(
+        self,
+        prompts: Batch,
+        step: int,
+        *,
+        temperature: float | None = None,
+        purpose: Purpose = Purpose.SAMPLE_TOKEN,
+    ) -> Batch:
         """Sample one response for each prompt. Not collective: ranks may call it any number of times.
 
         Args:
             prompts: sample_id [N], prompt_ids [N, P], prompt_mask [N, P], from `PromptData.batch`.
             step: the training step; part of the noise's name.
+            temperature: 0: greedy. None: the configuration's.
+            purpose: what the noise is for.
 
         Returns:
             The prompts' columns and response_ids int64 [N, T] (right-padded), response_mask bool [N, T]
@@ -131,8 +144,10 @@ class HFRollout:
         num, length = prompts["prompt_ids"].shape
         num_tokens = self._config.max_new_tokens
         device = next(self._model.parameters()).device
-        noise = torch.from_numpy(uniforms(self._seed, step, prompts["sample_id"].tolist(), num_tokens))
-        sampler = _CounterSampler(noise.to(device), self._config.temperature)
+        ids: list[int] = prompts["sample_id"].tolist()
+        noise = torch.from_numpy(uniforms(self._seed, step, ids, num_tokens, purpose=purpose))
+        heat = self._config.temperature if temperature is None else temperature
+        sampler = _CounterSampler(noise.to(device), heat)
         output: Tensor = self._model.generate(
             input_ids=prompts["prompt_ids"].to(device),
             attention_mask=prompts["prompt_mask"].long().to(device),

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 import msgspec
 
 from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.best import Best, metrics_of
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
@@ -97,6 +98,7 @@ class Checkpointer:
         contents = Contents(
             runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
+            metrics=_metrics(state),
         )
         then = self._tidy if tidy else self._remember
         return self._saver.begin(contents, then, seconds_left=seconds_left, on_kept=on_kept)
@@ -106,6 +108,7 @@ class Checkpointer:
         contents = Contents(
             runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
+            metrics=_metrics(state),
         )
         return self._saver.begin(contents, self._tidy_partial, components=components)
 
@@ -141,7 +144,12 @@ class Checkpointer:
         def prune() -> bytes:
             found = list_checkpoints(paths, partial=True)
             plan = plan_prune(
-                found, config.keep_last, keep_every=config.keep_every, verified={done.name}, num_verified=1
+                found,
+                config.keep_last,
+                keep_every=config.keep_every,
+                best=Best.of(config),
+                verified={done.name},
+                num_verified=1,
             )
             apply_prune(paths, plan, verifier=lambda path: verify(path, keys=self._keys))
             return b""
@@ -162,6 +170,7 @@ class Checkpointer:
             list_checkpoints(self._paths),
             self._config.checkpoint.keep_last,
             keep_every=self._config.checkpoint.keep_every,
+            best=Best.of(self._config.checkpoint),
             verified=self._assured,
             num_verified=_ASSURED_KEPT,
         )
@@ -190,6 +199,12 @@ class Checkpointer:
             "orchestration.json": self._orchestration,
             SCHEMA_VERSION: render_schema(self._schema),
         }
+
+
+def _metrics(state: TrainState) -> dict[str, float]:
+    """Of the step that has just ended; the weights in the middle of one are not those that the last row is of."""
+    whole = state.position.phase == "step_end" and bool(state.history)
+    return metrics_of(state.history[-1]) if whole else {}
 
 
 def _json(value: object) -> bytes:

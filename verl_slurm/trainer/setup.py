@@ -5,6 +5,7 @@ that all refuse together or none.
 """
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,9 +28,11 @@ from verl_slurm.fence import require_epoch
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.step_log import append_step
 from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.engines import build_engine
+from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.orchestration import check_or_write, describe, topology_of
@@ -120,6 +123,20 @@ def build_loop(
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
     reward = build_reward(config.model.reward, device=device)
+    evaluator = None
+    if config.train.eval_every_steps:
+        evaluator = Evaluator(
+            data=PromptData(
+                data_root, tokenizer, config.data, config.seed, held_out=config.train.eval_prompts
+            ),
+            sampler=sampler,
+            tokenizer=tokenizer,
+            reward=reward,
+            size=config.rollout.micro_batch_size_per_device,
+            temperature=config.train.eval_temperature,
+            ranks=ranks,
+            eos_id=int(tokenizer.eos_token_id),
+        )
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     state = fresh_state(config)
@@ -135,6 +152,7 @@ def build_loop(
         total_steps=config.train.steps,
         tensorboard=paths.tensorboard,
         first_step=state.position.step,
+        log_step=partial(append_step, paths, epoch),
     )
     foreign = None if ours else directory
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
@@ -177,6 +195,7 @@ def build_loop(
             grid=grid,
             ledger=ledger,
             replay=replay,
+            evaluator=evaluator,
         ),
         checkpointer=Checkpointer(
             config=config,
@@ -230,6 +249,8 @@ def _first_look(
     if config.checkpoint.store_frozen:
         _store(paths, {path: seen[role] for role, path in models.items()}, line)
     frozen = {role: found.digest for role, found in seen.items()}
+    if config.data.eval_root is not None:  # decides what does not train
+        frozen["eval_data"] = fingerprint(config.data.eval_root).digest
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     check_or_write(paths, describe(config, data_root, data, backend))
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))

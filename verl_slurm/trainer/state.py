@@ -150,7 +150,7 @@ def _check_rows(
 ) -> None:
     """Hold the number of rows of every buffer to what the position says must be there."""
     batch = shape.generations * shape.prompts_per_generation
-    past = ("generate", "score", "advantage", "update").index
+    past = ("generate", "score", "advantage", "update", "evaluate").index
     at = -1 if position.phase == "step_end" else past(position.phase)
     done = position.index
 

@@ -19,10 +19,13 @@ from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
+from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.engines import RolloutEngine
+from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
+from verl_slurm.trainer.measures import step_measures
 from verl_slurm.trainer.models import (
     Models,
     clip_gradients,
@@ -40,6 +43,7 @@ from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 from verl_slurm.trainer.schedule import learning_rate
 from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
+from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
 
 __all__ = ["Learner", "Optimizers"]
 
@@ -61,6 +65,7 @@ class Learner:
     Args:
         replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
         ledger: takes each fresh micro-batch.
+        evaluator: None: this run is never evaluated.
 
     Called by: trainer.loop.
     """
@@ -79,6 +84,7 @@ class Learner:
         grid: Grid,
         ledger: Ledger,
         replay: dict[tuple[int, int], Arrays],
+        evaluator: Evaluator | None = None,
     ) -> None:
         self._config, self._shape, self._grid = config, shape, grid
         # Of the ranks that differ in their rows only: whatever is summed is summed over these.
@@ -86,12 +92,28 @@ class Learner:
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
         self._ledger, self._replay = ledger, replay
+        self._evaluator = evaluator
         self._synced_step = -1
+        self.watch = Stopwatch(_device(models.actor))
+        """Seconds of the running step's updates and of what it communicates."""
+        watch_collectives((models.actor, models.critic, models.reference), self.watch)
         self.new_rollouts = 0
         """Responses sampled, not replayed, by this process's replica; 0 where another rank counts for it."""
         self._my_tokens = 0
         self.new_tokens = 0
         """Response tokens sampled, not replayed, in the step that was finished last, over all ranks."""
+        self._waited_s = grid.waited_s
+        self.trained_tokens = 0
+        """Response tokens that the actor was updated on in that step, over all ranks and epochs."""
+
+    def take_waited_s(self) -> float:
+        """Seconds in small collectives since the last time this was asked."""
+        before, self._waited_s = self._waited_s, self._grid.waited_s
+        return self._waited_s - before
+
+    def memory_bytes(self) -> int:
+        """The most memory of the device, or of the process, so far."""
+        return memory_bytes(_device(self._models.actor))
 
     def work(self, state: TrainState) -> None:
         """Do what `state.position` names. The position itself is moved on by the loop."""
@@ -104,6 +126,8 @@ class Learner:
                 self._estimate(state)
             case "update":
                 self._update(state)
+            case "evaluate":
+                self._evaluate(state)
 
     # ---- generate
 
@@ -115,7 +139,8 @@ class Learner:
         batch = self._replica.found(lambda: self._replayed(position.step, micro_batch, prompts))
         # The sampler gets its weights once a step, and not at all where every rank finds all in the ledger.
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
-            self._sampler.sync(self._models.actor)
+            with self.watch.span(COMMUNICATION):
+                self._sampler.sync(self._models.actor)
             self._synced_step = position.step
         if batch is not None and self._sampler.collective:
             self._sampler.generate(_rows(prompts, slice(0)), position.step)  # others of our group may sample
@@ -203,6 +228,7 @@ class Learner:
         tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
         sums = dict.fromkeys(UPDATE_METRICS, 0.0)
         self._passes(batch, tokens, sums)
+        self.watch.start()
         for role, model, optimizer, base in (
             ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
             ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
@@ -212,6 +238,7 @@ class Learner:
                 group["lr"] = learning_rate(base, train, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            self.watch.lap(f"{role}_update_s")
         buffers.updates.append(self._replica.told_numbers([sums[name] for name in UPDATE_METRICS]))
 
     def _passes(self, batch: Batch, tokens: float, sums: dict[str, float]) -> None:
@@ -232,8 +259,10 @@ class Learner:
             piece = _rows(batch, rows)
             return _counted(self._value_terms(read_values(logits, piece), piece, tokens), sums)
 
-        for model, loss_of in ((actor, policy), (critic, value)):
+        self.watch.start()
+        for role, model, loss_of in (("actor", actor, policy), ("critic", critic, value)):
             run_passes(model, passage(batch, _device(model)), size, loss_of)
+            self.watch.lap(f"{role}_update_s")
 
     def _policy_terms(self, logprobs: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
         """The actor's loss over a micro-batch, and its share of the metrics."""
@@ -266,6 +295,25 @@ class Learner:
         )
         return value.loss, {"value_loss": value.loss, "value_clip": value.clip_fraction}
 
+    # ---- evaluate
+
+    @property
+    def must_stay(self) -> bool:
+        """An evaluation is half done: the position is not to be moved on yet. The same on every rank."""
+        return self._evaluator is not None and not self._evaluator.finished
+
+    def _evaluate(self, state: TrainState) -> None:
+        """One piece of it. Nothing of it is in the state before the step ends."""
+        step, evaluator = state.position.step, self._evaluator
+        if evaluator is None:
+            return  # switched off since this position was saved
+        if not evaluator.begun(step):
+            with self.watch.span(COMMUNICATION):
+                self._sampler.sync(self._models.actor)
+            self._synced_step = step + 1  # the next step samples with the same weights
+            evaluator.begin(step)
+        evaluator.piece()
+
     # ---- the end of a step
 
     def finish_step(self, state: TrainState) -> dict[str, float]:
@@ -291,6 +339,7 @@ class Learner:
         ]
         samples, score, kl_sum, tokens, gap_sum, fresh, *means = self._ranks.sum([float(x) for x in mine])
         self.new_tokens, self._my_tokens = int(fresh), 0
+        self.trained_tokens = int(tokens) * self._config.train.ppo_epochs
         rate = learning_rate(self._config.train.actor_lr, self._config.train, state.position.step)
         row = {
             "step": float(state.position.step + 1),
@@ -301,8 +350,14 @@ class Learner:
             "sampler_gap": gap_sum / tokens,
             "learning_rate": rate,
         }
+        row |= step_measures(scored, buffers.estimates, mask, self._ranks)
         for name, total in zip(UPDATE_METRICS, means, strict=True):
             row[name] = total / self._ranks.world_size
+        if "explained_variance" in row:  # there is a critic
+            train = self._config.train
+            row["critic_learning_rate"] = learning_rate(train.critic_lr, train, state.position.step)
+        if self._evaluator is not None:
+            row |= self._evaluator.take()
         state.kl = state.kl.update(row["kl"])
         state.buffers = type(buffers)()
         state.remember(row)

@@ -30,7 +30,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError
 from verl_slurm.trainer import rng
-from verl_slurm.trainer.counter_rng import uniforms
+from verl_slurm.trainer.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.weights import whole_parameters
 
@@ -133,17 +133,26 @@ class VLLMRollout:
                 pass
 
     @torch.no_grad()
-    def generate(self, prompts: Batch, step: int) -> Batch:
-        """As `HFRollout.generate`. Collective if `collective` says so."""
-        num_tokens = self._config.rollout.max_new_tokens
-        noise = uniforms(self._config.seed, step, prompts["sample_id"].tolist(), num_tokens).tolist()
+    def generate(
+        self,
+        prompts: Batch,
+        step: int,
+        *,
+        temperature: float | None = None,
+        purpose: Purpose = Purpose.SAMPLE_TOKEN,
+    ) -> Batch:
+        """As `HFRollout.generate`. Collective if `collective` says so; then with the same options on all ranks."""
+        rollout = self._config.rollout
+        num_tokens = rollout.max_new_tokens
+        ids: list[int] = prompts["sample_id"].tolist()
+        noise = uniforms(self._config.seed, step, ids, num_tokens, purpose=purpose).tolist()
         mine = [
             _Asked(ids[mask].tolist(), row)
             for ids, mask, row in zip(
                 prompts["prompt_ids"], prompts["prompt_mask"].bool(), noise, strict=True
             )
         ]
-        made = self._of_group(mine)
+        made = self._of_group(mine, rollout.temperature if temperature is None else temperature)
         response = torch.full((len(mine), num_tokens), self._pad_id, dtype=torch.int64)
         response_mask = torch.zeros((len(mine), num_tokens), dtype=torch.bool)
         logprobs = torch.zeros((len(mine), num_tokens), dtype=torch.float32)
@@ -153,29 +162,28 @@ class VLLMRollout:
             logprobs[row, : len(tokens)] = torch.tensor(its_logprobs)
         return {**prompts, "response_ids": response, "response_mask": response_mask, "logprobs": logprobs}
 
-    def _of_group(self, mine: list[_Asked]) -> list[_Made]:
+    def _of_group(self, mine: list[_Asked], temperature: float) -> list[_Made]:
         """Work on what each rank of our tensor-parallel group wants, one after the other; what is ours of it.
 
         One after the other, so that a micro-batch is always computed by itself: after an interruption the journal has
         some of the group's micro-batches and not others, and kernels may round by the size of a batch.
         """
         if self._group_size == 1:
-            return self._sample(mine)
+            return self._sample(mine, temperature)
         everybody = self._ranks.gather(msgspec.msgpack.encode(mine))
         start = self._ranks.rank // self._group_size * self._group_size
         made = [
-            self._sample(msgspec.msgpack.decode(part, type=list[_Asked]))
+            self._sample(msgspec.msgpack.decode(part, type=list[_Asked]), temperature)
             for part in everybody[start : start + self._group_size]
         ]
         return made[self._ranks.rank - start]
 
-    def _sample(self, asked: list[_Asked]) -> list[_Made]:
+    def _sample(self, asked: list[_Asked], temperature: float) -> list[_Made]:
         """Tokens and their log probabilities, in the order asked."""
         from verl_slurm.trainer.vllm_sampler import request
 
         if not asked:
             return []
-        temperature = self._config.rollout.temperature
         with self._manner():
             outputs = self._llm.generate(
                 [{"prompt_token_ids": one.prompt} for one in asked],

@@ -30,7 +30,7 @@ def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingP
 
     Args:
         uniforms: one in [0, 1) for each token that the response may have.
-        temperature: above 0.
+        temperature: 0: greedy.
         eos_id: ends the response, and is part of it.
     """
     return SamplingParams(

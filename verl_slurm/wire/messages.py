@@ -133,7 +133,7 @@ class Progress(_Message, frozen=True, kw_only=True):
 
     rank: int
     step: int
-    phase: Literal["generate", "score", "advantage", "update", "step_end"]
+    phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     index: int
     safe_points: int
     """Safe points passed since the start of this generation."""
@@ -187,10 +187,10 @@ class SaveFailed(_Message, frozen=True, kw_only=True):
 
 
 class Notice(_Message, frozen=True, kw_only=True):
-    """Rank 0: something about saving that people should hear, and that stops nothing. Only when it changes."""
+    """Rank 0: something about saving or an evaluation that people should hear, and that stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "frozen"]
+    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation"]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
     loud: bool
     """Something is wrong."""

@@ -42,6 +42,12 @@ class Grid:
         return self.replica.rank == 0
 
     @property
+    def waited_s(self) -> float:
+        """Seconds in the small collectives of all these groups so far (`Collective.waited_s`)."""
+        groups = {id(group): group for group in (self.world, self.data, self.replica, self.stages)}
+        return sum(group.waited_s for group in groups.values())
+
+    @property
     def speaker(self) -> int:
         """Who in the replica knows what comes out of the model: the first rank of the last stage."""
         return (self.shape.pp - 1) * self.shape.tp

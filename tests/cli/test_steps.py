@@ -1,0 +1,63 @@
+"""The table of the last steps in `status`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_checkpoints import make_run
+from verl_slurm.cli.steps import steps_table
+from verl_slurm.paths import RunPaths
+from verl_slurm.step_log import append_step
+
+Cli = Callable[..., Any]
+ROW = {
+    "step": 1.0,
+    "reward": 0.25,
+    "kl": 0.125,
+    "policy_loss": -0.5,
+    "policy_clip": 0.125,
+    "learning_rate": 0.0005,
+    "tokens_per_second": 1234.5,
+    "step_s": 2.04,
+    "communication_share": 0.25,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "run")
+
+
+def test_each_step_is_a_line_with_what_it_has() -> None:
+    headings, lines = steps_table([ROW, ROW | {"step": 2.0, "eval/reward": 0.5, "kl": "\x1b[31m"}], 200)
+    assert headings == ["step", "reward", "eval", "KL", "policy loss", "clipped", "lr", "tok/s", "s", "comm."]
+    assert lines == [
+        ["1", "0.250", "-", "0.125", "-0.5000", "12.5%", "0.0005", "1234", "2.0", "25%"],
+        ["2", "0.250", "0.500", "-", "-0.5000", "12.5%", "0.0005", "1234", "2.0", "25%"],
+    ]
+    assert steps_table([], 80) == ([], [])
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40, 20])
+def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(width: int) -> None:
+    headings, lines = steps_table([ROW | {"eval/reward": 0.5}], width)
+    columns = zip(headings, *lines, strict=True)
+    assert sum(max(map(len, column)) + 3 for column in columns) - 3 <= max(width, 21)
+    assert headings[:3] == ["step", "reward", "eval"]
+
+
+def test_status_shows_the_last_steps_and_json_all_of_their_numbers(cli: Cli, run: RunPaths) -> None:
+    assert "reward" not in cli("status", run.root).out
+    assert cli("status", run.root, "--json").json["steps"] == []
+    for step in range(1, 9):
+        append_step(run, 1, ROW | {"step": float(step)})
+    lines = cli("status", run.root).out.splitlines()
+    table = lines[next(n for n, line in enumerate(lines) if line.split()[:2] == ["step", "reward"]) :]
+    assert [line.split()[0] for line in table[2:]] == ["4", "5", "6", "7", "8"]
+    assert len(cli("status", run.root, "--steps", 2).out.splitlines()) == len(lines) - 3
+    assert "reward" not in cli("status", run.root, "--steps", 0).out
+    rows = cli("status", run.root, "--steps", 3, "--json").json["steps"]
+    assert [row["step"] for row in rows] == [6.0, 7.0, 8.0]
+    assert set(ROW) <= set(rows[0])

@@ -1,0 +1,63 @@
+"""The last steps of a run as a table: rows of `steps.jsonl` in, columns and cells out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["steps_table"]
+
+_Form = Callable[[float], str]
+_COLUMNS: tuple[tuple[str, str, _Form], ...] = (
+    ("step", "step", "{:.0f}".format),
+    ("reward", "reward", "{:.3f}".format),
+    ("eval/reward", "eval", "{:.3f}".format),
+    ("kl", "KL", "{:.3g}".format),
+    ("policy_loss", "policy loss", "{:+.4f}".format),
+    ("value_loss", "value loss", "{:.4f}".format),
+    ("explained_variance", "expl. var.", "{:.2f}".format),
+    ("entropy", "entropy", "{:.2f}".format),
+    ("policy_clip", "clipped", "{:.1%}".format),
+    ("actor_grad_norm", "grad norm", "{:.2g}".format),
+    ("learning_rate", "lr", "{:.2g}".format),
+    ("response_tokens", "length", "{:.1f}".format),
+    ("tokens_per_second", "tok/s", "{:.0f}".format),
+    ("step_s", "s", "{:.1f}".format),
+    ("communication_share", "comm.", "{:.0%}".format),
+)
+"""Name in the row, heading, and how it is shown."""
+
+_FIRST_TO_GO = (
+    *("communication_share", "actor_grad_norm", "explained_variance", "response_tokens", "policy_clip"),
+    *("learning_rate", "entropy", "value_loss", "policy_loss", "step_s", "tokens_per_second", "kl"),
+)
+"""Where there is no room for all."""
+_GAP = 3
+"""Columns between columns."""
+
+
+def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells, one line a step; a column that no row has is left out, and so is what has no room.
+
+    The rows are of a file, so a value may be anything; what is no number is shown as `-`.
+
+    Args:
+        width: characters of a line.
+
+    Called by: cli.runs.
+    """
+    shown = {
+        name: [heading, *(form(row[name]) if _is_number(row.get(name)) else "-" for row in rows)]
+        for name, heading, form in _COLUMNS
+        if any(_is_number(row.get(name)) for row in rows)
+    }
+    for name in _FIRST_TO_GO:
+        if sum(max(map(len, cells)) + _GAP for cells in shown.values()) - _GAP <= width:
+            break
+        shown.pop(name, None)
+    columns = list(shown.values())
+    return [cells[0] for cells in columns], [
+        [cells[line] for cells in columns] for line in range(1, len(rows) + 1)
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,80 @@
+"""`RUN/steps.jsonl`: the numbers of every step, append-only, one JSON object a line. The events of whole steps.
+
+They are apart from `events.jsonl`, so that the journal of what happened to a run stays short, and reading it cheap.
+Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `epoch` (the incarnation) and the row: the
+metrics of the training (the same in every life of a run), those of an evaluation (`eval/...`), and times and memory,
+which are not numbers of the training (`..._s`, `..._per_second`, `communication_share`, `memory_bytes`).
+
+A step that is done again after an interruption has a line of each life; the newest counts. It informs, and nothing
+depends on it: it is not forced to disk, and a line that cannot be written is lost. Metrics of a checkpoint's steps are
+in its own history.
+"""
+
+import os
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from verl_slurm.errors import UNREADABLE
+from verl_slurm.files import append_line
+from verl_slurm.paths import RunPaths
+
+__all__ = ["StepRow", "append_step", "last_steps"]
+
+StepRow = dict[str, Any]
+
+_MOST = 4 << 20
+"""Bytes that are read at most, from the end."""
+
+
+def append_step(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
+    """Write one step down.
+
+    Raises:
+        OSError: it was not written whole.
+
+    Called by: trainer.report, rank 0.
+    """
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_line(paths.steps, msgspec.json.encode({"time": now, "epoch": epoch, **row}), durable=False)
+
+
+def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
+    """The newest row of each of the last `count` steps, oldest first. No file, no rows.
+
+    What an earlier life had done beyond the newest line's step is no part of the run any more.
+
+    Called by: cli.runs.
+    """
+    rows: list[StepRow] = []
+    for line in _from_the_end(paths):
+        row = _parse(line)
+        if row is None or (rows and row["step"] >= rows[-1]["step"]):
+            continue
+        rows.append(row)
+        if len(rows) == count:
+            break
+    return rows[::-1]
+
+
+def _from_the_end(paths: RunPaths) -> list[bytes]:
+    """Whole lines of the file's last `_MOST` bytes, newest first."""
+    try:
+        with paths.steps.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(size - _MOST, 0)
+            file.seek(start)
+            lines = file.read(_MOST).split(b"\n")
+    except OSError:
+        return []
+    return lines[:0:-1] if start else lines[::-1]
+
+
+def _parse(line: bytes) -> StepRow | None:
+    try:
+        row = msgspec.json.decode(line, type=dict[str, Any]) if line else {}
+    except UNREADABLE:
+        return None
+    step = row.get("step")
+    return row if isinstance(step, int | float) and not isinstance(step, bool) else None
