@@ -1,11 +1,11 @@
-"""Something about saving that a person should hear, and that stops nothing: a plain value."""
+"""Something about saving, or the reward, that a person should hear, and that stops nothing: a plain value."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 __all__ = ["Notice", "Topic"]
 
-Topic = Literal["cadence", "storage", "partial", "frozen"]
+Topic = Literal["cadence", "storage", "partial", "frozen", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ that all refuse together or none.
 """
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,8 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
+from verl_slurm.trainer.reward_start import start_reward
+from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rewards import build_reward
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
@@ -119,12 +122,22 @@ def build_loop(
         ranks=ranks,
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
-    reward = build_reward(config.model.reward, device=device)
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     state = fresh_state(config)
     if directory:
         state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
+    keep = partial(_store, paths) if config.checkpoint.store_frozen else None
+    plan, state.reward = start_reward(
+        paths,
+        ranks,
+        state.reward,
+        state.position,
+        first=config.model.reward,
+        recorded=manifest.frozen if manifest else None,
+        keep=keep,
+    )
+    live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
@@ -161,23 +174,24 @@ def build_loop(
     # The tensors that a save copies must not change before it has.
     for optimizer in (optimizers.actor, optimizers.critic):
         optimizer.register_step_pre_hook(lambda *_: reporter.stalled(saver.fence()))
+    learner = Learner(
+        config=config,
+        shape=shape,
+        models=models,
+        optimizers=optimizers,
+        sampler=sampler,
+        data=data,
+        tokenizer=tokenizer,
+        reward=live,
+        collective=ranks,
+        ledger=ledger,
+        replay=replay,
+    )
     return Loop(
         config=config,
         shape=shape,
         state=state,
-        learner=Learner(
-            config=config,
-            shape=shape,
-            models=models,
-            optimizers=optimizers,
-            sampler=sampler,
-            data=data,
-            tokenizer=tokenizer,
-            reward=reward,
-            grid=grid,
-            ledger=ledger,
-            replay=replay,
-        ),
+        learner=learner,
         checkpointer=Checkpointer(
             config=config,
             paths=paths,
@@ -201,6 +215,17 @@ def build_loop(
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
         saved_as=saved_as,
+        rewards=RewardSwap(
+            paths=paths,
+            epoch=epoch,
+            ranks=ranks,
+            reporter=reporter,
+            plan=plan,
+            live=live,
+            texts=learner.texts,
+            keep=keep,
+            device=device,
+        ),
     )
 
 
@@ -223,9 +248,6 @@ def _first_look(
     recorded = None if isinstance(line, NoDaemon) else read_fingerprint(paths)
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
-    kind, _, name = config.model.reward.partition(":")
-    if kind == "classifier":
-        models["reward"] = Path(name)
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
         _store(paths, {path: seen[role] for role, path in models.items()}, line)

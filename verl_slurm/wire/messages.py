@@ -187,10 +187,10 @@ class SaveFailed(_Message, frozen=True, kw_only=True):
 
 
 class Notice(_Message, frozen=True, kw_only=True):
-    """Rank 0: something about saving that people should hear, and that stops nothing. Only when it changes."""
+    """Rank 0: something about saving, or the reward, that people should hear. Only when it changes; stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "frozen"]
+    topic: Literal["cadence", "storage", "partial", "frozen", "reward"]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
     loud: bool
     """Something is wrong."""
