@@ -18,6 +18,7 @@ from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer import saving
 from verl_slurm.trainer.saving import Checkpointer
+from verl_slurm.trainer.state import fresh_state
 
 pytestmark = pytest.mark.torch
 
@@ -76,7 +77,7 @@ class Incarnation:
         with self._patch.context() as patch:
             patch.setattr(saving, "capture_state", lambda *_, **__: step)
             patch.setattr(Checkpointer, "_texts", lambda *_: {})
-            self._checkpointer.begin(_any(), tidy=True).result()
+            self._checkpointer.begin(_STATE, tidy=True).result()
         return _steps(self._paths)
 
     def save_partial(self, step: int) -> list[int]:
@@ -84,8 +85,11 @@ class Incarnation:
         with self._patch.context() as patch:
             patch.setattr(saving, "capture_state", lambda *_, **__: step)
             patch.setattr(Checkpointer, "_texts", lambda *_: {})
-            self._checkpointer.begin_partial(_any(), ("actor",)).result()
+            self._checkpointer.begin_partial(_STATE, ("actor",)).result()
         return _steps(self._paths.partial)
+
+
+_STATE = fresh_state(RunConfig())
 
 
 def _steps(paths: RunPaths) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 __all__ = ["IDENTITY", "Affine", "blended", "matching"]
 
 # Beyond, one of the two rewards is as good as constant on the responses, and a ratio says nothing.
-_MAX_SCALE = 1000.0
+_MAX_SCALE = 1e6
 
 
 @dataclass(frozen=True)
