@@ -188,7 +188,7 @@ def test_with_a_warm_start_the_reward_does_not_jump_and_without_one_it_does(
     print(f"mean reward a step: without warm start {jump}, over {WARM_STEPS} steps {warm}")
     assert abs(warm[SWITCH] - warm[SWITCH - 1]) < 0.2
     assert jump[SWITCH] - jump[SWITCH - 1] > 50
-    assert warm[SWITCH] < warm[SWITCH + 1] < jump[SWITCH + 1]  # half of the way
+    assert warm[SWITCH] < warm[SWITCH + 1] < jump[SWITCH + 1]  # on the way
 
 
 @pytest.mark.parametrize(

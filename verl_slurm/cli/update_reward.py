@@ -84,5 +84,8 @@ def _wake(run: RunPaths) -> str:
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
     else:
-        signal_local(run, signal.SIGUSR1)
+        try:
+            signal_local(run, signal.SIGUSR1)
+        except NotFound:  # submitit's controller lives and has not started the lead yet
+            return later
     return "the run saves, tries it, and takes it at the end of a step"

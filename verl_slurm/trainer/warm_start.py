@@ -17,6 +17,7 @@ __all__ = ["IDENTITY", "Affine", "blended", "matching"]
 
 # Beyond, one of the two rewards is as good as constant on the responses, and a ratio says nothing.
 _MAX_SCALE = 1e6
+_SAME_SCALE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,15 @@ def matching(
 
 
 def blended(full: Affine, done: int, steps: int) -> Affine:
-    """What is left of `full` after `done` of `steps` steps: all at first, nothing at the end."""
+    """What is left of `full` after `done` of `steps` steps: all at first, nothing at the end.
+
+    The scale changes by the same factor each step, and the mean moves in proportion to it: where the rewards' scales
+    are 500 apart, equal pieces of the difference would be a jump of 50 in the first of ten steps.
+    """
     if done >= steps:
         return IDENTITY
     left = 1.0 - done / steps
-    return Affine(1.0 + (full.scale - 1.0) * left, full.offset * left)
+    scale = full.scale**left
+    # Of the way from the identity, by the scale; where there is none to go, by the steps.
+    part = (1.0 - scale) / (1.0 - full.scale) if abs(1.0 - full.scale) > _SAME_SCALE else left
+    return Affine(1.0 + (full.scale - 1.0) * part, full.offset * part)
