@@ -94,6 +94,9 @@ def test_a_source_that_does_not_run_or_binds_no_function_is_refused(tmp_path: Pa
     (tmp_path / "broken.py").write_text("import nosuch_module_at_all\ndef score(p, r, a): ...\n")
     with pytest.raises(DataError, match="ModuleNotFoundError"):
         build_reward(f"python:{tmp_path / 'broken.py'}:score")
+    (tmp_path / "exits.py").write_text("def score(p, r, a): ...\nraise SystemExit(3)\n")
+    with pytest.raises(DataError, match="SystemExit: 3"):
+        build_reward(f"python:{tmp_path / 'exits.py'}:score")
     (tmp_path / "number.py").write_text("score = 3\n")
     with pytest.raises(ConfigError, match="found int"):
         build_reward(f"python:{tmp_path / 'number.py'}:score")

@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from verl_slurm import reward_plan
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.errors import CheckpointCorrupt, Fenced
+from verl_slurm.fence import take_epoch
 from verl_slurm.paths import RunPaths
-from verl_slurm.reward_plan import RewardPlan, RewardRequest, RewardSwitch, ask_for_reward
+from verl_slurm.reward_plan import (
+    RewardPlan,
+    RewardRequest,
+    RewardSwitch,
+    ask_for_reward,
+    read_reward_plan,
+    read_reward_request,
+)
+from verl_slurm.trainer import reward_swap
 from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.resharding import reshard
 from verl_slurm.trainer.reward_state import CACHED_ROWS, RewardState, pack, reward_record, split, unpack
@@ -118,9 +128,66 @@ def _swap(root: Path, plan: RewardPlan | None = None) -> RewardSwap:
         reporter=anything,
         plan=plan or RewardPlan(),
         live=LiveReward(anything),
-        texts=anything,
+        texts=lambda batch: ([""] * len(batch["scores"]),) * 3,
         keep=None,
     )
+
+
+def test_a_record_that_cannot_be_written_leaves_the_old_reward_and_none_may_be_left_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path)
+    take_epoch(paths, job_id="test", restart=0)
+    ask_for_reward(paths, "rule:arithmetic", 1)
+    wish = read_reward_request(paths)
+    assert wish is not None
+    kept = reward_plan.write_reward_plan
+    failures = 1
+
+    def write(where: RunPaths, plan: RewardPlan) -> None:
+        nonlocal failures
+        kept(where, plan)  # on disk it is; but nobody can say so
+        if failures:
+            failures -= 1
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(reward_swap, "write_reward_plan", write)
+    swap, state = _swap(tmp_path), _at(4)
+    swap.perform(wish, state)
+    assert state.reward.number == 0
+    plan = read_reward_plan(paths)
+    assert (plan.switches, plan.handled) == ((), 1)
+    assert "Input/output error" in plan.refused
+    failures = 2
+    with pytest.raises(RanksFailed):
+        _swap(tmp_path).perform(wish, state)
+
+
+def test_an_incarnation_that_was_fenced_off_records_nothing(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for _ in range(2):
+        take_epoch(paths, job_id="test", restart=0)
+    ask_for_reward(paths, "rule:arithmetic", 1)
+    wish = read_reward_request(paths)
+    assert wish is not None
+    with pytest.raises(Fenced):
+        _swap(tmp_path).perform(wish, _at(4))
+    assert not paths.reward_plan.exists()
+
+
+def test_a_reward_that_tosses_coins_is_refused(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    take_epoch(paths, job_id="test", restart=0)
+    source = "import itertools\nn = itertools.count()\ndef score(p, r, a): return [next(n) for _ in r]\n"
+    (tmp_path / "coin.py").write_text(source)
+    ask_for_reward(paths, f"python:{tmp_path / 'coin.py'}:score", 1)
+    wish = read_reward_request(paths)
+    assert wish is not None
+    state = _at(4)
+    state.reward = replace(_state(), number=0)
+    _swap(tmp_path).perform(wish, state)
+    assert "other scores for the same texts" in read_reward_plan(paths).refused
+    assert state.reward.spec == "rule:x"
 
 
 def _at(step: int, number: int = 0) -> TrainState:

@@ -5,15 +5,19 @@ The safe points of a process of this configuration, by number; a start that resu
     0 step 0   1 generate   2-3 score   4 advantage   5-6 update   7 step 1   14 step 2   21 step 3   28 the end
 """
 
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
+from tests.trainer.test_rewards import make_classifier
 from verl_slurm.checkpoint.contents import known_manifest
+from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
@@ -91,7 +95,7 @@ class Place1:
     def source(self) -> Path:
         return self.root / "another.py"
 
-    def make(self, name: str, **model: str) -> RunPaths:
+    def make(self, name: str, *, store_frozen: bool = False, **model: str) -> RunPaths:
         paths = RunPaths(self.root / name)
         config = RunConfig(
             name=name,
@@ -107,7 +111,7 @@ class Place1:
                 ppo_epochs=1,
             ),
             distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1000, store_frozen=False),
+            checkpoint=CheckpointConfig(every_steps=1000, store_frozen=store_frozen),
         )
         private_dir(paths.root)
         write_file(paths.run_yaml, load.dump(config))
@@ -241,6 +245,24 @@ def test_what_cannot_be_loaded_or_is_no_reward_leaves_the_old_one_in_force(
     assert "the reward stays rule:arithmetic" in capsys.readouterr().err
     assert loop._state.reward.spec == "rule:arithmetic"
     assert len(_rewards(loop)) == STEPS
+
+
+def test_of_a_classifier_that_is_let_go_its_head_and_last_scores_stay(place: Place1) -> None:
+    directory = make_classifier(place.root / "rm", place.model)
+    paths = place.make("classifier", store_frozen=True, reward=f"classifier:{directory}")
+    loop = place.start(paths, Script(wish=10))
+    digest = fingerprint(directory).digest
+    before, after = (known_manifest(paths.checkpoint(step)).frozen["reward"] for step in (SWITCH, STEPS))
+    assert before == digest
+    assert (paths.frozen / digest / "config.json").is_file()
+    assert (paths.frozen / after / "another.py").read_text() == SOURCE
+    light = paths.reward_snapshot(1)
+    head = safetensors.torch.load((light / "head.safetensors").read_bytes())
+    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {"score.weight": (1, 16)}
+    assert (light / "tokenizer_config.json").is_file()
+    last = json.loads((light / "last_scores.json").read_bytes())
+    assert last["digest"] == digest
+    assert sum(last["scores"]) / 16 == pytest.approx(_rewards(loop)[SWITCH - 1], abs=1e-6)
 
 
 def test_a_source_that_changed_between_two_starts_is_refused(place: Place1) -> None:

@@ -19,6 +19,7 @@ from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.reward_plan import RewardRequest
 from verl_slurm.save_path.handle import SaverDied
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape, after, safe_point
@@ -132,7 +133,8 @@ class Loop:
         due = rewards.due(state, self._learner.replays_until)
         if due is None:
             return
-        if state.position.step and not self._is_saved():
+        begun = self._saving is not None and self._saving.position == state.position
+        if isinstance(due, RewardRequest) and state.position.step and not (begun or self._is_saved()):
             self._save(None, "the reward is to be replaced")
         rewards.perform(due, state)
 

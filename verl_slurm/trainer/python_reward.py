@@ -46,7 +46,7 @@ class PythonReward:
         """Raises `DataError` for a return that is no list of finite numbers, `RewardRaised` where it raises."""
         try:
             returned = self._function(list(prompts), list(responses), list(answers))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise RewardRaised(
                 "the reward function raised",
@@ -124,7 +124,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
     try:
         module = _run(file, source, found) if spec.is_file else importlib.import_module(spec.name)
         function = getattr(module, spec.function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a judge that ends the process would end the training with it
         raise DataError(
             "the reward function's source does not run",
             where=file,

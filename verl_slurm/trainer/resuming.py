@@ -226,7 +226,10 @@ def where_it_starts(
     consumed = rollout_offset(state.position, shape)
     data = "unchanged" if dataset == manifest.dataset_fingerprint else "CHANGED since"
     name = f"{manifest.name} from {foreign}" if foreign else manifest.name
+    reward = (
+        f", reward {state.reward.spec} (replacement {state.reward.number})" if state.reward.number else ""
+    )
     return (
         f"resumed {name}: {state.position}, {consumed} prompts consumed, "
-        f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}"
+        f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}{reward}"
     )

@@ -267,9 +267,7 @@ class RewardSwap:
         how = "no warm start"
         if full:
             how = f"warm start over {switch.warm_start_steps} steps from {full.scale:.4g} x score {full.offset:+.4g}"
-        self._tell(
-            f"reward {former.spec} -> {switch.reward} from step {switch.step + 1} on, {how}", loud=False
-        )
+        self._tell(f"{former.spec} -> {switch.reward} from step {switch.step + 1} on, {how}", loud=False)
 
     def _say_refused(self, wish: RewardRequest, error: RanksFailed, state: TrainState) -> None:
         self._tell(
