@@ -80,7 +80,7 @@ def test_status_shows_the_reward_in_force_and_a_refusal(run: Path, cli: Cli) -> 
     assert cli("status", run, "--json").json["reward"]["reward"] == "rule:arithmetic"
     switch = RewardSwitch(
         request=1,
-        step=0,
+        step=2,
         reward="python:m:f",
         digest="",
         warm_start_steps=5,
@@ -89,8 +89,12 @@ def test_status_shows_the_reward_in_force_and_a_refusal(run: Path, cli: Cli) -> 
     )
     plan = RewardPlan(handled=2, refused="trying the new reward failed", switches=(switch,))
     write_reward_plan(RunPaths(run), plan)
+    RunPaths(run).status.write_text('{"step": 4}')
     out = cli("status", run).out
-    assert "python:m:f, since step 1, another one was REFUSED: trying the new reward failed" in out
+    assert (
+        "python:m:f, since step 3, warm start for 3 more steps, another one was REFUSED: trying the new reward failed"
+        in out
+    )
     RunPaths(run).reward_plan.write_bytes(b"{")
     result = cli("status", run)
     assert result.code == 0

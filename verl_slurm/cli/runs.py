@@ -199,12 +199,15 @@ def _reward_in_force(run: RunPaths, step: object) -> dict[str, Any]:
         plan, wish = read_reward_plan(run), read_reward_request(run)
     except (OSError, VerlSlurmError) as error:
         return {"reward": None, "problem": str(error)}
-    number = plan.at(step if isinstance(step, int) else 0)
+    now = step if isinstance(step, int) else 0
+    number = plan.at(now)
     switch = plan.switches[number - 1] if number else None
+    # At step 0 there are no scores yet that a warm start could begin from.
+    left = max(switch.step + switch.warm_start_steps - now, 0) if switch and switch.step else 0
     return {
         "reward": plan.in_force(number, first),
         "since_step": switch.step + 1 if switch else 1,
-        "warm_start_steps": switch.warm_start_steps if switch else 0,
+        "warm_start_steps_left": left,
         "replacements": number,
         "asked_for": wish.reward if wish is not None and wish.number > plan.handled else None,
         "refused": plan.refused or None,
@@ -217,6 +220,8 @@ def _reward_words(facts: dict[str, Any]) -> str:
     words = [facts["reward"]]
     if facts["replacements"]:
         words.append(f"since step {facts['since_step']}")
+    if facts["warm_start_steps_left"]:
+        words.append(f"warm start for {facts['warm_start_steps_left']} more steps")
     if facts["asked_for"]:
         words.append(f"{facts['asked_for']} is asked for and follows at the end of a step")
     if facts["refused"]:
