@@ -10,6 +10,7 @@ RUN/                        0700
   .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
   orchestration.json        orchestration state: written at the first start, read-only after
   rewards.json              which reward is in force from which step on, where it was ever replaced
+  rewards/<digest>.py       source of each function that was ever the reward
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
   control/                  lead.json (address and token of the living lead), claims of epochs, resume_once,
                             parts_since, tiers.json (what the mover read back in each tier), tiers.lock,
@@ -96,6 +97,10 @@ class RunPaths:
     @property
     def reward_request(self) -> Path:
         return self.control / "reward_request.json"
+
+    def reward_source(self, digest: str) -> Path:
+        """A copy of a function's source that was ever a reward."""
+        return self.root / "rewards" / f"{digest}.py"
 
     def reward_snapshot(self, number: int) -> Path:
         """What is kept of the reward that the `number`-th replacement let go."""

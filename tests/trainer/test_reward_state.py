@@ -112,7 +112,7 @@ def test_it_travels_in_the_runtime_state_and_to_another_number_of_ranks() -> Non
     restored = restore_state(saved[1], config, shape, where="x")
     assert restored.reward.cached["sample_id"].tolist() == [3, 4, 5]
     assert restored.buffers.scored == []
-    wider = replace(shape, world_size=4, generations=shape.generations // 2)
+    wider = replace(shape, dp_size=4, generations=shape.generations // 2)
     parts = [split(reshard(saved, shape, wider, rank).rewards)[0] for rank in range(4)]
     assert sorted(int(i) for part in parts for i in part["cached.sample_id"]) == list(range(6))
     assert all(part["switch"].tolist() == [2, 5, 4, 0.3, -1.1] for part in parts)

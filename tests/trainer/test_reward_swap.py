@@ -255,7 +255,7 @@ def test_of_a_classifier_that_is_let_go_its_head_and_last_scores_stay(place: Pla
     before, after = (known_manifest(paths.checkpoint(step)).frozen["reward"] for step in (SWITCH, STEPS))
     assert before == digest
     assert (paths.frozen / digest / "config.json").is_file()
-    assert (paths.frozen / after / "another.py").read_text() == SOURCE
+    assert paths.reward_source(after).read_text() == SOURCE
     light = paths.reward_snapshot(1)
     head = safetensors.torch.load((light / "head.safetensors").read_bytes())
     assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {"score.weight": (1, 16)}

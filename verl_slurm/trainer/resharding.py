@@ -60,7 +60,7 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
             whole = np.stack([state.rewards["updates"] for state in saved]).sum(axis=0, dtype=np.float64)
             scale = new.dp_size / old.dp_size if rank == 0 else 0.0
             rewards["updates"] = np.asarray(whole * scale)
-    rewards |= _kept_scores([split(state.rewards)[0] for state in saved], new.world_size, rank)
+    rewards |= _kept_scores([split(state.rewards)[0] for state in saved], new.dp_size, rank)
     consumed = rollout_offset(position, new)
     return msgspec.structs.replace(
         first,
@@ -77,12 +77,12 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
     )
 
 
-def _kept_scores(saved: Sequence[Arrays], world_size: int, rank: int) -> Arrays:
+def _kept_scores(saved: Sequence[Arrays], dp_size: int, rank: int) -> Arrays:
     """Scores kept for a change of the reward: all ranks' rows, dealt out; what they are summed to stays the same."""
     return {
         name: array
         if name == "switch"
-        else np.concatenate([part[name] for part in saved])[rank::world_size].copy()
+        else np.concatenate([part[name] for part in saved])[rank::dp_size].copy()
         for name, array in saved[0].items()
     }
 

@@ -20,7 +20,7 @@ Keep = Callable[[Path, Fingerprint], None]
 
 
 def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
-    """What a reward hashes to now, and with `keep` a copy of it in RUN/frozen under that name. Rank 0 only.
+    """What a reward hashes to now, and with `keep` a copy of it in the run's directory. Rank 0 only.
 
     Returns:
         Of a model directory its tree hash, of a function the SHA-256 of its source; empty for a rule.
@@ -37,7 +37,7 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
             keep(Path(spec.name), seen)
         return seen.digest
     digest, file = source_digest(spec), source_file(spec)
-    copy = paths.frozen / digest / file.name
+    copy = paths.reward_source(digest)
     if keep is not None and not copy.is_file():
         private_dir(copy.parent)
         write_file(copy, file.read_bytes())

@@ -5,6 +5,7 @@ that all refuse together or none.
 """
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +60,7 @@ from verl_slurm.wire.messages import Notice
 __all__ = ["build_loop"]
 
 _STORED_AT_ONCE = 1 << 30
+_FROZEN = threading.Lock()
 
 
 class _Digests(msgspec.Struct, frozen=True):
@@ -127,7 +129,12 @@ def build_loop(
     state = fresh_state(config)
     if directory:
         state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
-    keep = partial(_store, paths) if config.checkpoint.store_frozen else None
+    keep = None
+    if config.checkpoint.store_frozen:
+
+        def keep(model: Path, seen: Fingerprint) -> None:
+            _store(paths, {model: seen}, line)
+
     plan, state.reward = start_reward(
         paths,
         ranks,
@@ -137,6 +144,9 @@ def build_loop(
         recorded=manifest.frozen if manifest else None,
         keep=keep,
     )
+    if config.checkpoint.store_frozen and ranks.rank == 0:
+        used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
+        _read_back(paths, used | set(digests.frozen.values()), line)
     live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
@@ -183,7 +193,7 @@ def build_loop(
         data=data,
         tokenizer=tokenizer,
         reward=live,
-        collective=ranks,
+        grid=grid,
         ledger=ledger,
         replay=replay,
     )
@@ -261,25 +271,45 @@ def _store(paths: RunPaths, models: dict[Path, Fingerprint], line: RankLine) -> 
     """Small models at once; large ones beside the training, which need not wait. What fails is said: the next start
     tries again."""
 
-    def notice(text: str) -> None:
-        line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
-        console.complain(text)
-
     def work() -> None:
         for model, seen in models.items():
             try:
-                store_frozen(paths, model, seen, notice=notice)
+                store_frozen(paths, model, seen, notice=partial(_notice, line))
             except (OSError, VerlSlurmError) as error:
-                notice(f"no copy of {model} in {paths.frozen}: {error}")
-        try:
-            read_back_others(paths, {seen.digest for seen in models.values()}, notice=notice)
-        except OSError as error:
-            notice(f"{paths.frozen} could not be read back: {error}")
+                _notice(line, f"no copy of {model} in {paths.frozen}: {error}")
 
-    if sum(seen.num_bytes for seen in models.values()) <= _STORED_AT_ONCE:
-        work()
+    _beside(sum(seen.num_bytes for seen in models.values()), work)
+
+
+def _read_back(paths: RunPaths, used: set[str], line: RankLine) -> None:
+    """The copies that this start has no use for, `used` being the digests of the others."""
+    size = sum(path.stat().st_size for path in paths.frozen.rglob("*") if path.is_file())
+
+    def work() -> None:
+        try:
+            read_back_others(paths, used, notice=partial(_notice, line))
+        except OSError as error:
+            _notice(line, f"{paths.frozen} could not be read back: {error}")
+
+    _beside(size, work)
+
+
+def _notice(line: RankLine, text: str) -> None:
+    line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
+    console.complain(text)
+
+
+def _beside(num_bytes: int, work: Callable[[], None]) -> None:
+    """Do what reads so many bytes now, or in a thread; never two at a time: each cleans up RUN/frozen."""
+
+    def alone() -> None:
+        with _FROZEN:
+            work()
+
+    if num_bytes <= _STORED_AT_ONCE:
+        alone()
     else:
-        threading.Thread(target=work, name="frozen", daemon=True).start()
+        threading.Thread(target=alone, name="frozen", daemon=True).start()
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
