@@ -77,7 +77,10 @@ def test_a_run_of_before_there_were_replacements_is_one_that_had_none() -> None:
         {"switch": np.array([1.0, 0, 0])},
         {"switch": np.array([1.0, 0, 0, np.nan, 0])},
         {"switch": np.array([-1.0, 0, 0, 1, 0])},
+        {"switch": np.array([1, 0, 0, 1, 0])},
         {"cached.scores": np.zeros(2, np.float32)},
+        {"cached.scores": np.zeros(3)},
+        {"cached.response_ids": np.zeros(3, np.int64)},
         {"cached.more": np.zeros(3, np.float32)},
     ],
 )

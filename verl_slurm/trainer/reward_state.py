@@ -20,7 +20,13 @@ CACHED_ROWS = 64
 """Responses of the last step that each rank keeps with their scores."""
 
 _CACHED = "cached."
-_COLUMNS = ("sample_id", "response_ids", "response_mask", "scores")
+_COLUMNS = {
+    "sample_id": ("int64", 1),
+    "response_ids": ("int64", 2),
+    "response_mask": ("bool", 2),
+    "scores": ("float32", 1),
+}
+"""Type and dimensions."""
 _SWITCH = "switch"
 
 
@@ -91,22 +97,20 @@ def unpack(arrays: Arrays, *, where: object) -> RewardState:
     Raises:
         CheckpointCorrupt: it is not what `pack` makes.
     """
-    cached = {
-        name.removeprefix(_CACHED): torch.from_numpy(np.array(array))
-        for name, array in arrays.items()
-        if name.startswith(_CACHED)
-    }
+    kept = {name.removeprefix(_CACHED): array for name, array in arrays.items() if name.startswith(_CACHED)}
+    found = {name: (str(array.dtype), array.ndim) for name, array in kept.items()}
+    rows = {array.shape[0] for array in kept.values() if array.ndim}
     switch = arrays.get(_SWITCH, np.zeros(5))
-    rows = {len(column) for column in cached.values() if column.ndim}
-    good = (not cached or (set(cached) == set(_COLUMNS) and len(rows) == 1)) and switch.shape == (5,)
-    if not good or not np.isfinite(switch).all() or (switch[:3] < 0).any():
+    good = (not kept or (found == _COLUMNS and len(rows) == 1)) and switch.shape == (5,)
+    if not good or switch.dtype != np.float64 or not np.isfinite(switch).all() or (switch[:4] < 0).any():
         raise CheckpointCorrupt(
             "the runtime state contradicts itself",
             where=where,
-            found=f"kept scores {sorted(cached)} of {sorted(rows)} rows, replacement {switch.tolist()}",
+            found=f"kept scores {found} of {sorted(rows)} rows, replacement {switch.tolist()}",
             expected=f"columns {', '.join(_COLUMNS)} of as many rows",
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         )
     number, since, steps = (int(value) for value in switch[:3])
     full = Affine(float(switch[3]), float(switch[4])) if number else IDENTITY
+    cached = {name: torch.from_numpy(np.array(array)) for name, array in kept.items()}
     return RewardState(number=number, since_step=since, warm_steps=steps, full=full, cached=cached)
