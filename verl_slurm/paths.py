@@ -10,8 +10,12 @@ RUN/                        0700
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
   orchestration.json        orchestration state: written at the first start, read-only after
+  rewards.json              which reward is in force from which step on, where it was ever replaced
+  rewards/<digest>.py       source of each function that was ever the reward
+  rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
   control/                  lead.json (address and token of the living lead), claims of epochs, resume_once,
-                            parts_since, tiers.json (what the mover read back in each tier), tiers.lock
+                            parts_since, tiers.json (what the mover read back in each tier), tiers.lock,
+                            reward_request.json (another reward, as an operator asked for it)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
@@ -90,6 +94,22 @@ class RunPaths:
     def parts_since(self) -> Path:
         """The incarnation from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
         return self.control / "parts_since"
+
+    @property
+    def reward_plan(self) -> Path:
+        return self.root / "rewards.json"
+
+    @property
+    def reward_request(self) -> Path:
+        return self.control / "reward_request.json"
+
+    def reward_source(self, digest: str) -> Path:
+        """A copy of a function's source that was ever a reward."""
+        return self.root / "rewards" / f"{digest}.py"
+
+    def reward_snapshot(self, number: int) -> Path:
+        """What is kept of the reward that the `number`-th replacement let go."""
+        return self.root / "rewards" / f"switch_{number:04d}"
 
     @property
     def frozen(self) -> Path:

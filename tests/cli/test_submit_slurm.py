@@ -87,6 +87,16 @@ def test_the_lead_is_the_batch_process_and_gets_its_signal(workplace: Path, cli:
     assert wait_for(run, "cause")["cause"] == "SIGUSR1"
 
 
+def test_another_reward_is_asked_for_by_a_signal_to_the_lead(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", *SLURM)
+    run = workplace / "runs" / "demo"
+    wait_for(run, "started")
+    result = cli("update-reward", run, "rule:arithmetic")
+    assert result.code == 0, result.err
+    assert "takes it at the end of a step" in result.out
+    assert wait_for(run, "cause")["cause"] == "SIGUSR1"
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -24,6 +24,7 @@ from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry, Manifest, Topol
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.fence import Epoch
+from verl_slurm.reward_plan import RewardPlan, RewardRequest, RewardSwitch
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.container import pack, specify
 from verl_slurm.runtime_state.format import Arrays, RecordHeader, RuntimeState
@@ -295,6 +296,27 @@ def epochs() -> Sequence[bytes]:
         pid=77,
         taken="2025-01-01T00:00:00Z",
     )
+    return [msgspec.json.encode(made)]
+
+
+def reward_plans() -> Sequence[bytes]:
+    switches = tuple(
+        RewardSwitch(
+            request=number,
+            step=7 * number,
+            reward="classifier:/models/rm",
+            digest="c0" * 32,
+            warm_start_steps=10,
+            replaced="rule:arithmetic",
+            recorded_utc="2025-01-01T00:00:00+00:00",
+        )
+        for number in (1, 2)
+    )
+    return [msgspec.json.encode(RewardPlan(handled=3, refused="no", switches=switches))]
+
+
+def reward_requests() -> Sequence[bytes]:
+    made = RewardRequest(number=3, reward="python:m:f", warm_start_steps=10, asked_utc="2025-01-01T00:00:00Z")
     return [msgspec.json.encode(made)]
 
 

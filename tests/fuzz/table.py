@@ -34,6 +34,7 @@ from verl_slurm.errors import (
 from verl_slurm.events import read_events
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
@@ -247,6 +248,20 @@ TARGETS = (
         parse=_manifest,
         raises=(CheckpointCorrupt, SchemaMismatch),
         specimens=of.manifests,
+        form="json",
+    ),
+    Target(
+        name="rewards.json",
+        parse=_in_run("rewards.json", read_reward_plan),
+        raises=(CheckpointCorrupt,),
+        specimens=of.reward_plans,
+        form="json",
+    ),
+    Target(
+        name="reward_request.json",
+        parse=_in_run("control/reward_request.json", read_reward_request),
+        raises=(),
+        specimens=of.reward_requests,
         form="json",
     ),
     Target(

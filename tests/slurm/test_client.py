@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.errors import NotFound, SlurmMissing
+from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm.client import RequeueOutcome, SlurmClient, refuse_requeue
 from verl_slurm.slurm.parse import JobFacts, parse_job
 
@@ -67,6 +67,17 @@ def test_an_unknown_job_and_a_dead_controller_are_told_apart(stub: Stub) -> None
 def test_without_slurm_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(SlurmMissing, match="devcluster start"):
         asyncio.run(SlurmClient({"PATH": str(tmp_path)}).job(1))
+
+
+def test_a_signal_goes_to_the_batch_process_alone(stub: Stub, tmp_path: Path) -> None:
+    client, log = stub("exit 1"), tmp_path / "asked"
+    (tmp_path / "scontrol").rename(tmp_path / "scancel")
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" > {log}\n')
+    asyncio.run(client.signal_batch(7, "USR1"))
+    assert log.read_text() == "--batch --signal=USR1 7\n"
+    (tmp_path / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Invalid job id' >&2; exit 1\n")
+    with pytest.raises(SlurmRefused, match="Invalid job id"):
+        asyncio.run(client.signal_batch(7, "USR1"))
 
 
 def test_the_signals_of_the_jobs_end_do_not_stop_a_command(stub: Stub) -> None:

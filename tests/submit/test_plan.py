@@ -12,7 +12,6 @@ from verl_slurm.slurm.parse import PartitionFacts
 from verl_slurm.submit.inputs import (
     BUILTIN_DATA,
     BUILTIN_MODELS,
-    RULES,
     absolute,
     build_builtins,
     built_before,
@@ -21,6 +20,7 @@ from verl_slurm.submit.inputs import (
 )
 from verl_slurm.submit.plan import refuse_changes, sbatch_options, sbatch_parameters, unwanted_environment
 from verl_slurm.submit.preflight import choose_cluster, partition_complaint
+from verl_slurm.submit.rewards import RULES
 
 
 def config(*overrides: str) -> RunConfig:

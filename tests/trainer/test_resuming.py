@@ -80,8 +80,8 @@ def test_a_changed_reference_model_is_refused(tmp_path: Path) -> None:
     assert check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64}).step == 1
     with pytest.raises(DataError, match="reference"):
         check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "b" * 64})
-    with pytest.raises(DataError, match="reward"):
-        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64, "reward": "c" * 64})
+    with pytest.raises(DataError, match="teacher"):
+        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64, "teacher": "c" * 64})
 
 
 def test_resume_names_a_checkpoint_of_the_run_or_a_path() -> None:

@@ -80,6 +80,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "domains": [_domain(name, index) for name, index in indexes.items()],
         "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
         "schedulers": read_json(directory, manifest, "scheduler.json", keys),
+        "reward": metadata.get("reward"),
         "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
         "kl_window": whole[0]["kl_window"] if whole else [],
         "ranks": states,
@@ -169,7 +170,12 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
                 "kl_window": list(state.kl_window),
                 "rollouts": _rows(state.rollouts),
                 "rollout_arrays": {name: list(array.shape) for name, array in state.rollouts.items()},
-                "reward_buffers": {name: list(array.shape) for name, array in state.rewards.items()},
+                # Names with a dot are scores kept for a change of the reward (trainer.reward_state).
+                "reward_buffers": {
+                    name: list(array.shape)
+                    for name, array in state.rewards.items()
+                    if "." not in name and name != "switch"
+                },
                 "generators": sorted(state.rng),
             }
         )

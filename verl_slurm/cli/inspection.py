@@ -109,6 +109,7 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ),
         ("model", facts["model"] or "-"),
         *((f"frozen {role}", digest[:16]) for role, digest in sorted(facts["frozen"].items())),
+        ("reward", _reward(facts["reward"])),
         ("prompts", f"{facts['rollout_offset']} consumed"),
         ("KL", f"coefficient {_number(facts['kl_coef'])}, window of {len(window)}{mean}"),
     ]
@@ -116,6 +117,21 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         if isinstance(schedule, dict):
             rows.append((f"rate {role}", f"{_number(schedule.get('lr'))}, {schedule.get('schedule')}"))
     return rows
+
+
+def _reward(facts: object) -> str:
+    if not isinstance(facts, dict):
+        return "-"
+    words = [str(facts.get("reward"))]
+    if facts.get("replacements"):
+        words.append(
+            f"since step {int(facts.get('since_step') or 0) + 1}, replacement {facts['replacements']}"
+        )
+    if facts.get("warm_start_steps_left"):
+        scale, offset = _number(facts.get("scale")), _number(facts.get("offset"))
+        left = facts["warm_start_steps_left"]
+        words.append(f"warm start for {left} more steps, now {scale} x score + {offset}")
+    return ", ".join(words)
 
 
 def _rank_row(state: dict[str, Any]) -> list[object]:

@@ -12,7 +12,7 @@ from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["cancel", "requeue"]
+__all__ = ["cancel", "requeue", "signal_local"]
 
 _EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 
@@ -36,7 +36,7 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
     else:
-        _signal_local(run, signal.SIGTERM)
+        signal_local(run, signal.SIGTERM)
     _say(
         as_json, run, job.job_id, "cancelled", f"job {job.job_id} is being cancelled; it will not be requeued"
     )
@@ -79,7 +79,7 @@ def requeue(run: RunPaths, as_json: bool) -> int:
                 remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
             )
     else:
-        _signal_local(run, signal.SIGUSR2)
+        signal_local(run, signal.SIGUSR2)
     _say(as_json, run, job.job_id, "requeued", f"job {job.job_id} is being requeued: {detail}")
     return ExitCode.OK
 
@@ -99,8 +99,8 @@ def _require_living(run: RunPaths) -> None:
         )
 
 
-def _signal_local(run: RunPaths, number: signal.Signals) -> None:
-    """Signal the lead: the one child of submitit's local controller."""
+def signal_local(run: RunPaths, number: signal.Signals) -> None:
+    """Signal the lead: the one child of submitit's local controller. Called by: cli.update_reward too."""
     from verl_slurm.submit.liveness import controller
     from verl_slurm.submit.record import last_job
 

@@ -59,6 +59,7 @@ def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
         rows.append(("training", story.progress(snapshot)))
         counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
         rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
+    rows.append(("reward", _reward_words(facts["reward"])))
     rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"], snapshot.get("last_checkpoint"))))
     if facts["last_cause"]:
         rows.append(("last cause", facts["last_cause"]))
@@ -176,6 +177,7 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
             state, detail, over = answer.state, answer.detail, answer.over
         except VerlSlurmError as error:
             state, detail = "UNKNOWN", error.one_line()
+    snapshot = read_status(run)
     committed = [info for info in list_checkpoints(run) if info.kind == "committed"]
     causes = [event for event in events if event["event"] == "cause"]
     ends = [event for event in events if event["event"] in ("ended", "started", "submitted")]
@@ -186,7 +188,8 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
         "job_state": state,
         "job_detail": detail,
         "job_over": over,
-        "status": read_status(run),
+        "status": snapshot,
+        "reward": _reward_in_force(run, snapshot.get("step", 0)),
         "checkpoint": None
         if not committed
         else {
@@ -201,6 +204,46 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
         "outcome": story.outcome(ends[-1]) if ends else None,
         "ended": story.tell(ends[-1]) if ends and ends[-1]["event"] == "ended" else None,
     }
+
+
+def _reward_in_force(run: RunPaths, step: object) -> dict[str, Any]:
+    """What scores the step that runs, since when, and what is still open of a replacement."""
+    from verl_slurm.config.load import load_resolved
+    from verl_slurm.reward_plan import read_reward_plan, read_reward_request
+
+    try:
+        first = load_resolved(run.run_yaml).model.reward
+        plan, wish = read_reward_plan(run), read_reward_request(run)
+    except (OSError, VerlSlurmError) as error:
+        return {"reward": None, "problem": str(error)}
+    now = step if isinstance(step, int) else 0
+    number = plan.at(now)
+    switch = plan.switches[number - 1] if number else None
+    # At step 0 there are no scores yet that a warm start could begin from.
+    left = max(switch.step + switch.warm_start_steps - now, 0) if switch and switch.step else 0
+    return {
+        "reward": plan.in_force(number, first),
+        "since_step": switch.step + 1 if switch else 1,
+        "warm_start_steps_left": left,
+        "replacements": number,
+        "asked_for": wish.reward if wish is not None and wish.number > plan.handled else None,
+        "refused": plan.refused or None,
+    }
+
+
+def _reward_words(facts: dict[str, Any]) -> str:
+    if facts["reward"] is None:
+        return f"not known: {facts['problem']}"
+    words = [facts["reward"]]
+    if facts["replacements"]:
+        words.append(f"since step {facts['since_step']}")
+    if facts["warm_start_steps_left"]:
+        words.append(f"warm start for {facts['warm_start_steps_left']} more steps")
+    if facts["asked_for"]:
+        words.append(f"{facts['asked_for']} is asked for and follows at the end of a step")
+    if facts["refused"]:
+        words.append(f"another one was REFUSED: {facts['refused']}")
+    return ", ".join(words)
 
 
 def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> str:

@@ -207,6 +207,7 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "fenced": _fenced,
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",
+    "reward_asked": lambda event: f"another reward asked for: {event.get('reward')}",
     "resume": lambda event: f"resume: {event.get('reason')}",
     "scrubbed": _scrubbed,
     "second_copy": lambda event: f"second copy: {event.get('reason')}",

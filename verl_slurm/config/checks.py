@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.rollout_checks import rollout_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
@@ -92,10 +93,8 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
             "e.g. checkpoint.local_dir: /local/nvme",
         )
     reward = config.model.reward
-    if not re.fullmatch(r"(?:rule|classifier):.+", reward):
-        yield Complaint(
-            "model.reward", repr(reward), "rule:NAME or classifier:DIR", "e.g. model.reward: rule:arithmetic"
-        )
+    if parse_reward(reward) is None:
+        yield Complaint("model.reward", repr(reward), FORMS, "e.g. model.reward: rule:arithmetic")
 
 
 def _shape(config: RunConfig) -> Iterator[Complaint]:

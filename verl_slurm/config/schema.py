@@ -41,7 +41,9 @@ class ModelConfig(_Section, frozen=True):
     """A Hugging Face model directory, or `builtin:tiny`: a small Qwen2 that the project builds (`builtin:tiny32`: one
     with heads of 32, which vLLM wants on a CPU)."""
     reward: str = "rule:arithmetic"
-    """`rule:NAME`, or `classifier:DIR` for a Hugging Face sequence classifier with one label."""
+    """`rule:NAME`; `classifier:DIR` for a Hugging Face sequence classifier with one label; `python:MODULE:FUNCTION`
+    or `python:FILE.py:FUNCTION` for a function of (prompts, responses, answers) that returns one float each
+    (config/reward_spec.py). `verl-slurm update-reward` replaces it while the run goes on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 

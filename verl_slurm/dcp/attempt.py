@@ -42,11 +42,13 @@ class Contents:
         runtime: this rank's state. Nobody may change its arrays any more.
         texts: further files by name; those of rank 0 are written, the other ranks' may be empty.
         metrics: for the manifest, of the step that it ends; rank 0's count.
+        frozen: digests of what does not train and may be another in the next save, by role.
     """
 
     runtime: RuntimeState
     texts: Mapping[str, bytes]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    frozen: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,7 @@ def manifest_of(
         topology=provenance.topology,
         files=tuple(entries),
         components=attempt.components,
-        frozen=dict(provenance.frozen),
+        frozen={**provenance.frozen, **attempt.contents.frozen},
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - attempt.started, 3),
         metrics=dict(attempt.contents.metrics) or msgspec.UNSET,

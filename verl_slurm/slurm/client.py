@@ -209,6 +209,21 @@ class SlurmClient:
                 remedy="squeue --me lists your jobs",
             )
 
+    async def signal_batch(self, job_id: int, signal: str) -> None:
+        """Signal a running job's batch process, e.g. with `USR1`.
+
+        Raises:
+            SlurmRefused: not ours, or not running.
+        """
+        done = await self.run(commands.signal_batch(job_id, signal))
+        if done.exit_code != 0 or "error" in done.stderr.lower():
+            raise SlurmRefused(
+                "Slurm did not signal the job",
+                where=job_id,
+                found=done.stderr.strip(),
+                remedy="squeue --me lists your jobs",
+            )
+
     async def requeue(self, job_id: int, delay_s: int, *, own_restarts: int) -> RequeueOutcome:
         """End this run of the job and have it run again about `delay_s` from now.
 

@@ -17,6 +17,7 @@ __all__ = [
     "show_node",
     "show_nodes",
     "show_partition",
+    "signal_batch",
     "update_start_time",
 ]
 
@@ -65,6 +66,11 @@ def requeue(job_id: int) -> list[str]:
 def update_start_time(job_id: int, delay_s: int) -> list[str]:
     """Not before `delay_s` from now."""
     return ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay_s}"]
+
+
+def signal_batch(job_id: int, signal: str) -> list[str]:
+    """To the batch process alone, which is the lead; the steps hear nothing of it."""
+    return ["scancel", "--batch", f"--signal={_checked(NAME, signal)}", str(job_id)]
 
 
 def cancel(job_id: int) -> list[str]:

@@ -16,11 +16,11 @@ import verl_slurm
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import UNREADABLE, ConfigError, DataError
 from verl_slurm.paths import CHECKPOINT_NAME
+from verl_slurm.submit.rewards import absolute_reward
 
 __all__ = [
     "BUILTIN_DATA",
     "BUILTIN_MODELS",
-    "RULES",
     "absolute",
     "build_builtins",
     "built_before",
@@ -48,8 +48,6 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
 }
 """Name → what its config.json will say once it is built (a test holds it to that)."""
 BUILTIN_DATA = ("arithmetic",)
-RULES = ("arithmetic",)
-_CLASSIFIER = "classifier:"
 _BUILD_TIMEOUT_S = 900.0
 
 
@@ -83,8 +81,7 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     model, data, checkpoint = config.model, config.data, config.checkpoint
     if not model.path.startswith(_BUILTIN):
         model = replace(model, path=path(model.path))
-    if model.reward.startswith(_CLASSIFIER):
-        model = replace(model, reward=_CLASSIFIER + path(model.reward.removeprefix(_CLASSIFIER)))
+    model = replace(model, reward=absolute_reward(model.reward, base))
     if not data.root.startswith(_BUILTIN):
         data = replace(data, root=path(data.root))
     if data.eval_root is not None and not data.eval_root.startswith(_BUILTIN):
@@ -97,7 +94,7 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse a `builtin:` or `rule:` that does not exist.
+    """Refuse a `builtin:` that does not exist.
 
     Raises:
         ConfigError: with the names there are.
@@ -106,7 +103,6 @@ def check_names(config: RunConfig) -> None:
         ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
         ("data.root", config.data.root, _BUILTIN, BUILTIN_DATA),
         ("data.eval_root", config.data.eval_root or "", _BUILTIN, BUILTIN_DATA),
-        ("model.reward", config.model.reward, "rule:", RULES),
     ):
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
             raise ConfigError(

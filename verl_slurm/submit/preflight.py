@@ -20,6 +20,7 @@ from verl_slurm.submit.inputs import BUILTIN_MODELS, check_data, check_names
 from verl_slurm.submit.model_files import check_model, read_model_config
 from verl_slurm.submit.model_shape import check_model_shape
 from verl_slurm.submit.plan import Cluster
+from verl_slurm.submit.rewards import check_reward
 
 __all__ = [
     "check_inputs",
@@ -31,8 +32,6 @@ __all__ = [
     "choose_cluster",
     "partition_complaint",
 ]
-
-_CLASSIFIER = "classifier:"
 
 
 def check_written(config: RunConfig) -> None:
@@ -116,8 +115,7 @@ def check_inputs(config: RunConfig, written: str = "") -> None:
         said = read_model_config(Path(config.model.path))
     check_engine(config, config.model.path, said)
     check_model_shape(config.distributed, config.model.path, said)
-    if config.model.reward.startswith(_CLASSIFIER):
-        check_model("model.reward", Path(config.model.reward.removeprefix(_CLASSIFIER)))
+    check_reward(config.model.reward)
     if not config.data.root.startswith("builtin:"):
         check_data(config)
     held_out = config.data.eval_root

@@ -21,10 +21,12 @@ from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.reward_plan import RewardRequest
 from verl_slurm.save_path.handle import SaverDied
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape, after, safe_point
 from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reward_swap import RewardSwap
 from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
@@ -59,6 +61,7 @@ class Loop:
     Args:
         saved_as: the checkpoint that `state` was loaded from, empty for a fresh start. A save asked for
             before anything has happened is answered with it.
+        rewards: replaces the reward between two steps; None: nobody does.
     """
 
     def __init__(
@@ -73,10 +76,12 @@ class Loop:
         stopper: Stopper,
         reporter: Reporter,
         saved_as: str,
+        rewards: RewardSwap | None = None,
     ) -> None:
         self._config, self._shape, self._state = config, shape, state
         self._learner, self._checkpointer, self._pace = learner, checkpointer, pace
         self._stopper, self._reporter = stopper, reporter
+        self._rewards = rewards
         self._saved: tuple[Position, SavedCheckpoint] | None = None
         if saved_as:
             self._saved = (state.position, SavedCheckpoint(name=saved_as, seconds=0.0, num_bytes=0))
@@ -119,7 +124,22 @@ class Loop:
                 self._checkpointer.close()
                 self._reporter.stopped(order.request_id)
                 return Ending.STOPPED
+            if self._rewards is not None:
+                self._replace_reward(self._rewards, asked=order is not None)
             self._advance()
+
+    def _replace_reward(self, rewards: RewardSwap, *, asked: bool) -> None:
+        """Between two steps, where an operator wants another reward: the state before it is saved first."""
+        state = self._state
+        if asked:
+            rewards.look()
+        due = rewards.due(state, self._learner.replays_until)
+        if due is None:
+            return
+        begun = self._saving is not None and self._saving.position == state.position
+        if isinstance(due, RewardRequest) and state.position.step and not (begun or self._is_saved()):
+            self._save(None, "the reward is to be replaced")
+        rewards.perform(due, state)
 
     def _advance(self) -> None:
         """Do the work of the present position and move to the next."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 from verl_slurm.trainer.position import Position, StepShape, rollout_offset, safe_point
+from verl_slurm.trainer.reward_state import split
 
 __all__ = ["reshard"]
 
@@ -52,13 +53,14 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
 
     rewards: Arrays = {}
     if first.phase not in _BEFORE_SCORES:
-        rows = [{k: v for k, v in state.rewards.items() if k != "updates"} for state in saved]
+        rows = [{k: v for k, v in split(state.rewards)[1].items() if k != "updates"} for state in saved]
         rewards = deal(rows)
         if "updates" in first.rewards:
             # A rank's row is its share of a mean over ranks: one rank carries the sum, scaled to the new mean.
             whole = np.stack([state.rewards["updates"] for state in saved]).sum(axis=0, dtype=np.float64)
             scale = new.dp_size / old.dp_size if rank == 0 else 0.0
             rewards["updates"] = np.asarray(whole * scale)
+    rewards |= _kept_scores([split(state.rewards)[0] for state in saved], new.dp_size, rank)
     consumed = rollout_offset(position, new)
     return msgspec.structs.replace(
         first,
@@ -73,6 +75,16 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
         rewards=rewards,
         rng=saved[rank].rng if rank < len(saved) else {},
     )
+
+
+def _kept_scores(saved: Sequence[Arrays], dp_size: int, rank: int) -> Arrays:
+    """Scores kept for a change of the reward: all ranks' rows, dealt out; what they are summed to stays the same."""
+    return {
+        name: array
+        if name == "switch"
+        else np.concatenate([part[name] for part in saved])[rank::dp_size].copy()
+        for name, array in saved[0].items()
+    }
 
 
 def _deal(parts: Sequence[np.ndarray], old: StepShape, new: StepShape, blocks: int, rank: int) -> np.ndarray:

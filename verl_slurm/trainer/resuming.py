@@ -96,7 +96,7 @@ def check_manifest(
     """Refuse what cannot be resumed here, before any tensor is read.
 
     Args:
-        frozen: digest of each model that does not train, as it is now.
+        frozen: digest of each model that does not train, as it is now; of the reward nothing is asked here.
 
     Raises:
         ConfigError: the checkpoint is of another shape, and of another step.
@@ -108,7 +108,8 @@ def check_manifest(
     require_full(manifest, directory)
     if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
-    roles = sorted(manifest.frozen.keys() | frozen.keys())
+    # The reward may be replaced while a run goes on: `trainer.reward_start` knows which one it must be.
+    roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
         raise DataError(
@@ -225,7 +226,10 @@ def where_it_starts(
     consumed = rollout_offset(state.position, shape)
     data = "unchanged" if dataset == manifest.dataset_fingerprint else "CHANGED since"
     name = f"{manifest.name} from {foreign}" if foreign else manifest.name
+    reward = (
+        f", reward {state.reward.spec} (replacement {state.reward.number})" if state.reward.number else ""
+    )
     return (
         f"resumed {name}: {state.position}, {consumed} prompts consumed, "
-        f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}"
+        f"KL window of {len(state.kl.window)}, data set fingerprint {data}, {replay}{reward}"
     )

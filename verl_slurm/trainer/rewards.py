@@ -1,17 +1,20 @@
-"""Scores for whole responses: a verifiable rule, or a Hugging Face sequence classifier."""
+"""Scores for whole responses: a verifiable rule, a Hugging Face sequence classifier, or a function of the user's."""
 
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from verl_slurm.config.reward_spec import FORMS, RewardSpec, parse_reward
 from verl_slurm.errors import ConfigError, DataError
 from verl_slurm.trainer.data import Batch, load_tokenizer
 from verl_slurm.trainer.models import load_pretrained
+from verl_slurm.trainer.python_reward import load_python_reward
 
 __all__ = [
     "RULES",
@@ -106,6 +109,7 @@ class ClassifierReward:
                 expected="1 label",
                 remedy="train it with num_labels=1",
             )
+        self._directory = directory
         self._tokenizer = load_tokenizer(directory)
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -124,23 +128,45 @@ class ClassifierReward:
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
         return torch.cat(scores) if scores else torch.zeros(0)
 
+    def light(self) -> dict[str, bytes]:
+        """Files by name that tell this reward model from others on the same backbone: its head and its tokenizer's
+        configuration. Called by: trainer.reward_swap."""
+        backbone = self._model.base_model_prefix + "."
+        head = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in self._model.state_dict().items()
+            if not name.startswith(backbone)
+        }
+        files = {"head.safetensors": safetensors.torch.save(head)}
+        for name in ("tokenizer_config.json", "config.json"):
+            if (self._directory / name).is_file():
+                files[name] = (self._directory / name).read_bytes()
+        return files
 
-def build_reward(spec: str, *, device: torch.device | None = None) -> Reward:
-    """The reward that `model.reward` names: `rule:NAME` or `classifier:DIR`.
+
+def build_reward(text: str, *, device: torch.device | None = None, digest: str = "") -> Reward:
+    """The reward that `model.reward` names (`config.reward_spec`).
+
+    Args:
+        digest: SHA-256 that the source of a `python:` reward must have; empty: any.
 
     Raises:
-        ConfigError: another kind, or no rule of that name.
-        DataError: the classifier cannot be loaded.
+        ConfigError: another kind, no rule of that name, no such module or function.
+        DataError: the classifier or the source cannot be loaded, or the source is another.
     """
-    kind, _, name = spec.partition(":")
-    if kind == "rule" and name in RULES:
-        return RuleReward(RULES[name])
-    if kind == "classifier" and name:
-        return ClassifierReward(Path(name), device=device)
-    raise ConfigError(
-        "no such reward",
-        where="model.reward",
-        found=spec,
-        expected=f"classifier:DIR or one of {', '.join(f'rule:{rule}' for rule in sorted(RULES))}",
-        remedy="set model.reward",
-    )
+    spec = parse_reward(text)
+    match spec:
+        case RewardSpec("rule", name) if name in RULES:
+            return RuleReward(RULES[name])
+        case RewardSpec("classifier", name):
+            return ClassifierReward(Path(name), device=device)
+        case RewardSpec("python"):
+            return load_python_reward(spec, digest)
+        case _:
+            raise ConfigError(
+                "no such reward",
+                where="model.reward",
+                found=text,
+                expected=f"{FORMS}; rules: {', '.join(f'rule:{rule}' for rule in sorted(RULES))}",
+                remedy="set model.reward",
+            )

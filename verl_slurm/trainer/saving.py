@@ -26,6 +26,7 @@ from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
 from verl_slurm.trainer.models import Models
 from verl_slurm.trainer.position import StepShape, rollout_offset
+from verl_slurm.trainer.reward_state import reward_record
 from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
@@ -95,22 +96,13 @@ class Checkpointer:
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
             on_kept: told when the nodes' disks have it and shared storage has not (`CheckpointSaver.begin`).
         """
-        contents = Contents(
-            runtime=self._runtime(state),
-            texts=self._texts(state) if self._rank == 0 else {},
-            metrics=_metrics(state),
-        )
+        contents = self._contents(state)
         then = self._tidy if tidy else self._remember
         return self._saver.begin(contents, then, seconds_left=seconds_left, on_kept=on_kept)
 
     def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
         """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""
-        contents = Contents(
-            runtime=self._runtime(state),
-            texts=self._texts(state) if self._rank == 0 else {},
-            metrics=_metrics(state),
-        )
-        return self._saver.begin(contents, self._tidy_partial, components=components)
+        return self._saver.begin(self._contents(state), self._tidy_partial, components=components)
 
     def _runtime(self, state: TrainState) -> RuntimeState:
         world_size = self._config.distributed.world_size
@@ -180,6 +172,15 @@ class Checkpointer:
         journal.prune(self._paths, oldest, current_epoch=self._epoch)
         return msgspec.json.encode(oldest)
 
+    def _contents(self, state: TrainState) -> Contents:
+        return Contents(
+            runtime=self._runtime(state),
+            texts=self._texts(state) if self._rank == 0 else {},
+            metrics=_metrics(state),
+            # The reward may be another in the next save; a rule has no digest.
+            frozen={"reward": state.reward.digest} if state.reward.digest else {},
+        )
+
     def _texts(self, state: TrainState) -> dict[str, bytes]:
         position, train = state.position, self._config.train
         metadata = {
@@ -189,6 +190,7 @@ class Checkpointer:
             "rollout_offset": rollout_offset(position, self._shape),
             "kl_coef": state.kl.coef,
             "kl_window": len(state.kl.window),
+            "reward": reward_record(state.reward, position.step),
             "schedulers": schedule_record(train, position.step),
             "history": state.history,
         }

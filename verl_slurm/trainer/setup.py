@@ -5,6 +5,7 @@ that all refuse together or none.
 """
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,8 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
+from verl_slurm.trainer.reward_start import start_reward
+from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rewards import build_reward
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
@@ -59,6 +62,7 @@ from verl_slurm.wire.messages import Notice
 __all__ = ["build_loop"]
 
 _STORED_AT_ONCE = 1 << 30
+_FROZEN = threading.Lock()
 
 
 class _Digests(msgspec.Struct, frozen=True):
@@ -122,7 +126,30 @@ def build_loop(
         ranks=ranks,
     )
     data = PromptData(data_root, tokenizer, config.data, config.seed)
-    reward = build_reward(config.model.reward, device=device)
+    ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
+
+    state = fresh_state(config)
+    if directory:
+        state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
+    keep = None
+    if config.checkpoint.store_frozen:
+
+        def keep(model: Path, seen: Fingerprint) -> None:
+            _store(paths, {model: seen}, line)
+
+    plan, state.reward = start_reward(
+        paths,
+        ranks,
+        state.reward,
+        state.position,
+        first=config.model.reward,
+        recorded=manifest.frozen if manifest else None,
+        keep=keep,
+    )
+    if config.checkpoint.store_frozen and ranks.rank == 0:
+        used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
+        _read_back(paths, used | set(digests.frozen.values()), line)
+    live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     evaluator = None
     if config.train.eval_every_steps:
         evaluator = Evaluator(
@@ -131,17 +158,12 @@ def build_loop(
             ),
             sampler=sampler,
             tokenizer=tokenizer,
-            reward=reward,
+            reward=live,
             size=config.rollout.micro_batch_size_per_device,
             temperature=config.train.eval_temperature,
             ranks=ranks,
             eos_id=int(tokenizer.eos_token_id),
         )
-    ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
-
-    state = fresh_state(config)
-    if directory:
-        state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
@@ -179,24 +201,25 @@ def build_loop(
     # The tensors that a save copies must not change before it has.
     for optimizer in (optimizers.actor, optimizers.critic):
         optimizer.register_step_pre_hook(lambda *_: reporter.stalled(saver.fence()))
+    learner = Learner(
+        config=config,
+        shape=shape,
+        models=models,
+        optimizers=optimizers,
+        sampler=sampler,
+        data=data,
+        tokenizer=tokenizer,
+        reward=live,
+        grid=grid,
+        ledger=ledger,
+        replay=replay,
+        evaluator=evaluator,
+    )
     return Loop(
         config=config,
         shape=shape,
         state=state,
-        learner=Learner(
-            config=config,
-            shape=shape,
-            models=models,
-            optimizers=optimizers,
-            sampler=sampler,
-            data=data,
-            tokenizer=tokenizer,
-            reward=reward,
-            grid=grid,
-            ledger=ledger,
-            replay=replay,
-            evaluator=evaluator,
-        ),
+        learner=learner,
         checkpointer=Checkpointer(
             config=config,
             paths=paths,
@@ -220,6 +243,17 @@ def build_loop(
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
         saved_as=saved_as,
+        rewards=RewardSwap(
+            paths=paths,
+            epoch=epoch,
+            ranks=ranks,
+            reporter=reporter,
+            plan=plan,
+            live=live,
+            texts=learner.texts,
+            keep=keep,
+            device=device,
+        ),
     )
 
 
@@ -242,9 +276,6 @@ def _first_look(
     recorded = None if isinstance(line, NoDaemon) else read_fingerprint(paths)
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
-    kind, _, name = config.model.reward.partition(":")
-    if kind == "classifier":
-        models["reward"] = Path(name)
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
         _store(paths, {path: seen[role] for role, path in models.items()}, line)
@@ -260,25 +291,45 @@ def _store(paths: RunPaths, models: dict[Path, Fingerprint], line: RankLine) -> 
     """Small models at once; large ones beside the training, which need not wait. What fails is said: the next start
     tries again."""
 
-    def notice(text: str) -> None:
-        line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
-        console.complain(text)
-
     def work() -> None:
         for model, seen in models.items():
             try:
-                store_frozen(paths, model, seen, notice=notice)
+                store_frozen(paths, model, seen, notice=partial(_notice, line))
             except (OSError, VerlSlurmError) as error:
-                notice(f"no copy of {model} in {paths.frozen}: {error}")
-        try:
-            read_back_others(paths, {seen.digest for seen in models.values()}, notice=notice)
-        except OSError as error:
-            notice(f"{paths.frozen} could not be read back: {error}")
+                _notice(line, f"no copy of {model} in {paths.frozen}: {error}")
 
-    if sum(seen.num_bytes for seen in models.values()) <= _STORED_AT_ONCE:
-        work()
+    _beside(sum(seen.num_bytes for seen in models.values()), work)
+
+
+def _read_back(paths: RunPaths, used: set[str], line: RankLine) -> None:
+    """The copies that this start has no use for, `used` being the digests of the others."""
+    size = sum(path.stat().st_size for path in paths.frozen.rglob("*") if path.is_file())
+
+    def work() -> None:
+        try:
+            read_back_others(paths, used, notice=partial(_notice, line))
+        except OSError as error:
+            _notice(line, f"{paths.frozen} could not be read back: {error}")
+
+    _beside(size, work)
+
+
+def _notice(line: RankLine, text: str) -> None:
+    line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
+    console.complain(text)
+
+
+def _beside(num_bytes: int, work: Callable[[], None]) -> None:
+    """Do what reads so many bytes now, or in a thread; never two at a time: each cleans up RUN/frozen."""
+
+    def alone() -> None:
+        with _FROZEN:
+            work()
+
+    if num_bytes <= _STORED_AT_ONCE:
+        alone()
     else:
-        threading.Thread(target=work, name="frozen", daemon=True).start()
+        threading.Thread(target=alone, name="frozen", daemon=True).start()
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:

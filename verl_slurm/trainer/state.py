@@ -17,6 +17,7 @@ from verl_slurm.trainer import rng
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.kl import AdaptiveKL
 from verl_slurm.trainer.position import Position, StepShape, check_position, rollout_offset, safe_point
+from verl_slurm.trainer.reward_state import RewardState, pack, split, unpack
 
 __all__ = [
     "UPDATE_METRICS",
@@ -58,7 +59,8 @@ class Buffers:
 
 @dataclass
 class TrainState:
-    """One rank's whole state between two positions. Mutable; changed by `trainer.step` only.
+    """One rank's whole state between two positions. Mutable; changed by `trainer.step`, and `reward` between steps by
+    `trainer.reward_swap`.
 
     Called by: trainer.loop, trainer.step, trainer.saving.
     """
@@ -68,6 +70,7 @@ class TrainState:
     history: list[dict[str, float]] = field(default_factory=list)
     """One row of metrics a finished step, the newest HISTORY_ROWS."""
     buffers: Buffers = field(default_factory=Buffers)
+    reward: RewardState = field(default_factory=RewardState)
 
     def remember(self, row: dict[str, float]) -> None:
         """Add a finished step's metrics."""
@@ -78,7 +81,7 @@ def fresh_state(config: RunConfig) -> TrainState:
     """The state of a run that has done nothing."""
     train = config.train
     kl = AdaptiveKL(coef=train.kl_coef, target=train.kl_target, size=train.kl_window)
-    return TrainState(Position(), kl)
+    return TrainState(Position(), kl, reward=RewardState(spec=config.model.reward))
 
 
 def capture_state(
@@ -108,7 +111,7 @@ def capture_state(
         kl_window=list(state.kl.window),
         rng=rng.capture(),
         rollouts=to_arrays(stacked(buffers.rollouts)),
-        rewards=rewards,
+        rewards=rewards | pack(state.reward),
         history=state.history,
     )
 
@@ -125,7 +128,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     expected = (safe_point(position, shape), rollout_offset(position, shape))
     if found != expected:
         raise _misfit(where, f"(safe point, prompts consumed) {found} at {position}", expected)
-    rewards = dict(saved.rewards)
+    reward, rewards = split(saved.rewards)
     updates = rewards.pop("updates", np.zeros((0, len(UPDATE_METRICS))))
     estimates = to_batch({name: rewards.pop(name) for name in ("advantages", "returns") if name in rewards})
     scored, rollouts = to_batch(rewards), to_batch(saved.rollouts)
@@ -139,6 +142,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     rng.restore(saved.rng)
     state = fresh_state(config)
     state.position, state.buffers, state.history = position, buffers, list(saved.history)
+    state.reward = unpack(reward, where=where)
     state.kl = AdaptiveKL(
         coef=saved.kl_coef, target=state.kl.target, size=state.kl.size, window=tuple(saved.kl_window)
     )

@@ -177,11 +177,7 @@ class Learner:
         batch = _rows(stacked(state.buffers.rollouts), slice(start, start + size))
         old, _ = logprobs_and_entropy(self._models.actor, batch, temperature=temperature)
         reference, _ = logprobs_and_entropy(self._models.reference, batch, temperature=temperature)
-        scores = self._reward(
-            self._data.prompts(batch["sample_id"]),
-            decode_responses(self._tokenizer, batch),
-            self._data.answers(batch["sample_id"]),
-        )
+        scores = state.reward.map_at(state.position.step)(self._reward(*self.texts(batch)))
         said = {
             "scores": scores.float().cpu(),
             "old_logprobs": old.float().cpu(),
@@ -189,6 +185,18 @@ class Learner:
             "old_values": values(self._models.critic, batch).cpu(),
         }
         state.buffers.scored.append(self._replica.told(said))
+
+    def texts(self, batch: Batch) -> tuple[list[str], list[str], list[str]]:
+        """(prompts, responses, answers) of a batch that has sample_id, response_ids and response_mask."""
+        samples = batch["sample_id"]
+        responses = decode_responses(self._tokenizer, batch)
+        return self._data.prompts(samples), responses, self._data.answers(samples)
+
+    @property
+    def replays_until(self) -> int:
+        """The last step that this rank still has journaled rollouts of; -1: none. What is journaled was sampled by
+        weights that the reward of its time has trained."""
+        return max((step for step, _ in self._replay), default=-1)
 
     # ---- advantage
 
@@ -359,6 +367,7 @@ class Learner:
         if self._evaluator is not None:
             row |= self._evaluator.take()
         state.kl = state.kl.update(row["kl"])
+        state.reward = state.reward.remember(rollouts, scored)
         state.buffers = type(buffers)()
         state.remember(row)
         return row

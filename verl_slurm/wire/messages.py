@@ -187,10 +187,10 @@ class SaveFailed(_Message, frozen=True, kw_only=True):
 
 
 class Notice(_Message, frozen=True, kw_only=True):
-    """Rank 0: something about saving or an evaluation that people should hear, and that stops nothing."""
+    """Rank 0: something about saving, an evaluation or the reward that people should hear, and that stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation"]
+    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward"]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
     loud: bool
     """Something is wrong."""

@@ -1,0 +1,101 @@
+"""`verl-slurm update-reward`, and what status says of the reward in force."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.cli.test_submit_local import wait_for_event
+from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan
+
+LOCAL = ("--cluster", "local")
+SOURCE = "def score(prompts, responses, answers): ...\n"
+
+
+@pytest.fixture
+def run(workplace: Path, cli: Cli) -> Path:
+    result = cli("submit", "config.yaml", "--prepare-only")
+    assert result.code == 0, result.err
+    (workplace / "mine.py").write_text(SOURCE)
+    return workplace / "runs" / "demo"
+
+
+def test_a_wish_is_kept_with_absolute_paths_and_counts_from_the_next_start(
+    workplace: Path, run: Path, cli: Cli
+) -> None:
+    result = cli("update-reward", run, "python:mine.py:score", "--warm-start-steps", 3, "--json")
+    assert result.code == 0, result.err
+    reward = f"python:{workplace / 'mine.py'}:score"
+    assert result.json["reward"] == reward
+    assert result.json["when"] == "it counts from the next start on"
+    request = read_reward_request(RunPaths(run))
+    assert request is not None
+    assert (request.number, request.reward, request.warm_start_steps) == (1, reward, 3)
+    assert read_events(RunPaths(run))[-1]["event"] == "reward_asked"
+    assert f"{reward} is asked for" in cli("status", run).out
+
+
+def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> None:
+    assert cli("update-reward", run, "model").code == 0
+    request = read_reward_request(RunPaths(run))
+    assert request is not None
+    assert request.reward == f"classifier:{workplace / 'model'}"
+
+
+@pytest.mark.parametrize(
+    ("new", "code", "said"),
+    [
+        ("rule:nosuch", ExitCode.CONFIG, "rule:arithmetic"),
+        ("nosuch", ExitCode.CONFIG, "no such reward"),
+        ("classifier:data", ExitCode.DATA, "config.json"),
+        ("python:mine.py:other", ExitCode.CONFIG, "nothing named 'other'"),
+        ("python:nosuch_module_of_ours:score", ExitCode.CONFIG, "no module"),
+    ],
+)
+def test_what_is_no_reward_is_refused_before_the_run_hears_of_it(
+    run: Path, cli: Cli, new: str, code: ExitCode, said: str
+) -> None:
+    result = cli("update-reward", run, new)
+    assert result.code == code
+    assert said in result.error
+    assert read_reward_request(RunPaths(run)) is None
+
+
+def test_a_living_run_is_woken_as_for_any_request_of_an_operator(workplace: Path, cli: Cli) -> None:
+    assert cli("submit", "config.yaml", *LOCAL).code == 0
+    run = workplace / "runs" / "demo"
+    wait_for_event(run, "started")
+    result = cli("update-reward", run, "rule:arithmetic")
+    assert result.code == 0, result.err
+    assert "takes it at the end of a step" in result.out
+    cli("watch", run)
+    causes = [event["cause"] for event in read_events(RunPaths(run)) if event["event"] == "cause"]
+    assert causes == ["SIGUSR1"]
+
+
+def test_status_shows_the_reward_in_force_and_a_refusal(run: Path, cli: Cli) -> None:
+    assert cli("status", run, "--json").json["reward"]["reward"] == "rule:arithmetic"
+    switch = RewardSwitch(
+        request=1,
+        step=2,
+        reward="python:m:f",
+        digest="",
+        warm_start_steps=5,
+        replaced="rule:arithmetic",
+        recorded_utc="",
+    )
+    plan = RewardPlan(handled=2, refused="trying the new reward failed", switches=(switch,))
+    write_reward_plan(RunPaths(run), plan)
+    RunPaths(run).status.write_text('{"step": 4}')
+    out = cli("status", run).out
+    assert (
+        "python:m:f, since step 3, warm start for 3 more steps, another one was REFUSED: trying the new reward failed"
+        in out
+    )
+    RunPaths(run).reward_plan.write_bytes(b"{")
+    result = cli("status", run)
+    assert result.code == 0
+    assert "not known: " in result.out

@@ -1,0 +1,104 @@
+"""What `model.reward` may say, found out without running a line of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.config.reward_spec import RewardSpec, check_function, parse_reward, source_file
+from verl_slurm.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("rule:arithmetic", RewardSpec("rule", "arithmetic")),
+        ("classifier:/models/rm", RewardSpec("classifier", "/models/rm")),
+        ("python:my.pkg:score", RewardSpec("python", "my.pkg", "score")),
+        ("python:/a b/c:d.py:score", RewardSpec("python", "/a b/c:d.py", "score")),
+    ],
+)
+def test_the_forms_there_are(text: str, spec: RewardSpec) -> None:
+    assert parse_reward(text) == spec
+    assert str(spec) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "rule:",
+        "python:mod",
+        "python:mod:",
+        "python::f",
+        "python:a/b:f",
+        "python:m:f()",
+        "model:x",
+        "rule:a\nb",
+    ],
+)
+def test_what_is_none_of_them(text: str) -> None:
+    assert parse_reward(text) is None
+
+
+def _python(name: str, function: str = "score") -> RewardSpec:
+    return RewardSpec("python", name, function)
+
+
+def test_a_module_is_found_without_importing_its_packages(tmp_path: Path) -> None:
+    inner = tmp_path / "vs_outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "vs_outer" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (inner / "__init__.py").touch()
+    (inner / "mine.py").write_text("def score(p, r, a): ...\n")
+    found = source_file(_python("vs_outer.inner.mine"), [str(tmp_path)])
+    assert found == inner / "mine.py"
+    check_function(_python("vs_outer.inner.mine"), found)
+    assert not any(name.startswith("vs_outer") for name in sys.modules)
+
+
+@pytest.mark.parametrize("name", ["no_such_module_of_ours", "os.nosuch", "sys", "/nowhere/reward.py"])
+def test_a_module_or_file_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such reward function"):
+        source_file(_python(name))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def score(prompts, responses, answers): ...",
+        "def score(p, r, a, *, strict=False, depth=3): ...",
+        "def score(*texts): ...",
+        "def score(p, r, a, extra=None): ...",
+        "try:\n    from fast import score\nexcept ImportError:\n    def score(p, r, a): ...",
+        "if True:\n    score = make()",
+        "from elsewhere import other as score",
+        "class score: ...",
+    ],
+)
+def test_what_may_be_called_with_three_lists_is_taken(tmp_path: Path, source: str) -> None:
+    (tmp_path / "r.py").write_text(source)
+    check_function(_python("r.py"), tmp_path / "r.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def other(p, r, a): ...", "nothing named 'score'"),
+        ("class Judge:\n    def score(self, p, r, a): ...", "nothing named 'score'"),
+        ("def score(p, r): ...", "a function of 2 arguments"),
+        ("def score(p, r, a, b): ...", "a function of 4 arguments"),
+        ("def score(p, r, a, *, key): ...", "needs the keyword 'key'"),
+        ("async def score(p, r, a): ...", "an async function"),
+    ],
+)
+def test_what_cannot_be_called_so_is_refused_at_submit(tmp_path: Path, source: str, found: str) -> None:
+    (tmp_path / "r.py").write_text(source)
+    with pytest.raises(ConfigError, match=found):
+        check_function(_python("r.py"), tmp_path / "r.py")
+
+
+def test_a_source_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("x = 1\ndef score(:\n")
+    with pytest.raises(DataError, match="line 2"):
+        check_function(_python("r.py"), tmp_path / "r.py")

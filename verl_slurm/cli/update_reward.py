@@ -1,0 +1,91 @@
+"""`verl-slurm update-reward`: another reward for a run that goes on."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import click
+
+from verl_slurm.cli import render
+from verl_slurm.cli.jobs import signal_local
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.errors import NotFound
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+__all__ = ["update_reward"]
+
+_EXITS = exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
+
+
+@click.command("update-reward", epilog=_EXITS)
+@click.argument("run", type=RUN)
+@click.argument("new")
+@click.option(
+    "--warm-start-steps",
+    type=click.IntRange(0, 1_000_000),
+    default=10,
+    show_default=True,
+    help="Steps over which its scores come from the former one's scale to their own. 0: at once.",
+)
+@json_option
+def update_reward(run: RunPaths, new: str, warm_start_steps: int, as_json: bool) -> int:
+    """Have RUN score with the reward NEW from the end of a step on, without stopping it.
+
+    \b
+    NEW is what model.reward may be, or a directory:
+      classifier:DIR            a Hugging Face sequence classifier with one label
+      python:FILE.py:FUNCTION   a function of (prompts, responses, answers) that returns one float each
+      python:MODULE:FUNCTION    the same, of a module that the job can import
+      rule:NAME                 a rule of verl-slurm
+
+    The run saves, loads NEW beside the present reward and has it score the last responses. Only then the present
+    one is let go; if anything fails it stays, and `verl-slurm status RUN` says why. The step of the replacement is
+    written down first, so a run that is interrupted replaces its reward at the same step again.
+
+    A run without a living job gets NEW at its next start.
+    """
+    from verl_slurm.events import append_event
+    from verl_slurm.reward_plan import ask_for_reward
+    from verl_slurm.submit.rewards import absolute_reward, check_reward
+
+    here = Path.cwd()
+    if ":" not in new and (here / Path(new).expanduser()).is_dir():
+        new = f"classifier:{new}"
+    reward = absolute_reward(new, here)
+    check_reward(reward)
+    request = ask_for_reward(run, reward, warm_start_steps)
+    append_event(
+        run, "reward_asked", request=request.number, reward=reward, warm_start_steps=warm_start_steps
+    )
+    when = _wake(run)
+    if as_json:
+        said = {"run_dir": str(run.root), "request": request.number, "reward": reward, "when": when}
+        render.json_value(said | {"warm_start_steps": warm_start_steps})
+    else:
+        render.line(f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}")
+    return ExitCode.OK
+
+
+def _wake(run: RunPaths) -> str:
+    """Have the run look at the request, by the signal with which an operator asks for a save; when it counts."""
+    from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.liveness import job_state
+    from verl_slurm.submit.record import last_job
+
+    later = "it counts from the next start on"
+    try:
+        job = last_job(run)
+    except NotFound:
+        return later
+    state = job_state(run, job)
+    if state.over or state.state != "RUNNING":
+        return later
+    if job.cluster == "slurm":
+        asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
+    else:
+        try:
+            signal_local(run, signal.SIGUSR1)
+        except NotFound:  # submitit's controller lives and has not started the lead yet
+            return later
+    return "the run saves, tries it, and takes it at the end of a step"

@@ -1,0 +1,170 @@
+"""What `model.reward` may say, and as much of its truth as can be found out without running anything. Torch-free.
+
+```
+rule:NAME                    a rule of ours, e.g. rule:arithmetic
+classifier:DIR               a Hugging Face sequence classifier with one label
+python:MODULE:FUNCTION       a function of a module that the job can import
+python:FILE.py:FUNCTION      a function of a file
+```
+
+A function is called with three lists of texts (prompts, responses, answers) and returns one float a response. It must
+give the same floats for the same texts, whatever was scored before.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from verl_slurm.errors import ConfigError, DataError
+
+__all__ = ["FORMS", "RewardSpec", "check_function", "parse_reward", "source_file"]
+
+FORMS = "rule:NAME, classifier:DIR, python:MODULE:FUNCTION or python:FILE.py:FUNCTION"
+
+_KINDS = re.compile(r"(rule|classifier|python):(.+)", re.DOTALL)
+_MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+_ARGUMENTS = ("prompts", "responses", "answers")
+
+
+class RewardSpec(NamedTuple):
+    """The parts of a reward's name."""
+
+    kind: Literal["rule", "classifier", "python"]
+    name: str
+    """The rule, the directory, the module or the file."""
+    function: str = ""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file's function, and not a module's."""
+        return self.kind == "python" and self.name.endswith(".py")
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}" + (f":{self.function}" if self.function else "")
+
+
+def parse_reward(text: str) -> RewardSpec | None:
+    """The parts of `text`, or None where it is none of the forms above.
+
+    Called by: config.checks, submit.rewards, trainer.rewards.
+    """
+    match = _KINDS.fullmatch(text)
+    if match is None or not text.isprintable():
+        return None
+    kind, rest = match[1], match[2]
+    if kind == "rule":
+        return RewardSpec("rule", rest)
+    if kind == "classifier":
+        return RewardSpec("classifier", rest)
+    name, _, function = rest.rpartition(":")
+    good = name.endswith(".py") or _MODULE.fullmatch(name) is not None
+    return RewardSpec("python", name, function) if good and function.isidentifier() else None
+
+
+def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
+    """The source of a `python:` reward. Imports nothing, not even the packages that a module lies in.
+
+    Args:
+        path: where modules are looked for; None: this process's sys.path.
+
+    Raises:
+        ConfigError: no such file, no such module, or a module without a source file.
+    """
+    if spec.is_file:
+        file = Path(spec.name)
+        if file.is_file():
+            return file
+        raise _refusal(spec, "no such file", "a Python file")
+    entries: Sequence[str] | None = list(sys.path if path is None else path)
+    origin = None
+    for part in spec.name.split("."):
+        # One name after the other: `importlib.util.find_spec("a.b")` would import `a`, and that runs code.
+        found = PathFinder.find_spec(part, entries) if entries is not None else None
+        if found is None:
+            raise _refusal(spec, f"no module {spec.name!r}", "a module that the job can import, or a FILE.py")
+        origin, entries = found.origin, found.submodule_search_locations
+    if origin is None or not origin.endswith(".py"):
+        raise _refusal(spec, f"a module without Python source: {origin}", "a Python module")
+    return Path(origin)
+
+
+def check_function(spec: RewardSpec, file: Path) -> None:
+    """The file can be parsed and binds the function's name, to something that may take three lists.
+
+    What a name is bound to by an assignment or an import is not followed.
+
+    Raises:
+        DataError: it cannot be read or parsed.
+        ConfigError: no such function, or one that cannot be called as it will be.
+    """
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        remedy = "mend it, or set model.reward"
+        raise DataError(
+            "the reward's source cannot be read", where=file, found=error, remedy=remedy
+        ) from None
+    found = [node for node in _bindings(tree.body) if spec.function in _names(node)]
+    if not found:
+        raise _refusal(
+            spec, f"nothing named {spec.function!r} in {file}", "a function at the module's top level"
+        )
+    last = found[-1]
+    if isinstance(last, ast.AsyncFunctionDef):
+        raise _refusal(spec, f"an async function at {file}:{last.lineno}", "a plain function")
+    if isinstance(last, ast.FunctionDef) and (complaint := _complaint(last.args)):
+        raise _refusal(spec, f"{complaint} at {file}:{last.lineno}", f"({', '.join(_ARGUMENTS)})")
+
+
+def _bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements at the top level, inside of `if`, `try` and `with` too."""
+    for node in body:
+        yield node
+        for inner in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _bindings(getattr(node, inner, []))
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                yield from _bindings(handler.body)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return {node.name}
+        case ast.Import() | ast.ImportFrom():
+            return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        case ast.Assign():
+            return {
+                name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+            }
+        case ast.AnnAssign() if isinstance(node.target, ast.Name):
+            return {node.target.id}
+        case _:
+            return set()
+
+
+def _complaint(args: ast.arguments) -> str:
+    """Why a function with these parameters cannot be called with three positional arguments; empty: it can."""
+    positional = len(args.posonlyargs) + len(args.args)
+    needed = positional - len(args.defaults)
+    if needed > len(_ARGUMENTS) or (positional < len(_ARGUMENTS) and args.vararg is None):
+        return f"a function of {positional} arguments"
+    missing = [
+        arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None
+    ]
+    return f"a function that needs the keyword {missing[0]!r}" if missing else ""
+
+
+def _refusal(spec: RewardSpec, found: str, expected: str) -> ConfigError:
+    return ConfigError(
+        "no such reward function",
+        where=f"model.reward: {spec}",
+        found=found,
+        expected=expected,
+        remedy="see `python -c 'import MODULE'` in the job's environment, or set model.reward",
+    )

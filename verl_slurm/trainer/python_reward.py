@@ -1,0 +1,182 @@
+"""A function of the user's as the reward: loaded from the very bytes that were hashed, and not believed.
+
+What it returns is checked for each call, because one NaN would spoil the weights for good and be seen much later.
+"""
+
+import hashlib
+import importlib
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
+from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
+
+__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "source_digest"]
+
+_SHOWN = 60
+
+
+class RewardRaised(VerlSlurmError):
+    """The function raised: a crash like any other (exit code 1), since what it asked may answer again later."""
+
+
+class PythonReward:
+    """A function (prompts, responses, answers) → one number a response.
+
+    Args:
+        function: gets three lists of texts of the same length.
+        name: as in `model.reward`, for messages.
+
+    Called by: build_reward.
+    """
+
+    def __init__(self, function: Callable[..., object], name: str, source: bytes = b"") -> None:
+        self._function, self._name, self._source = function, name, source
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        """Raises `DataError` for a return that is no list of finite numbers, `RewardRaised` where it raises."""
+        try:
+            returned = self._function(list(prompts), list(responses), list(answers))
+        except (Exception, SystemExit) as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise RewardRaised(
+                "the reward function raised",
+                where=self._name,
+                found=f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}",
+                remedy="mend it; the run goes on from its last checkpoint",
+            ) from error
+        return torch.tensor(self._numbers(returned, prompts, responses), dtype=torch.float32)
+
+    def light(self) -> dict[str, bytes]:
+        """Its source. Called by: trainer.reward_swap."""
+        return {"reward.py": self._source} if self._source else {}
+
+    def _numbers(self, returned: object, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        if hasattr(returned, "tolist"):  # an array or a tensor
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple):
+            raise self._refusal(f"{type(returned).__name__}", "a list of floats")
+        if len(returned) != len(responses):
+            missing = min(len(returned), len(responses) - 1)
+            where = f"; the first without a score of its own is {_sample(missing, prompts, responses)}"
+            found = f"{len(returned)} scores" + (where if len(returned) < len(responses) else "")
+            raise self._refusal(found, f"{len(responses)} scores, one a response")
+        for number, score in enumerate(returned):
+            # bool is an int to Python, and a rule that answers True means 1.
+            if not isinstance(score, numbers.Real):
+                found = type(score).__name__
+            elif not math.isfinite(_float32(score)):
+                found = str(score)
+            else:
+                continue
+            raise self._refusal(f"{found} for {_sample(number, prompts, responses)}", "a finite number")
+        return [float(score) for score in returned]
+
+    def _refusal(self, found: str, expected: str) -> DataError:
+        return DataError(
+            "the reward function gave something that is no reward",
+            where=self._name,
+            found=found,
+            expected=expected,
+            remedy="mend the function, or set model.reward",
+        )
+
+
+def source_digest(spec: RewardSpec) -> str:
+    """SHA-256 of the source file, hex. What it imports is not looked at.
+
+    Raises:
+        ConfigError, DataError: `config.reward_spec.source_file`.
+    """
+    return hashlib.sha256(_read(source_file(spec))).hexdigest()
+
+
+def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
+    """Run the source, and take the function out of it.
+
+    Args:
+        digest: that the source must have; empty: any.
+
+    Raises:
+        ConfigError, DataError: no such file or function, a source that cannot be run, or another one.
+    """
+    file = source_file(spec)
+    check_function(spec, file)
+    source = _read(file)
+    found = hashlib.sha256(source).hexdigest()
+    if digest and found != digest:
+        raise DataError(
+            "the reward function's source is not what the first rank has",
+            where=file,
+            found=found,
+            expected=digest,
+            remedy="put it on a file system that all nodes see, and change it with verl-slurm update-reward only",
+        )
+    try:
+        module = _run(file, source, found) if spec.is_file else importlib.import_module(spec.name)
+        function = getattr(module, spec.function, None)
+    except (Exception, SystemExit) as error:  # a judge that ends the process would end the training with it
+        raise DataError(
+            "the reward function's source does not run",
+            where=file,
+            found=f"{type(error).__name__}: {error}",
+            remedy="mend it: python -c 'import ...' in the job's environment says more",
+        ) from error
+    if not callable(function):
+        raise ConfigError(
+            "the reward is no function",
+            where=f"model.reward: {spec}",
+            found=type(function).__name__,
+            expected="a function of (prompts, responses, answers)",
+            remedy="set model.reward",
+        )
+    return PythonReward(function, str(spec), source)
+
+
+def _run(file: Path, source: bytes, digest: str) -> ModuleType:
+    """The module of a file, under a name of its own: two versions of one file can live side by side."""
+    name = f"verl_slurm_reward_{digest[:16]}"
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look there
+    try:
+        # Not spec.loader: it may take an older __pycache__ for what was hashed here.
+        exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - this is what was asked for
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            "the reward function's source cannot be read",
+            where=file,
+            found=error.strerror,
+            remedy="every node must be able to read it",
+        ) from error
+
+
+def _float32(score: numbers.Real) -> float:
+    try:
+        return float(torch.tensor(float(score), dtype=torch.float32))
+    except OverflowError:  # an int beyond all floats
+        return math.inf
+
+
+def _sample(number: int, prompts: Sequence[str], responses: Sequence[str]) -> str:
+    shown = f"prompt {prompts[number][:_SHOWN]!r}, response {responses[number][:_SHOWN]!r}"
+    return f"sample {number} of {len(responses)} ({shown})"
