@@ -49,7 +49,7 @@ def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(width: int) -> 
 
 
 def test_status_shows_the_last_steps_and_json_all_of_their_numbers(cli: Cli, run: RunPaths) -> None:
-    assert "reward" not in cli("status", run.root).out
+    assert "tok/s" not in cli("status", run.root).out
     assert cli("status", run.root, "--json").json["steps"] == []
     for step in range(1, 9):
         append_step(run, 1, ROW | {"step": float(step)})
@@ -57,7 +57,7 @@ def test_status_shows_the_last_steps_and_json_all_of_their_numbers(cli: Cli, run
     table = lines[next(n for n, line in enumerate(lines) if line.split()[:2] == ["step", "reward"]) :]
     assert [line.split()[0] for line in table[2:]] == ["4", "5", "6", "7", "8"]
     assert len(cli("status", run.root, "--steps", 2).out.splitlines()) == len(lines) - 3
-    assert "reward" not in cli("status", run.root, "--steps", 0).out
+    assert "tok/s" not in cli("status", run.root, "--steps", 0).out
     rows = cli("status", run.root, "--steps", 3, "--json").json["steps"]
     assert [row["step"] for row in rows] == [6.0, 7.0, 8.0]
     assert set(ROW) <= set(rows[0])
