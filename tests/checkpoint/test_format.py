@@ -1,5 +1,6 @@
 import re
 
+import msgspec
 import pytest
 
 from verl_slurm.checkpoint import format as specification
@@ -71,3 +72,11 @@ def test_other_paths_are_refused_with_a_reason(path: str) -> None:
 def test_missing_parts_are_named_for_every_rank() -> None:
     parts = missing_parts(manifest("actor/x", "runtime_state.rank_0000.msgpack.zst", world_size=2))
     assert set(parts) == {*REQUIRED_FILES, "runtime_state.rank_0001.msgpack.zst", "critic/", "optimizer/"}
+
+
+def test_a_checkpoint_of_a_run_without_a_critic_needs_none() -> None:
+    grpo = msgspec.structs.replace(manifest("actor/x", "optimizer/x"), trained=("actor",))
+    assert not any(part.endswith("/") for part in missing_parts(grpo))
+    assert "critic/" in missing_parts(manifest("actor/x", "optimizer/x"))
+    partial = msgspec.structs.replace(grpo, components=("optimizer",), files=grpo.files[:1])
+    assert "optimizer/" in missing_parts(partial)

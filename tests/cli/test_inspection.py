@@ -12,6 +12,7 @@ from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from verl_slurm.checkpoint.commit import commit
 from verl_slurm.checkpoint.describe import sparkline
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index
+from verl_slurm.cli.inspection import _consumed
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
@@ -224,3 +225,9 @@ def test_a_sparkline_shows_the_last_values_between_their_extremes() -> None:
     assert sparkline([3.0]) == "▁"
     assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
     assert sparkline(range(100), width=8) == "▁▂▃▄▅▆▇█"
+
+
+def test_an_offset_in_responses_is_shown_in_prompts() -> None:
+    assert _consumed(24, 1) == "24 consumed"
+    assert _consumed(24, 8) == "3 consumed, 8 responses to each"
+    assert _consumed(None, 8) == "None consumed"

@@ -121,6 +121,12 @@ def test_a_run_does_not_go_on_with_another_training() -> None:
         )
 
 
+def test_a_run_does_not_go_on_with_another_algorithm() -> None:
+    grpo = config("train.algorithm=grpo", "rollout.samples_per_prompt=4")
+    with pytest.raises(ConfigError, match=r"samples_per_prompt: 1 -> 4; train\.algorithm: 'ppo' -> 'grpo'"):
+        refuse_changes(config(), grpo, Path("/run"))
+
+
 def test_a_run_may_go_on_with_another_number_of_ranks_where_a_step_stays_the_same() -> None:
     wider = config("distributed.dp_size=4", "distributed.nodes=4")
     with pytest.raises(ConfigError, match=r"expected train\.batch_size_per_device=32"):

@@ -95,6 +95,9 @@ def test_of_a_new_run_the_size_is_estimated_from_the_model_s_own_files(tmp_path:
     # Actor, critic and two moments of each, two bytes a number, a tenth more.
     assert 13_200_000 <= disk.asked[0].bytes <= 13_500_000
     assert disk.asked[0].basis == "an estimate, 1 million parameters"
+    smaller, grpo = Disk(99 * GB), ("train.algorithm=grpo", "rollout.samples_per_prompt=2")
+    check_room(config(f"model.path={tmp_path}", "model.dtype=bfloat16", *grpo), PLACE, [], ask=smaller)
+    assert smaller.asked[0].bytes == pytest.approx(disk.asked[0].bytes / 2, rel=0.01), "no critic"
 
 
 @pytest.mark.parametrize(

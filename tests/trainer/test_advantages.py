@@ -1,9 +1,19 @@
 """Advantages against numbers worked out by hand."""
 
+import math
+
 import pytest
 import torch
 
-from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
+from verl_slurm.trainer.advantages import (
+    gae,
+    group_advantages,
+    masked_moments,
+    penalised_scores,
+    token_kl,
+    token_rewards,
+    whiten,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -55,3 +65,34 @@ def test_whitening_a_constant_or_an_empty_batch_stays_finite() -> None:
     x = torch.full((2, 2), 3.0)
     for mask in (torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)):
         assert whiten(x, mask, masked_moments(x, mask)).abs().max() < 1e-3
+
+
+def test_two_groups_of_three_by_hand() -> None:
+    scores = torch.tensor([1.0, 0.0, 2.0, 0.5, 0.5, 0.5])
+    mask = torch.tensor([[True, True], [True, False], [True, True]] * 2)
+    centred = group_advantages(scores, mask, group=3, scale="none")
+    assert centred.tolist() == [[0.0, 0.0], [-1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    # mean 1, unbiased variance (0 + 1 + 1) / 2 = 1
+    scaled = group_advantages(scores, mask, group=3, scale="std", eps=0.25)
+    assert scaled[:3, 0].tolist() == pytest.approx([0.0, -1 / 1.25, 1 / 1.25])
+    assert not scaled[3:].any(), "a group that agrees teaches nothing, and divides by no zero"
+
+
+def test_a_group_is_what_lies_together_and_no_other_group_moves_it() -> None:
+    scores = torch.tensor([1.0, 0.0, 0.2, 0.6])
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    alone = group_advantages(scores[:2], mask[:2], group=2, scale="std")
+    assert torch.equal(group_advantages(scores, mask, group=2, scale="std")[:2], alone)
+
+
+def test_the_penalty_of_a_whole_response_is_that_of_its_tokens_together() -> None:
+    kl = torch.tensor([[1.0, -0.5, 0.5], [2.0, 1.0, 0.0]])
+    assert penalised_scores(torch.tensor([1.0, 0.5]), kl, 0.1).tolist() == pytest.approx([0.9, 0.2])
+
+
+def test_both_estimators_of_the_kl_by_hand() -> None:
+    p, q, mask = torch.tensor([[0.5, 0.25]]), torch.tensor([[0.25, 0.5]]), torch.tensor([[True, True]])
+    assert token_kl(p.log(), q.log(), mask).tolist() == [pytest.approx([math.log(2), -math.log(2)])]
+    k3 = token_kl(p.log(), q.log(), mask, "k3")
+    assert k3.tolist() == [pytest.approx([0.5 - 1 + math.log(2), 2 - 1 - math.log(2)])]
+    assert not token_kl(p.log(), q.log(), ~mask, "k3").any()

@@ -122,3 +122,18 @@ def test_a_line_nested_too_deeply_is_refused_in_one_line(
     (tmp_path / "a.jsonl").write_bytes(b"[" * 100_000 + b"\n")
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         PromptData(tmp_path, tokenizer, DataConfig(), 0)
+
+
+def test_the_responses_to_a_prompt_lie_together_and_each_has_a_name_of_its_own(
+    root: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = DataConfig(max_prompt_tokens=8)
+    one = PromptData(root, tokenizer, config, seed=4)
+    three = PromptData(root, tokenizer, config, seed=4, samples_per_prompt=3)
+    batch = three.batch(6, 12)
+    assert batch["sample_id"].tolist() == list(range(6, 18))
+    prompts = three.prompts(batch["sample_id"])
+    assert prompts == [prompt for prompt in one.prompts(one.batch(2, 4)["sample_id"]) for _ in range(3)]
+    assert torch.equal(batch["prompt_ids"], one.batch(2, 4)["prompt_ids"].repeat_interleave(3, dim=0))
+    # Five prompts in an epoch: the sixteenth response answers the first of the next.
+    assert three.row(15) == one.row(5)

@@ -28,6 +28,11 @@ def test_a_penalty_that_is_off_stays_off() -> None:
     assert AdaptiveKL(coef=0.0, target=0.1, size=4).update(7.0).coef == 0.0
 
 
+def test_a_fixed_coefficient_stays_and_its_window_is_kept() -> None:
+    kl = AdaptiveKL(coef=0.5, target=1.0, size=2, fixed=True).update(9.0).update(7.0).update(8.0)
+    assert (kl.coef, kl.window) == (0.5, (7.0, 8.0))
+
+
 def test_continuing_from_coef_and_window_is_the_same_as_never_stopping() -> None:
     whole = AdaptiveKL(coef=0.02, target=0.1, size=3)
     history = [0.05, 0.3, 0.11, 0.02, 0.4]

@@ -99,3 +99,20 @@ def test_every_position_has_a_checkpoint_name_that_sorts_like_it() -> None:
 def test_a_position_outside_its_phase_is_refused(position: Position) -> None:
     with pytest.raises(CheckpointCorrupt):
         check_position(position, SHAPE, where="x")
+
+
+def test_what_is_consumed_counts_responses_and_whole_groups_of_them() -> None:
+    config = RunConfig(
+        distributed=DistributedConfig(dp_size=2, nodes=1),
+        rollout=RolloutConfig(micro_batch_size_per_device=8, samples_per_prompt=4),
+        train=TrainConfig(
+            algorithm="grpo",
+            batch_size_per_device=24,
+            mini_batch_size_per_device=12,
+            micro_batch_size_per_device=6,
+        ),
+    )
+    shape = StepShape.of(config)
+    offsets = [rollout_offset(Position(1, "generate", index), shape) for index in range(3)]
+    assert offsets == [48, 64, 80]
+    assert not any(offset % shape.samples_per_prompt for offset in offsets)

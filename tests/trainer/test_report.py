@@ -156,3 +156,11 @@ def test_saves_have_curves_of_their_own_and_failures_are_counted(
         reporter.save_failed(0, "no space")
         assert drawn.pop() == ({"save/failed": number}, step)
     reporter.close()
+
+
+def test_a_step_without_a_critic_is_told_without_its_loss() -> None:
+    assert "value loss 0.0000" in report.progress_line(ROW, TIMINGS, 2)
+    row = {name: value for name, value in ROW.items() if name != "value_loss"}
+    line = report.progress_line(row, TIMINGS, 2)
+    assert "value" not in line
+    assert "policy loss +0.0000  1 tokens/s" in line

@@ -150,3 +150,15 @@ def test_sync_takes_over_the_actors_weights(tiny: Path, data: PromptData) -> Non
         logprobs, _ = logprobs_and_entropy(actor, batch, temperature=1.0)
     mask = batch["response_mask"]
     torch.testing.assert_close(logprobs[mask], batch["logprobs"][mask], rtol=0, atol=1e-5)
+
+
+def test_the_responses_to_one_prompt_differ(tiny: Path, sums_root: Path) -> None:
+    tokenizer = load_tokenizer(tiny)
+    config = DataConfig(max_prompt_tokens=9)
+    group = PromptData(sums_root, tokenizer, config, 0, samples_per_prompt=8).batch(0, 8)
+    assert len(group["prompt_ids"].unique(dim=0)) == 1
+    batch = make_rollout(tiny).generate(group, step=0)
+    assert len(batch["response_ids"].unique(dim=0)) > 1
+    # The first of them is the one that a run with a single response to each prompt samples.
+    alone = make_rollout(tiny).generate(PromptData(sums_root, tokenizer, config, 0).batch(0, 1), step=0)
+    assert torch.equal(batch["response_ids"][:1], alone["response_ids"])

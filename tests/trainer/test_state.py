@@ -20,6 +20,7 @@ from verl_slurm.trainer.state import (
     fresh_state,
     restore_state,
     stacked,
+    update_metrics,
 )
 
 pytestmark = pytest.mark.torch
@@ -122,6 +123,31 @@ def test_update_metrics_of_another_layout_are_refused() -> None:
     rewards = saved.rewards | {"updates": np.zeros((2, 3))}
     with pytest.raises(CheckpointCorrupt, match="update metrics"):
         restore_state(msgspec.structs.replace(saved, rewards=rewards), CONFIG, SHAPE, where="x")
+
+
+def test_the_columns_of_an_update_are_those_of_its_algorithm() -> None:
+    grpo = msgspec.structs.replace(CONFIG.train, algorithm="grpo", kl_in="loss")
+    names = update_metrics(grpo)
+    assert update_metrics(CONFIG.train) == UPDATE_METRICS
+    assert names == ("policy_loss", "entropy", "policy_kl", "policy_clip", "actor_grad_norm", "kl_loss")
+    saved = capture_state(_at(Position(0, "update", 2)), SHAPE, rank=0)
+    config = msgspec.structs.replace(CONFIG, train=grpo)
+    with pytest.raises(CheckpointCorrupt, match="update metrics"):
+        restore_state(saved, config, SHAPE, where="x")
+    rewards = saved.rewards | {"updates": np.ones((2, len(names)))}
+    restored = restore_state(msgspec.structs.replace(saved, rewards=rewards), config, SHAPE, where="x")
+    assert restored.buffers.updates == [[1.0] * len(names)] * 2
+
+
+def test_a_fixed_coefficient_is_fixed_in_the_next_life_too() -> None:
+    config = msgspec.structs.replace(
+        CONFIG, train=msgspec.structs.replace(CONFIG.train, kl_controller="fixed")
+    )
+    state = fresh_state(config)
+    state.kl = state.kl.update(9.0)
+    restored = restore_state(capture_state(state, SHAPE, rank=0), config, SHAPE, where="x")
+    assert restored.kl == state.kl
+    assert restored.kl.update(9.0).coef == CONFIG.train.kl_coef
 
 
 def test_the_window_of_the_controller_is_carried_over() -> None:

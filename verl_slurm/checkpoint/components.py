@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from verl_slurm.checkpoint.format import Manifest
-from verl_slurm.config.schema import CheckpointConfig
+from verl_slurm.config.roles import trained_roles
+from verl_slurm.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from verl_slurm.errors import ConfigError
 
-__all__ = ["Components", "partial_domains", "require_full"]
+__all__ = ["Components", "partial_domains", "require_full", "require_same_models"]
 
 Components = tuple[Literal["actor", "critic", "optimizer"], ...]
 """Tensor domains of a partial save, in the order of the format; empty: a full one."""
@@ -23,6 +24,29 @@ def partial_domains(config: CheckpointConfig) -> Components:
     wanted: Sequence[str] = config.components
     optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
     return tuple(domain for domain in ("actor", "critic") if domain in wanted) + optimizer
+
+
+def require_same_models(manifest: Manifest, config: RunConfig, where: object) -> None:
+    """Refuse to go on with another set of models: PPO's critic cannot be conjured up, nor just be forgotten.
+
+    Raises:
+        ConfigError: the checkpoint's run trained other models than `config` does.
+
+    Called by: submit.preflight, trainer.resuming.
+    """
+    trained = trained_roles(config.train)
+    if manifest.roles != trained:
+        former = next(
+            (a for a in ("ppo", "grpo") if trained_roles(TrainConfig(algorithm=a)) == manifest.roles), "?"
+        )
+        raise ConfigError(
+            "the checkpoint is of another algorithm",
+            where=where,
+            found=f"train.algorithm={config.train.algorithm}, which trains {' and '.join(trained)}",
+            expected=f"train.algorithm={former}: the checkpoint holds {' and '.join(manifest.roles)}",
+            remedy="resume with that algorithm; or start a new run from the weights alone: "
+            "verl-slurm export CKPT --to hf --out DIR, then model.path=DIR",
+        )
 
 
 def require_full(manifest: Manifest, where: object) -> None:

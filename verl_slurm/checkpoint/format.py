@@ -11,7 +11,8 @@ RUN/checkpoints/                      0700
     metadata.json                     step, learning rates, metric history, time: for people
     config.yaml                       the resolved configuration
     orchestration.json                data files, device groups, topology: as at the first start
-    actor/ critic/ optimizer/         tensors: `index.json` and one `rank_NNNN.bin` a rank (tensor_index.py)
+    actor/ critic/ optimizer/         tensors: `index.json` and one `rank_NNNN.bin` a rank (tensor_index.py);
+                                      no critic/ where the manifest's `trained` does not name it (GRPO)
     scheduler.json                    learning-rate schedulers
     runtime_state.rank_0000.msgpack.zst   one a rank: `runtime_state/format.py`
   .step_000012.<nonce>.tmp/           being written, or being removed; never read
@@ -99,6 +100,7 @@ SCHEMA_VERSION = "schema_version.json"
 
 REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "scheduler.json", SCHEMA_VERSION)
 REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
+"""Of a checkpoint that says nothing else (`Manifest.trained`, `Manifest.components`)."""
 
 # A staging directory, as RunPaths.staging names it.
 STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
@@ -123,6 +125,7 @@ _Metrics = Annotated[
     dict[Annotated[str, msgspec.Meta(min_length=1, max_length=128)], float],
     msgspec.Meta(min_length=1, max_length=256),
 ]
+_Roles = Annotated[tuple[Literal["actor", "critic"], ...], msgspec.Meta(min_length=1, max_length=2)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -182,6 +185,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: Annotated[tuple[FileEntry, ...], msgspec.Meta(max_length=MAX_FILES)]
     components: tuple[Literal["actor", "critic", "optimizer"], ...] = ()
     """Of a partial checkpoint, the tensor domains it holds: nothing is resumed from it. Empty: all of them."""
+    trained: _Roles | msgspec.UnsetType = msgspec.UNSET
+    """The models that its run trains. Not there: actor and critic."""
     frozen: dict[str, str] = {}
     """Digest of each model that does not train (reference, reward), by role."""
     created_utc: str
@@ -193,6 +198,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
     hmac: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def roles(self) -> tuple[Literal["actor", "critic"], ...]:
+        """The models that its run trains."""
+        return ("actor", "critic") if isinstance(self.trained, msgspec.UnsetType) else self.trained
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The directories of tensors that it must have."""
+        return self.components or (*self.roles, "optimizer")
 
     @property
     def num_bytes(self) -> int:
@@ -233,5 +248,5 @@ def missing_parts(manifest: Manifest) -> list[str]:
     states = (f"runtime_state.rank_{rank:04d}.msgpack.zst" for rank in range(manifest.world_size))
     wanted = [*REQUIRED_FILES, *states]
     return [name for name in wanted if name not in paths] + [
-        f"{name}/" for name in manifest.components or REQUIRED_DIRECTORIES if name not in tops
+        f"{name}/" for name in manifest.domains if name not in tops
     ]

@@ -110,7 +110,7 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("model", facts["model"] or "-"),
         *((f"frozen {role}", digest[:16]) for role, digest in sorted(facts["frozen"].items())),
         ("reward", _reward(facts["reward"])),
-        ("prompts", f"{facts['rollout_offset']} consumed"),
+        ("prompts", _consumed(facts["rollout_offset"], facts["samples_per_prompt"])),
         ("KL", f"coefficient {_number(facts['kl_coef'])}, window of {len(window)}{mean}"),
     ]
     for role, schedule in sorted(facts["schedulers"].items()):
@@ -132,6 +132,13 @@ def _reward(facts: object) -> str:
         left = facts["warm_start_steps_left"]
         words.append(f"warm start for {left} more steps, now {scale} x score + {offset}")
     return ", ".join(words)
+
+
+def _consumed(responses: object, per_prompt: object) -> str:
+    """What the offset means: it counts responses, and a prompt has `rollout.samples_per_prompt` of them."""
+    if not (isinstance(responses, int) and isinstance(per_prompt, int) and per_prompt > 1):
+        return f"{responses} consumed"
+    return f"{responses // per_prompt} consumed, {per_prompt} responses to each"
 
 
 def _rank_row(state: dict[str, Any]) -> list[object]:

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from verl_slurm.config.algorithm_checks import algorithm_complaints
 from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.reward_spec import FORMS, parse_reward
+from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.rollout_checks import rollout_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
@@ -127,6 +129,7 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _batches(config: RunConfig) -> Iterator[Complaint]:
+    yield from algorithm_complaints(config)
     train, rollout = config.train, config.rollout
     for key, whole, part in (
         (
@@ -275,7 +278,15 @@ def _partial_saves(config: RunConfig) -> Iterator[Complaint]:
             "components that it goes with",
             f"remove it; {remedy}",
         )
-    if checkpoint.include_optimizer and set(parts) == {"actor", "critic"}:
+    trained = trained_roles(config.train)
+    if set(parts) - set(trained):
+        yield Complaint(
+            "checkpoint.components",
+            str(list(parts)),
+            f"what train.algorithm={config.train.algorithm} trains: {', '.join(trained)}",
+            "remove the rest",
+        )
+    if checkpoint.include_optimizer and set(parts) == set(trained):
         yield Complaint(
             "checkpoint.components",
             "all of them, and the optimizer",

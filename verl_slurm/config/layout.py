@@ -27,6 +27,11 @@ LAYOUT_KEYS = frozenset(
 """What may change together with the number of ranks."""
 
 _SCALED = ("batch_size_per_device", "mini_batch_size_per_device")
+_KEPT = (
+    ("rollout", "micro_batch_size_per_device"),
+    ("rollout", "samples_per_prompt"),
+    ("train", "ppo_epochs"),
+)
 
 
 def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
@@ -65,7 +70,7 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
         total = getattr(old.train, key) * former
         if getattr(new.train, key) * now != total:
             wrong.append((f"train.{key}", getattr(new.train, key), f"{total / now:g}"))
-    for section, key in (("rollout", "micro_batch_size_per_device"), ("train", "ppo_epochs")):
+    for section, key in _KEPT:
         before, given = (getattr(getattr(config, section), key) for config in (old, new))
         if before != given:
             wrong.append((f"{section}.{key}", given, str(before)))

@@ -71,7 +71,10 @@ class RolloutConfig(_Section, frozen=True):
     """`hf`: Hugging Face's `generate`, on a whole copy of the actor on every rank. `vllm`: vLLM, in the rank's own
     process (an extra: `pip install 'verl-slurm[vllm]'`, on CPUs `make vllm`)."""
     micro_batch_size_per_device: Positive = 16
-    """Prompts sampled at once on one rank. A safe point lies behind each such micro-batch."""
+    """Responses sampled at once on one rank. A safe point lies behind each such micro-batch."""
+    samples_per_prompt: Positive = 1
+    """Responses to one prompt, all in one micro-batch: GRPO's group, which needs at least 2 (16 to 64 are usual).
+    The number of prompts in a batch is its size divided by this."""
     max_new_tokens: Positive = 6
     temperature: PositiveFloat = 1.0
     max_logprob_gap: PositiveFloat | None = None
@@ -87,17 +90,20 @@ class RolloutConfig(_Section, frozen=True):
 
 
 class TrainConfig(_Section, frozen=True):
-    """PPO. Symbols as in Schulman et al. 2017 (arXiv:1707.06347) and 2015 (GAE, arXiv:1506.02438)."""
+    """PPO and GRPO. Symbols as in Schulman et al. 2017 (arXiv:1707.06347) and 2015 (GAE, arXiv:1506.02438), and in
+    Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300)."""
 
-    algorithm: Literal["ppo"] = "ppo"
+    algorithm: Literal["ppo", "grpo"] = "ppo"
+    """`ppo`: a critic is the baseline. `grpo`: the mean reward of a prompt's responses is, and there is no critic."""
     steps: Positive = 30
     batch_size_per_device: Positive = 64
-    """Prompts a rank samples for one step."""
+    """Responses a rank samples for one step."""
     mini_batch_size_per_device: Positive = 32
     """Samples a rank uses for one optimizer update. A safe point lies behind each update."""
     micro_batch_size_per_device: Positive = 32
     """Samples in one forward and backward pass; gradients accumulate up to the mini-batch."""
     ppo_epochs: Positive = 2
+    """Times that the updates go through a step's samples, with GRPO, too (its mu)."""
     actor_lr: PositiveFloat = 1e-3
     critic_lr: PositiveFloat = 1e-3
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
@@ -120,12 +126,28 @@ class TrainConfig(_Section, frozen=True):
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
     clip_ratio: PositiveFloat = 0.2
+    clip_ratio_high: PositiveFloat | None = None
+    """The upper bound is 1 + this ("clip-higher", DAPO, arXiv:2503.14476, section 3.1). null: as `clip_ratio`."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """How the policy's loss is averaged over a mini-batch. `token_mean`: every token counts the same (DAPO, eq. 8).
+    `sequence_mean`: every response does (DeepSeekMath, eq. 3). `fixed_length`: the sum over tokens, divided by
+    responses x rollout.max_new_tokens, so that no response's length scales it (Dr. GRPO, arXiv:2503.20783)."""
+    advantage_scale: Literal["std", "none"] = "std"
+    """GRPO: divide by the standard deviation of the group's rewards, or not (Dr. GRPO)."""
     value_clip: PositiveFloat = 0.2
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
     entropy_coef: NonNegativeFloat = 0.0
     kl_coef: NonNegativeFloat = 0.02
-    """First coefficient of the KL penalty against the reference model (in the reward)."""
+    """First coefficient of the KL penalty against the reference model."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """`reward`: the penalty is part of what is maximised (Ziegler et al. 2019, arXiv:1909.08593). `loss`: a term of the
+    policy's loss with a gradient of its own (DeepSeekMath, eq. 3)."""
+    kl_estimator: Literal["auto", "k1", "k3"] = "auto"
+    """Of each token's KL (http://joschu.net/blog/kl-approx.html). `auto`: k1 in the reward, k3 in the loss, where k1
+    would have no gradient on average."""
+    kl_controller: Literal["adaptive", "fixed"] = "adaptive"
+    """`adaptive`: the coefficient is steered to `kl_target`. `fixed`: it stays `kl_coef`."""
     kl_target: PositiveFloat = 0.1
     """The adaptive controller steers the mean KL of its window to this (nats a sample)."""
     kl_window: Positive = 8

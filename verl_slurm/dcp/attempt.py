@@ -13,6 +13,7 @@ import msgspec
 
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
+from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save_path.media import Medium
@@ -61,6 +62,7 @@ class Provenance:
     dataset_fingerprint: str
     frozen: Mapping[str, str]
     topology: Topology
+    trained: tuple[Role, ...] = ROLES
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +194,7 @@ def manifest_of(
         topology=provenance.topology,
         files=tuple(entries),
         components=attempt.components,
+        trained=msgspec.UNSET if provenance.trained == ROLES else provenance.trained,
         frozen={**provenance.frozen, **attempt.contents.frozen},
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - attempt.started, 3),

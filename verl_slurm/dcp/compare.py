@@ -29,7 +29,6 @@ from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 __all__ = ["Comparison", "compare", "main"]
 
-_DOMAINS = ("actor", "critic", "optimizer")
 # Tensors are read in groups of about this many bytes: two whole checkpoints need not fit into memory.
 _GROUP_BYTES = 1 << 30
 
@@ -67,11 +66,12 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
 
     Called by: cli, tests.
     """
+    domains: list[set[str]] = []
     for directory, keys in ((a, keys_a), (b, keys_b)):
         verdict = verify(directory, keys=keys)
         if verdict.needs_key:
             CheckpointReader(directory, keys)  # raises, and says which
-        if not verdict.ok:
+        if not verdict.ok or verdict.manifest is None:
             first = verdict.problems[0]
             raise CheckpointCorrupt(
                 "a checkpoint to compare does not verify",
@@ -79,9 +79,10 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
                 found=f"{first.path}: {first.what}",
                 remedy="compare checkpoints that verify (verl-slurm verify DIR)",
             )
-    differing: list[str] = []
+        domains.append(set(verdict.manifest.domains))
+    differing = [f"{domain}/ (only in one)" for domain in sorted(domains[0] ^ domains[1])]
     num_tensors = num_bytes = 0
-    for domain in _DOMAINS:
+    for domain in sorted(domains[0] & domains[1]):
         left_index, right_index = read_index(a, domain, keys_a), read_index(b, domain, keys_b)
         mine, other = left_index.tensors, right_index.tensors
         differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]

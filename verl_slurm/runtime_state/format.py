@@ -207,7 +207,7 @@ class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     safe_point: int
     """Safe points passed since the end of the last whole step; 0 at a step's end."""
     rollout_offset: int
-    """Prompts consumed in all, over all ranks; exact."""
+    """Responses asked for in all, over all ranks; exact. rollout.samples_per_prompt of them go to each prompt."""
     episode_id: int
     """Finished episodes in all, over all ranks."""
     kl_coef: float

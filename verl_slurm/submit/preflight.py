@@ -9,9 +9,19 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+from verl_slurm.checkpoint.components import require_same_models
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.rollout_checks import check_engine, require_engine
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, NotFound, PermissionRefused, SlurmMissing, SlurmRefused
+from verl_slurm.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    NotFound,
+    PermissionRefused,
+    SchemaMismatch,
+    SlurmMissing,
+    SlurmRefused,
+)
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.slurm.client import SlurmClient
@@ -75,10 +85,11 @@ def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
 
 
 def check_resume_from(config: RunConfig) -> None:
-    """What `checkpoint.resume_from` names is there; the lead verifies it.
+    """What `checkpoint.resume_from` names is there, and of the same algorithm; the lead verifies it.
 
     Raises:
-        NotFound: it is not.
+        NotFound: it is not there.
+        ConfigError: it is of a run that trains other models.
     """
     wanted = config.checkpoint.resume_from
     if wanted is None or wanted == "auto":
@@ -92,6 +103,12 @@ def check_resume_from(config: RunConfig) -> None:
             expected="a checkpoint directory, the name of one of this run, auto or null",
             remedy="set checkpoint.resume_from; `verl-slurm checkpoints RUN` lists a run's",
         )
+    # One whose manifest cannot be read is for the lead, who says what is wrong with it.
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointCorrupt, SchemaMismatch, OSError):
+        return
+    require_same_models(manifest, config, path)
 
 
 def check_inputs(config: RunConfig, written: str = "") -> None:

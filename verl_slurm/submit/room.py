@@ -16,6 +16,7 @@ from verl_slurm.checkpoint.free_space import room_for
 from verl_slurm.checkpoint.frozen_check import frozen_digests
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.storage import Need, Room, need_of_next
+from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import NoRoom
 from verl_slurm.paths import RunPaths
@@ -25,8 +26,8 @@ __all__ = ["check_room", "frozen_to_come", "num_to_come"]
 
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-_PER_PARAMETER = 6
-"""Actor and critic, each with AdamW's two moments, all in the dtype of the model."""
+_PER_PARAMETER = 3
+"""Of each model that trains: itself and AdamW's two moments, all in the dtype of the model."""
 _LEAST_KEPT = 2
 _BLOCK_BYTES = 4096
 """What a file may take beyond its bytes."""
@@ -147,6 +148,7 @@ def _size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> tuple[int, 
     parameters = None if model.startswith("builtin:") else num_parameters(Path(model))
     if parameters is None:
         return None
-    num_bytes = parameters * _DTYPE_BYTES[config.model.dtype] * _PER_PARAMETER
+    copies = _PER_PARAMETER * len(trained_roles(config.train))
+    num_bytes = parameters * _DTYPE_BYTES[config.model.dtype] * copies
     num_files = _FILES_PER_RANK * config.distributed.world_size
     return num_bytes, num_files, f"an estimate, {parameters / 1e6:.3g} million parameters"

@@ -139,7 +139,7 @@ def _reshaped(former: RunConfig, config: RunConfig) -> str:
     text = f"goes on with {now.world_size} ranks instead of {before.world_size};"
     if (before.tp_size, before.pp_size, now.tp_size, now.pp_size) != (1, 1, 1, 1):
         text = f"goes on with (dp, tp, pp) = {now.axes} instead of {before.axes};"
-    return f"{text} {config.train.batch_size_per_device} prompts a step on each"
+    return f"{text} {config.train.batch_size_per_device} responses a step on each"
 
 
 def carry_out(

@@ -3,24 +3,39 @@
 N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-__all__ = ["gae", "masked_moments", "token_kl", "token_rewards", "whiten"]
+__all__ = [
+    "gae",
+    "group_advantages",
+    "masked_moments",
+    "penalised_scores",
+    "token_kl",
+    "token_rewards",
+    "whiten",
+]
 
 
-def token_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log p(token) - log p_ref(token), 0 outside the mask: the k1 estimator of KL(p || p_ref).
+def token_kl(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Literal["k1", "k3"] = "k1"
+) -> Tensor:
+    """An estimate of KL(p || p_ref) at each token, 0 outside the mask.
 
-    Its sum over a sample's tokens, averaged over samples, estimates the KL of whole responses in nats
-    without bias (http://joschu.net/blog/kl-approx.html).
+    k1 = log p - log p_ref. Its sum over a sample's tokens, averaged over samples, estimates the KL of whole
+    responses in nats without bias. k3 = q - 1 - log q with q = p_ref / p is never negative and varies less
+    (http://joschu.net/blog/kl-approx.html).
 
     Args:
         logprobs: float [N, T], of the policy that sampled.
         ref_logprobs: float [N, T], of the reference, at the same temperature.
         mask: bool [N, T].
+        estimator: k1 or k3.
     """
-    return torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
+    kl = torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
+    return kl if estimator == "k1" else torch.expm1(-kl) + kl
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -69,6 +84,50 @@ def gae(
         next_value = torch.where(valid, values[:, t], torch.zeros_like(next_value))
     returns = torch.where(mask, advantages + values, torch.zeros_like(values))
     return advantages, returns
+
+
+def penalised_scores(scores: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
+    """Score less beta times the whole response's KL: the reward of a response as one action.
+
+    Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4): with an advantage for whole responses there is no token to
+    charge a token's KL to.
+
+    Args:
+        scores: float [N].
+        kl: float [N, T], from `token_kl`, 0 outside the mask.
+        kl_coef: beta.
+
+    Returns:
+        float [N].
+    """
+    return scores - kl_coef * kl.sum(dim=1)
+
+
+def group_advantages(
+    rewards: Tensor, mask: Tensor, *, group: int, scale: Literal["std", "none"], eps: float = 1e-4
+) -> Tensor:
+    """How much better a response is than the others to its prompt, the same for each of its tokens.
+
+    A = (r - mean(r)) / (std(r) + eps) over the group (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section
+    4.1.2). Without the division (Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.1) a prompt that is nearly
+    always or nearly never solved weighs no more than another.
+
+    Args:
+        rewards: float [N], the responses to a prompt one after the other, N a multiple of `group`.
+        mask: bool [N, T].
+        group: responses to a prompt, at least 2.
+        scale: divide by the standard deviation or not. It is the unbiased one (n - 1), as in TRL.
+        eps: keeps a group of equal rewards at 0, as in TRL.
+
+    Returns:
+        float [N, T], 0 outside the mask.
+    """
+    groups = rewards.to(torch.float64).reshape(-1, group)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    if scale == "std":
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + eps)
+    flat = advantages.reshape(-1, 1).to(rewards.dtype)
+    return torch.where(mask, flat, torch.zeros_like(flat))
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Prompts: read once, tokenised once, handed out in an order that is a function of (seed, epoch).
 
-`sample_id` counts the prompts consumed over the whole run. It names a prompt and an epoch exactly, so an
-offset is all the state there is.
+`sample_id` counts the responses asked for over the whole run, n to each prompt, one after the other
+(`rollout.samples_per_prompt`): it names an epoch, a prompt (`sample_id // n`) and which of its responses it is, so an
+offset is all the state there is, and a response's noise needs no other name.
 """
 
 import json
@@ -123,6 +124,7 @@ class PromptData:
         config: names of the keys, longest prompt, whether to shuffle.
         seed: the run's seed; it alone decides the order of every epoch.
         held_out: at most so many of the held-out prompts, never shuffled; None: those that train.
+        samples_per_prompt: n.
 
     Raises:
         DataError: no file, no line, a broken line, or a prompt longer than `max_prompt_tokens`
@@ -139,12 +141,14 @@ class PromptData:
         seed: int,
         *,
         held_out: int | None = None,
+        samples_per_prompt: int = 1,
     ) -> None:
         train, rest = read_sides(root, config)
         rows = train if held_out is None else first_by_digest(rest, held_out)
         self._prompts = [prompt for prompt, _ in rows]
         self._answers = [answer for _, answer in rows]
         self._seed, self._shuffle = seed, config.shuffle and held_out is None
+        self._per_prompt = samples_per_prompt
         self._order: tuple[int, list[int]] = (-1, [])
         length = config.max_prompt_tokens
         encoded: list[list[int]] = tokenizer(self._prompts, add_special_tokens=False)["input_ids"]
@@ -169,8 +173,8 @@ class PromptData:
         return len(self._prompts)
 
     def row(self, sample_id: int) -> int:
-        """Which line (counted over all files) the `sample_id`-th prompt of the run is."""
-        epoch, position = divmod(sample_id, len(self))
+        """Which line (counted over all files) the `sample_id`-th response of the run answers."""
+        epoch, position = divmod(sample_id // self._per_prompt, len(self))
         if not self._shuffle:
             return position
         if self._order[0] != epoch:
@@ -179,7 +183,7 @@ class PromptData:
         return self._order[1][position]
 
     def batch(self, offset: int, num: int) -> Batch:
-        """The prompts `offset .. offset + num` of the run.
+        """What the responses `offset .. offset + num` of the run answer.
 
         Returns:
             sample_id int64 [N]; prompt_ids int64 [N, P], left-padded; prompt_mask bool [N, P];

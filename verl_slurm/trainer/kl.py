@@ -20,6 +20,7 @@ class AdaptiveKL:
         target: KL of whole responses to steer to, in nats a sample.
         size: steps in the window.
         window: KL of the last steps, oldest first, at most `size`.
+        fixed: the coefficient stays as it is; the window is kept all the same.
 
     Called by: trainer.step at each step's end.
     """
@@ -28,6 +29,7 @@ class AdaptiveKL:
     target: float
     size: int
     window: tuple[float, ...] = ()
+    fixed: bool = False
 
     def update(self, kl: float) -> "AdaptiveKL":
         """The state after a step whose samples had a mean KL of `kl` nats.
@@ -38,6 +40,8 @@ class AdaptiveKL:
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise ValueError(f"KL is not finite: {kl}")
         window = (*self.window, kl)[-self.size :]
+        if self.fixed:
+            return replace(self, window=window)
         error = sum(window) / len(window) / self.target - 1.0
         error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
         return replace(self, coef=self.coef * (1.0 + _GAIN * error), window=window)

@@ -5,7 +5,7 @@ Parameter names are those of the Hugging Face classes (`AutoModelForCausalLM`, a
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.errors import DataError
 from verl_slurm.trainer.data import Batch
@@ -46,14 +47,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Models:
-    """The three networks of a PPO run.
+    """The networks of a run.
 
-    Called by: trainer.loop, dcp.saver and dcp.loader (actor and critic; the reference never changes).
+    Called by: trainer.step, trainer.saving, trainer.setup.
     """
 
     actor: nn.Module
-    critic: nn.Module
+    critic: nn.Module | None
+    """None: GRPO has none."""
     reference: nn.Module
+    """Never changes."""
+
+    @property
+    def trained(self) -> dict[Role, nn.Module]:
+        """What trains, by role, in the order in which it is saved and updated."""
+        both: dict[Role, nn.Module | None] = {"actor": self.actor, "critic": self.critic}
+        return {role: model for role, model in both.items() if model is not None}
 
 
 @contextlib.contextmanager
@@ -178,8 +187,9 @@ def build_models(
     mesh: DeviceMesh | None,
     device: torch.device,
     shape: DistributedConfig | None = None,
+    roles: Sequence[Role] = ROLES,
 ) -> Models:
-    """Load and shard all three. Collective where `mesh` is given: every rank calls it.
+    """Load and shard the reference and all that trains. Collective where `mesh` is given: every rank calls it.
 
     Args:
         path: Hugging Face model directory, seen by every rank.
@@ -187,9 +197,10 @@ def build_models(
         mesh: with axes `pp`, `dp` and `tp` (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
         device: where the parameters live.
         shape: precision and recomputing; None: neither.
+        roles: what trains; a critic that does not is not built.
 
     Returns:
-        Models in eval mode: there is no dropout in PPO here, else the ratio of new to old policy would
+        Models in eval mode: there is no dropout here, else the ratio of new to old policy would
         not start at 1.
 
     Raises:
@@ -198,10 +209,12 @@ def build_models(
     """
     shape = shape or DistributedConfig()
     actor = load_causal_lm(path, dtype=dtype).to(device)
-    critic = load_critic(path, dtype=dtype).to(device)
+    critic = load_critic(path, dtype=dtype).to(device) if "critic" in roles else None
     reference = load_causal_lm(path, dtype=dtype).to(device).requires_grad_(False)
     return Models(
-        _shard(actor, mesh, shape), _shard(critic, mesh, shape), _shard(reference, mesh, shape, trains=False)
+        _shard(actor, mesh, shape),
+        None if critic is None else _shard(critic, mesh, shape),
+        _shard(reference, mesh, shape, trains=False),
     )
 
 

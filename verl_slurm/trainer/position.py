@@ -4,8 +4,8 @@
 step_end(k)       k whole steps are done                                          safe point 0
   └▶ generate(i)  sample micro-batch i of this dp rank       G of them              0 .. G-1
   └▶ score(i)     reward, reference, old policy, values    S micro-batches        G .. G+S-1
-  └▶ advantage    KL penalty, GAE, whitening over all ranks                       G+S
-  └▶ update(u)    one optimizer update of actor and critic U of them              G+S+1 .. G+S+U
+  └▶ advantage    PPO: KL penalty, GAE, whitening over all ranks; GRPO: groups    G+S
+  └▶ update(u)    one optimizer update of all that trains  U of them              G+S+1 .. G+S+U
   └▶ evaluate     on the held-out prompts, where it is due                        G+S+U+1
   └▶ step_end(k+1)
 ```
@@ -53,7 +53,10 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How many pieces each phase of a step has on one data-parallel rank, and how many prompts a piece takes."""
+    """How many pieces each phase of a step has on one data-parallel rank, and how many prompts a piece takes.
+
+    A prompt counts here as often as it is answered: with one response to each it is the same.
+    """
 
     generations: int
     scores: int
@@ -66,6 +69,7 @@ class StepShape:
     """Steps from one evaluation to the next; 0: there is none."""
     total_steps: int = 0
     """Steps of the run; the last one is evaluated, too."""
+    samples_per_prompt: int = 1
 
     @classmethod
     def of(cls, config: RunConfig) -> "StepShape":
@@ -79,6 +83,7 @@ class StepShape:
             prompts_per_generation=rollout.micro_batch_size_per_device,
             eval_every=train.eval_every_steps,
             total_steps=train.steps,
+            samples_per_prompt=rollout.samples_per_prompt,
         )
 
     @property
@@ -139,7 +144,10 @@ def safe_point(position: Position, shape: StepShape) -> int:
 
 
 def rollout_offset(position: Position, shape: StepShape) -> int:
-    """Prompts consumed in all, over all ranks, when a run stands at `position`."""
+    """Prompts consumed in all, over all ranks, when a run stands at `position`, each once for every response to it.
+
+    A group lies in one micro-batch, so the prompts of the data are always this divided by `samples_per_prompt`.
+    """
     per_generation = shape.prompts_per_generation * shape.dp_size
     return position.step * shape.prompts + first_generation(position, shape) * per_generation
 

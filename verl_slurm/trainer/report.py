@@ -30,10 +30,11 @@ _MAX_REASON = 500
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
     """One finished step for a person: `step 12/30 reward 0.412 kl 0.031 ...`."""
+    value = f"  value loss {row['value_loss']:.4f}" if "value_loss" in row else ""
     return (
         f"step {row['step']:.0f}/{total_steps}"
         f"  reward {row['reward']:.3f}  kl {row['kl']:.4f}"
-        f"  policy loss {row['policy_loss']:+.4f}  value loss {row['value_loss']:.4f}"
+        f"  policy loss {row['policy_loss']:+.4f}{value}"
         f"  {timings['tokens_per_second']:.0f} tokens/s"
         f"  generate {timings['generate_s']:.2f} s  score {timings['score_s']:.2f} s"
         f"  update {timings['update_s']:.2f} s"

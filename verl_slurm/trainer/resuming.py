@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.checkpoint.components import require_full
+from verl_slurm.checkpoint.components import require_full, require_same_models
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.verify import verify
@@ -99,13 +99,14 @@ def check_manifest(
         frozen: digest of each model that does not train, as it is now; of the reward nothing is asked here.
 
     Raises:
-        ConfigError: the checkpoint is of another shape, and of another step.
+        ConfigError: the checkpoint is of another algorithm, or of another shape and another step.
         DataError: a frozen model, or what is held out, has changed.
         KeyRefused: it needs a key that is not there.
     """
     reader = CheckpointReader(directory, keys)
     manifest = reader.manifest
     require_full(manifest, directory)
+    require_same_models(manifest, config, directory)
     if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
     # The reward may be replaced while a run goes on: `trainer.reward_start` knows which one it must be.
@@ -135,7 +136,7 @@ def load_state(
 
     Raises:
         CheckpointCorrupt: something in it does not fit this model or contradicts itself.
-        ConfigError: the learning rates are not those of the configuration.
+        ConfigError: the learning rates, or the responses to a prompt, are not those of the configuration.
     """
     load_tensors(directory, tensors, ranks, keys)
     reader = CheckpointReader(directory, keys)
@@ -156,6 +157,15 @@ def load_state(
             where=directory,
             found=expected,
             expected=recorded,
+            remedy="resume with the configuration the run was started with (run.yaml)",
+        )
+    former = _saved_config(reader).rollout.samples_per_prompt
+    if former != shape.samples_per_prompt:
+        raise ConfigError(
+            "the checkpoint has another number of responses to a prompt",
+            where=directory,
+            found=f"rollout.samples_per_prompt={shape.samples_per_prompt}",
+            expected=former,
             remedy="resume with the configuration the run was started with (run.yaml)",
         )
     return restore_state(saved, config, shape, where=directory)
@@ -223,7 +233,7 @@ def where_it_starts(
     replay = f"{num_replay} journaled micro-batches of rank 0 to replay"
     if manifest is None:
         return f"starting from the beginning; {replay}"
-    consumed = rollout_offset(state.position, shape)
+    consumed = rollout_offset(state.position, shape) // shape.samples_per_prompt
     data = "unchanged" if dataset == manifest.dataset_fingerprint else "CHANGED since"
     name = f"{manifest.name} from {foreign}" if foreign else manifest.name
     reward = (

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
+from torch import nn
+from torch.optim import Optimizer
 
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.best import Best, metrics_of
@@ -39,13 +41,11 @@ _ASSURED_KEPT = 2
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
     """Every tensor that trains, by domain; they share memory with the models and optimizers."""
-    return {
-        "actor": model_tensors(models.actor),
-        "critic": model_tensors(models.critic),
-        "optimizer": optimizer_tensors(
-            {"actor": (models.actor, optimizers.actor), "critic": (models.critic, optimizers.critic)}
-        ),
+    tensors: dict[str, Tensors] = {role: model_tensors(model) for role, model in models.trained.items()}
+    parts: dict[str, tuple[nn.Module, Optimizer]] = {
+        role: (model, optimizers[role]) for role, model in models.trained.items()
     }
+    return tensors | {"optimizer": optimizer_tensors(parts)}
 
 
 class Checkpointer:

@@ -9,9 +9,10 @@ warm-up; then it multiplies base by a factor that begins at 1. What falls to a f
 import math
 from collections.abc import Callable
 
+from verl_slurm.config.roles import Role, trained_roles
 from verl_slurm.config.schema import TrainConfig
 
-__all__ = ["learning_rate", "schedule_record"]
+__all__ = ["base_rates", "learning_rate", "schedule_record"]
 
 # Of inverse_sqrt without a warm-up, as in transformers: there has to be some scale.
 _TIMESCALE = 10_000
@@ -30,6 +31,15 @@ def learning_rate(base: float, config: TrainConfig, step: int) -> float:
     return base * _FACTORS[config.lr_schedule](config, step)
 
 
+def base_rates(config: TrainConfig) -> dict[Role, float]:
+    """The rate behind warm-up, of each model that trains.
+
+    Called by: trainer.setup, trainer.step.
+    """
+    rates: dict[Role, float] = {"actor": config.actor_lr, "critic": config.critic_lr}
+    return {role: rates[role] for role in trained_roles(config)}
+
+
 def schedule_record(config: TrainConfig, step: int) -> dict[str, dict[str, float | int | str]]:
     """What `scheduler.json` says of each optimizer after `step` whole steps."""
     return {
@@ -42,7 +52,7 @@ def schedule_record(config: TrainConfig, step: int) -> dict[str, dict[str, float
             "step": step,
             "lr": learning_rate(base, config, step),
         }
-        for role, base in (("actor", config.actor_lr), ("critic", config.critic_lr))
+        for role, base in base_rates(config).items()
     }
 
 

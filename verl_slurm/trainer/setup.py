@@ -19,6 +19,7 @@ from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
 from verl_slurm.checkpoint.interruptions import measured_saves
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
+from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
@@ -53,6 +54,7 @@ from verl_slurm.trainer.reward_start import start_reward
 from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rewards import build_reward
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
+from verl_slurm.trainer.schedule import base_rates
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner, Optimizers
 from verl_slurm.trainer.stopping import Stopper
@@ -113,8 +115,14 @@ def build_loop(
     manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
     grid = make_grid(topology_of(config), device, ranks)
+    roles = trained_roles(config.train)
     models = build_models(
-        model_path, dtype=config.model.dtype, mesh=grid.mesh, device=device, shape=config.distributed
+        model_path,
+        dtype=config.model.dtype,
+        mesh=grid.mesh,
+        device=device,
+        shape=config.distributed,
+        roles=roles,
     )
     optimizers = _optimizers(models, config)
     tokenizer = load_tokenizer(model_path)
@@ -125,7 +133,8 @@ def build_loop(
         device=device,
         ranks=ranks,
     )
-    data = PromptData(data_root, tokenizer, config.data, config.seed)
+    per_prompt = config.rollout.samples_per_prompt
+    data = PromptData(data_root, tokenizer, config.data, config.seed, samples_per_prompt=per_prompt)
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     state = fresh_state(config)
@@ -186,6 +195,7 @@ def build_loop(
         dataset_fingerprint=digests.dataset,
         frozen=digests.frozen,
         topology=grid.shape,
+        trained=roles,
     )
     saver = CheckpointSaver(
         paths,
@@ -199,7 +209,7 @@ def build_loop(
     )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
     # The tensors that a save copies must not change before it has.
-    for optimizer in (optimizers.actor, optimizers.critic):
+    for optimizer in optimizers.values():
         optimizer.register_step_pre_hook(lambda *_: reporter.stalled(saver.fence()))
     learner = Learner(
         config=config,
@@ -352,19 +362,20 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
 
 def _state_bytes(models: Models) -> int:
     """What models and AdamW's two moments come to over all ranks, about: shards count as wholes."""
-    parameters = [p for model in (models.actor, models.critic) for p in model.parameters()]
+    parameters = [p for model in models.trained.values() for p in model.parameters()]
     return 3 * sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _optimizers(models: Models, config: RunConfig) -> Optimizers:
-    made = []
-    for model, rate in ((models.actor, config.train.actor_lr), (models.critic, config.train.critic_lr)):
+    made: Optimizers = {}
+    rates = base_rates(config.train)
+    for role, model in models.trained.items():
         optimizer = torch.optim.AdamW(
             [p for p in model.parameters() if p.requires_grad],
-            lr=rate,
+            lr=rates[role],
             weight_decay=config.train.weight_decay,
             foreach=False,
         )
         initialise_adamw(optimizer)
-        made.append(optimizer)
-    return Optimizers(*made)
+        made[role] = optimizer
+    return made

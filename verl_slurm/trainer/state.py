@@ -5,12 +5,13 @@ the seed and the position; the reference model never changes; seconds and tokens
 of the training and are neither kept nor compared.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.roles import trained_roles
+from verl_slurm.config.schema import RunConfig, TrainConfig
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import HISTORY_ROWS, Arrays, RuntimeState
 from verl_slurm.trainer import rng
@@ -29,6 +30,7 @@ __all__ = [
     "stacked",
     "to_arrays",
     "to_batch",
+    "update_metrics",
 ]
 
 UPDATE_METRICS = (
@@ -41,7 +43,18 @@ UPDATE_METRICS = (
     "actor_grad_norm",
     "critic_grad_norm",
 )
-"""Columns of `Buffers.updates`, one row an optimizer update: this rank's share of each mean."""
+"""Columns of `Buffers.updates`, one row an optimizer update: this rank's share of each mean. All there are with PPO
+and the KL in the reward; see `update_metrics`."""
+_WITHOUT_CRITIC = tuple(name for name in UPDATE_METRICS if not name.startswith(("value_", "critic_")))
+
+
+def update_metrics(train: TrainConfig) -> tuple[str, ...]:
+    """The columns of `Buffers.updates` that this algorithm has.
+
+    Called by: trainer.step, and here.
+    """
+    columns = UPDATE_METRICS if "critic" in trained_roles(train) else _WITHOUT_CRITIC
+    return (*columns, "kl_loss") if train.kl_in == "loss" else columns
 
 
 @dataclass
@@ -51,9 +64,10 @@ class Buffers:
     rollouts: list[Batch] = field(default_factory=list)
     """Finished generation micro-batches, in order (columns of `HFRollout.generate`)."""
     scored: list[Batch] = field(default_factory=list)
-    """Scored micro-batches: scores [n], old_logprobs, ref_logprobs, old_values [n, T], all float32."""
+    """Scored micro-batches: scores [n], old_logprobs, ref_logprobs, old_values [n, T] (with a critic), all
+    float32."""
     estimates: Batch = field(default_factory=dict)
-    """advantages (whitened) and returns, float32 [N, T]; empty before the advantage phase."""
+    """advantages, and with a critic returns, float32 [N, T]; empty before the advantage phase."""
     updates: list[list[float]] = field(default_factory=list)
 
 
@@ -80,7 +94,12 @@ class TrainState:
 def fresh_state(config: RunConfig) -> TrainState:
     """The state of a run that has done nothing."""
     train = config.train
-    kl = AdaptiveKL(coef=train.kl_coef, target=train.kl_target, size=train.kl_window)
+    kl = AdaptiveKL(
+        coef=train.kl_coef,
+        target=train.kl_target,
+        size=train.kl_window,
+        fixed=train.kl_controller == "fixed",
+    )
     return TrainState(Position(), kl, reward=RewardState(spec=config.model.reward))
 
 
@@ -105,7 +124,7 @@ def capture_state(
         index=position.index,
         safe_point=safe_point(position, shape),
         rollout_offset=consumed,
-        # One response a prompt, and a response is an episode: finished with its micro-batch.
+        # A response is an episode: finished with its micro-batch.
         episode_id=consumed,
         kl_coef=state.kl.coef,
         kl_window=list(state.kl.window),
@@ -129,7 +148,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     if found != expected:
         raise _misfit(where, f"(safe point, prompts consumed) {found} at {position}", expected)
     reward, rewards = split(saved.rewards)
-    updates = rewards.pop("updates", np.zeros((0, len(UPDATE_METRICS))))
+    updates = rewards.pop("updates", np.zeros((0, len(update_metrics(config.train)))))
     estimates = to_batch({name: rewards.pop(name) for name in ("advantages", "returns") if name in rewards})
     scored, rollouts = to_batch(rewards), to_batch(saved.rollouts)
     buffers = Buffers(
@@ -143,9 +162,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     state = fresh_state(config)
     state.position, state.buffers, state.history = position, buffers, list(saved.history)
     state.reward = unpack(reward, where=where)
-    state.kl = AdaptiveKL(
-        coef=saved.kl_coef, target=state.kl.target, size=state.kl.size, window=tuple(saved.kl_window)
-    )
+    state.kl = replace(state.kl, coef=saved.kl_coef, window=tuple(saved.kl_window))
     return state
 
 
@@ -175,8 +192,9 @@ def _check_rows(
     }
     if found != expected:
         raise _misfit(where, f"rows at {position}: {found}", expected)
-    if any(len(row) != len(UPDATE_METRICS) for row in buffers.updates):
-        raise _misfit(where, "another number of update metrics", len(UPDATE_METRICS))
+    num_metrics = len(update_metrics(config.train))
+    if any(len(row) != num_metrics for row in buffers.updates):
+        raise _misfit(where, "another number of update metrics", num_metrics)
 
 
 def _num_rows(batch: Batch) -> int:

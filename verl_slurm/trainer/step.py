@@ -1,4 +1,4 @@
-"""The work of one PPO step, phase by phase, each cut into pieces that can be stopped between.
+"""The work of one step of PPO or GRPO, phase by phase, each cut into pieces that can be stopped between.
 
 Each method does the work of one position and puts the result into the buffers; what it computes depends on
 the weights, the buffers, the configuration and the position, and on nothing else. All ranks call the same
@@ -6,25 +6,26 @@ method with the same index: the forward passes of sharded models are collective.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from verl_slurm.config.roles import Role
 from verl_slurm.config.rollout_checks import sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import console
-from verl_slurm.trainer.advantages import gae, masked_moments, token_kl, token_rewards, whiten
+from verl_slurm.trainer.advantages import token_kl
 from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.engines import RolloutEngine
+from verl_slurm.trainer.estimates import estimate
 from verl_slurm.trainer.evaluation import Evaluator
-from verl_slurm.trainer.losses import masked_mean, policy_loss, value_loss
+from verl_slurm.trainer.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
 from verl_slurm.trainer.measures import step_measures
 from verl_slurm.trainer.models import (
     Models,
@@ -41,8 +42,8 @@ from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
-from verl_slurm.trainer.schedule import learning_rate
-from verl_slurm.trainer.state import UPDATE_METRICS, TrainState, stacked, to_arrays, to_batch
+from verl_slurm.trainer.schedule import base_rates, learning_rate
+from verl_slurm.trainer.state import TrainState, stacked, to_arrays, to_batch, update_metrics
 from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
 
 __all__ = ["Learner", "Optimizers"]
@@ -51,12 +52,8 @@ _Terms = tuple[Tensor, Mapping[str, Tensor]]
 """A loss that carries a gradient, and metrics."""
 
 
-@dataclass(frozen=True)
-class Optimizers:
-    """The two AdamW of a run. Called by: trainer.step, trainer.saving."""
-
-    actor: Optimizer
-    critic: Optimizer
+Optimizers = dict[Role, Optimizer]
+"""The AdamW of each model that trains. Called by: trainer.setup, trainer.saving."""
 
 
 class Learner:
@@ -182,8 +179,9 @@ class Learner:
             "scores": scores.float().cpu(),
             "old_logprobs": old.float().cpu(),
             "ref_logprobs": reference.float().cpu(),
-            "old_values": values(self._models.critic, batch).cpu(),
         }
+        if self._models.critic is not None:
+            said["old_values"] = values(self._models.critic, batch).cpu()
         state.buffers.scored.append(self._replica.told(said))
 
     def texts(self, batch: Batch) -> tuple[list[str], list[str], list[str]]:
@@ -201,20 +199,14 @@ class Learner:
     # ---- advantage
 
     def _estimate(self, state: TrainState) -> None:
-        train = self._config.train
         rollouts, scored = stacked(state.buffers.rollouts), stacked(state.buffers.scored)
         mask = rollouts["response_mask"]
         gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
         limit = gap_limit(self._config.rollout.max_logprob_gap, sampling_dtype(self._config))
         require_small_gap(*gap, limit=limit, step=state.position.step)
-        kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
-        rewards = token_rewards(scored["scores"], kl, mask, state.kl.coef)
-        advantages, returns = gae(
-            rewards, scored["old_values"], mask, gamma=train.gamma, gae_lambda=train.gae_lambda
+        state.buffers.estimates = estimate(
+            scored, mask, kl_coef=state.kl.coef, config=self._config, total=self._ranks.sum
         )
-        moments = self._ranks.sum(masked_moments(advantages, mask).tolist())
-        white = whiten(advantages, mask, torch.tensor(moments, dtype=torch.float64))
-        state.buffers.estimates = {"advantages": white, "returns": returns}
 
     # ---- update
 
@@ -234,23 +226,23 @@ class Learner:
         batch = _rows(stacked(buffers.rollouts) | stacked(buffers.scored) | buffers.estimates, rows)
         # Mean over the mini-batch's tokens on all ranks; FSDP averages over ranks (losses.py says why).
         tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
-        sums = dict.fromkeys(UPDATE_METRICS, 0.0)
-        self._passes(batch, tokens, sums)
+        names = update_metrics(train)
+        sums = dict.fromkeys(names, 0.0)
+        self._passes(batch, tokens, state.kl.coef, sums)
         self.watch.start()
-        for role, model, optimizer, base in (
-            ("actor", self._models.actor, self._optimizers.actor, train.actor_lr),
-            ("critic", self._models.critic, self._optimizers.critic, train.critic_lr),
-        ):
+        rates = base_rates(train)
+        for role, model in self._models.trained.items():
+            optimizer, base = self._optimizers[role], rates[role]
             sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm, self._grid)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(base, train, step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.watch.lap(f"{role}_update_s")
-        buffers.updates.append(self._replica.told_numbers([sums[name] for name in UPDATE_METRICS]))
+        buffers.updates.append(self._replica.told_numbers([sums[name] for name in names]))
 
-    def _passes(self, batch: Batch, tokens: float, sums: dict[str, float]) -> None:
-        """Add a mini-batch's gradients to both models, and its share of the metrics to `sums`."""
+    def _passes(self, batch: Batch, tokens: float, kl_coef: float, sums: dict[str, float]) -> None:
+        """Add a mini-batch's gradients to all that trains, and its share of the metrics to `sums`."""
         size, actor, critic = (
             self._config.train.micro_batch_size_per_device,
             self._models.actor,
@@ -261,35 +253,52 @@ class Learner:
         def policy(logits: Tensor, rows: Tensor) -> Tensor:
             piece = _rows(batch, rows)
             read = read_logprobs(logits, piece, temperature=self._config.rollout.temperature)
-            return _counted(self._policy_terms(*read, piece, tokens), sums)
+            return _counted(self._policy_terms(*read, piece, tokens, kl_coef), sums)
 
         def value(logits: Tensor, rows: Tensor) -> Tensor:
             piece = _rows(batch, rows)
             return _counted(self._value_terms(read_values(logits, piece), piece, tokens), sums)
 
         self.watch.start()
-        for role, model, loss_of in (("actor", actor, policy), ("critic", critic, value)):
-            run_passes(model, passage(batch, _device(model)), size, loss_of)
-            self.watch.lap(f"{role}_update_s")
+        run_passes(actor, passage(batch, _device(actor)), size, policy)
+        self.watch.lap("actor_update_s")
+        if critic is not None:
+            run_passes(critic, passage(batch, _device(critic)), size, value)
+            self.watch.lap("critic_update_s")
 
-    def _policy_terms(self, logprobs: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
+    def _policy_terms(
+        self, logprobs: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float, kl_coef: float
+    ) -> _Terms:
         """The actor's loss over a micro-batch, and its share of the metrics."""
         train, mask = self._config.train, batch["response_mask"]
+        mean = mean_of(
+            train.loss_aggregation,
+            tokens=tokens,
+            samples=train.mini_batch_size_per_device,
+            length=self._config.rollout.max_new_tokens,
+        )
         policy = policy_loss(
             logprobs,
             batch["old_logprobs"],
             batch["advantages"],
             mask,
             clip_ratio=train.clip_ratio,
+            clip_ratio_high=train.clip_ratio_high,
             denominator=tokens,
+            mean=mean,
         )
         entropy = masked_mean(entropy_NT, mask, tokens)
-        return policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss, {
+        loss = policy.loss - train.entropy_coef * entropy if train.entropy_coef else policy.loss
+        found = {
             "policy_loss": policy.loss,
             "entropy": entropy,
             "policy_kl": policy.approx_kl,
             "policy_clip": policy.clip_fraction,
         }
+        if train.kl_in == "loss":
+            found["kl_loss"] = kl_loss(logprobs, batch["ref_logprobs"], mask, mean)
+            loss = loss + kl_coef * found["kl_loss"]
+        return loss, found
 
     def _value_terms(self, values_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
         """The critic's loss over a micro-batch, and its share of the metrics."""
@@ -359,7 +368,7 @@ class Learner:
             "learning_rate": rate,
         }
         row |= step_measures(scored, buffers.estimates, mask, self._ranks)
-        for name, total in zip(UPDATE_METRICS, means, strict=True):
+        for name, total in zip(update_metrics(self._config.train), means, strict=True):
             row[name] = total / self._ranks.world_size
         if "explained_variance" in row:  # there is a critic
             train = self._config.train

@@ -22,6 +22,12 @@ WORKER = Path(__file__).with_name("shapes_worker.py")
 REPOSITORY = Path(__file__).resolve().parents[3]
 DP, TP, PP, TWO, TWICE, BOTH = [1, 1, 1], [1, 2, 1], [1, 1, 2], [2, 1, 1], [2, 2, 1], [1, 2, 2]
 MIXED = {"distributed.mixed_precision": "bfloat16", "distributed.recompute": True}
+GRPO = {
+    "train.algorithm": "grpo",
+    "train.loss_aggregation": "sequence_mean",
+    "train.kl_in": "loss",
+    "rollout.samples_per_prompt": 4,
+}
 NONE = 0
 """Stop before anything is done: the start has loaded what there was, and that is all."""
 
@@ -50,6 +56,9 @@ PLAN: list[dict[str, Any]] = [
     {"run": "mixed", "shape": PP, "config": MIXED},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 14},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED},
+    {"run": "grpo", "shape": DP, "config": GRPO},
+    {"run": "grpo-moved", "shape": TWICE, "stop": 5, "config": GRPO},
+    {"run": "grpo-moved", "shape": PP, "config": GRPO},
 ]
 
 
@@ -96,6 +105,15 @@ def test_every_shape_trains_what_one_rank_alone_trains(root: Path, run: str) -> 
         assert mine.keys() == other.keys()
         worst = {name: float((mine[name] - other[name]).abs().max()) for name in mine}
         assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
+
+
+def test_so_does_grpo_without_a_critic_in_any(root: Path) -> None:
+    for domain, limit in (("actor", 1e-4), ("optimizer", 1e-6)):
+        mine, other = (read_whole(_final(root, name), domain) for name in ("grpo-moved", "grpo"))
+        assert mine.keys() == other.keys()
+        assert not [name for name in mine if name.startswith("critic.")]
+        assert max(float((mine[name] - other[name]).abs().max()) for name in mine) < limit
+    assert not (_final(root, "grpo-moved") / "critic").exists()
 
 
 def test_a_manifest_says_the_shape_it_was_written_in(root: Path) -> None:

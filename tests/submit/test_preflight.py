@@ -1,0 +1,61 @@
+"""What a checkpoint to resume from must be is asked before anything is queued."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.checkpoint.format import Manifest, Topology
+from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
+from verl_slurm.submit.preflight import check_resume_from
+
+
+def _checkpoint(directory: Path, *, critic: bool) -> None:
+    manifest = Manifest(
+        name="step_000001",
+        step=1,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id="s",
+        dataset_fingerprint="f",
+        world_size=2,
+        topology=Topology(dp=2),
+        files=(),
+        created_utc="2026-01-01T00:00:00Z",
+        save_seconds=0.1,
+        **({} if critic else {"trained": ("actor",)}),
+    )
+    directory.mkdir(mode=0o700)
+    (directory / "manifest.json").write_bytes(render(sealed(manifest)))
+
+
+def _config(place: Path, algorithm: str) -> RunConfig:
+    words = [f"train.algorithm={algorithm}", "rollout.samples_per_prompt=4"]
+    return parse_config(b"", "my.yaml", [*words, f"checkpoint.resume_from={place}"])
+
+
+def test_a_run_starts_from_no_checkpoint_of_the_other_algorithm(tmp_path: Path) -> None:
+    ppo, grpo = tmp_path / "ppo", tmp_path / "grpo"
+    _checkpoint(ppo, critic=True)
+    _checkpoint(grpo, critic=False)
+    check_resume_from(_config(ppo, "ppo"))
+    check_resume_from(_config(grpo, "grpo"))
+    with pytest.raises(ConfigError) as caught:
+        check_resume_from(_config(ppo, "grpo"))
+    assert caught.value.one_line() == (
+        f"the checkpoint is of another algorithm: {ppo} (found train.algorithm=grpo, which trains actor, expected "
+        "train.algorithm=ppo: the checkpoint holds actor and critic); resume with that algorithm; or start a new run "
+        "from the weights alone: verl-slurm export CKPT --to hf --out DIR, then model.path=DIR"
+    )
+    with pytest.raises(ConfigError, match="expected train.algorithm=grpo: the checkpoint holds actor"):
+        check_resume_from(_config(grpo, "ppo"))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_left_to_who_verifies_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "manifest.json").write_bytes(b"?")
+    check_resume_from(_config(tmp_path, "grpo"))

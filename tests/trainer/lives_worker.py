@@ -1,0 +1,76 @@
+"""Run by test_grpo under torchrun: `lives_worker.py PLAN`: many lives of many runs in one start of the ranks.
+
+PLAN is a JSON list of [run directory, [[safe point, how], ...]]. Each pair is a life that ends at that safe point of
+its own: `stop` saves and leaves as a daemon would have it; `die` raises on every rank, so that nothing is saved and
+the next life has the ledger alone; null goes on to the end.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.config.load import load_resolved
+from verl_slurm.fence import take_epoch
+from verl_slurm.paths import RunPaths
+from verl_slurm.trainer.place import Place, process_group
+from verl_slurm.trainer.setup import build_loop
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.control_page import Request
+
+
+class Died(Exception):
+    """What a life ends with that had no time."""
+
+
+class LimitedLine(NoDaemon):
+    """Asked exactly once at each safe point; ends the life at one of them."""
+
+    def __init__(self, at: int | None, how: str) -> None:
+        self._at, self._how, self._polls = at, how, 0
+
+    def request(self) -> Request | None:
+        number, self._polls = self._polls, self._polls + 1
+        if self._at is None or number < self._at:
+            return None
+        if self._how == "die":
+            raise Died
+        return Request(1, True, 0)
+
+
+def main(plan: list[tuple[str, list[tuple[int | None, str]]]]) -> None:
+    place = Place.from_environ(os.environ)
+    first = load_resolved(RunPaths(plan[0][0]).run_yaml)
+    with process_group(first, place) as (device, ranks):
+        for root, lives in plan:
+            paths = RunPaths(Path(root))
+            config = load_resolved(paths.run_yaml)
+            for at, how in lives:
+                words: list[object] = [None, None]
+                if place.rank == 0:
+                    epoch = take_epoch(paths, job_id="test", restart=0).epoch
+                    words = [epoch, choose_resume(paths, "auto").name or ""]
+                dist.broadcast_object_list(words)
+                loop = build_loop(
+                    config,
+                    paths,
+                    epoch=int(str(words[0])),
+                    resume=str(words[1]),
+                    device=device,
+                    ranks=ranks,
+                    line=LimitedLine(at, how),
+                    local_rank=place.local_rank,
+                )
+                try:
+                    loop.run()
+                except Died:
+                    loop._checkpointer.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # torch 2.13 may abort at the interpreter's own end: trainer.__main__.run_and_leave

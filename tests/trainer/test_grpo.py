@@ -1,0 +1,221 @@
+"""GRPO from end to end: interrupted anywhere it ends with the same bits, and nothing of a critic is anywhere.
+
+The safe points of a process of this configuration, by number:
+
+    0 step 0    1 generate     2-3 score     4 advantage    5-8 update
+    9 step 1    10 generate    11-12 score   13 advantage   14-17 update   18 the end
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from verl_slurm.checkpoint.describe import describe
+from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.config import load
+from verl_slurm.config.layout import keep_step
+from verl_slurm.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from verl_slurm.dcp.compare import compare
+from verl_slurm.errors import ConfigError
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.ledger import stats
+from verl_slurm.trainer.resuming import check_manifest
+from verl_slurm.trainer.state import update_metrics
+
+pytestmark = pytest.mark.torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS, GROUP = 2, 4
+GRPO = TrainConfig(
+    algorithm="grpo",
+    steps=STEPS,
+    batch_size_per_device=16,
+    mini_batch_size_per_device=8,
+    micro_batch_size_per_device=8,
+    clip_ratio_high=0.28,
+    loss_aggregation="sequence_mean",
+    kl_in="loss",
+)
+PPO = msgspec.structs.replace(GRPO, algorithm="ppo", loss_aggregation="fixed_length", kl_estimator="k3")
+Lives = list[tuple[int | None, str]]
+TO_THE_END: Lives = [(None, "")]
+
+
+class Runs:
+    """Makes runs and gives them their lives."""
+
+    def __init__(self, root: Path, model: Path, data: Path) -> None:
+        self._root, self._model, self._data = root, model, data
+
+    def make(self, name: str, train: TrainConfig) -> RunPaths:
+        paths = RunPaths(private_dir(self._root / name))
+        config = RunConfig(
+            name=name,
+            run_dir=str(paths.root),
+            model=ModelConfig(path=str(self._model)),
+            data=DataConfig(root=str(self._data)),
+            rollout=RolloutConfig(micro_batch_size_per_device=8, max_new_tokens=5, samples_per_prompt=GROUP),
+            train=train,
+            distributed=DistributedConfig(dp_size=2, nodes=1, device="cpu"),
+            checkpoint=CheckpointConfig(
+                every_steps=2, keep_last=2, components=("actor",), partial_every_steps=1
+            ),
+        )
+        write_file(paths.run_yaml, load.dump(config))
+        return paths
+
+    def live(self, plan: list[tuple[RunPaths, Lives]]) -> str:
+        """Give each run its lives, all with the same ranks; what they said."""
+        world = load.load_resolved(plan[0][0].run_yaml).distributed.world_size
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+        argv += ["-m", "tests.trainer.lives_worker"]
+        argv += [json.dumps([(str(paths.root), lives) for paths, lives in plan])]
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "daemon")]),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            argv, cwd=REPOSITORY, env=environ, text=True, stdout=pipe, stderr=pipe
+        ) as ranks:
+            try:
+                out, err = ranks.communicate(timeout=240)
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for process in [*psutil.Process(ranks.pid).children(recursive=True)]:
+                        process.kill()
+        assert ranks.returncode == 0, err[-4000:]
+        return out
+
+
+def _final(paths: RunPaths) -> Path:
+    return paths.checkpoint(STEPS)
+
+
+# Numbers count from where each life begins.
+INTERRUPTED: dict[str, Lives] = {
+    # generate, score, advantage, update of step 0; then dead in step 1
+    "stopped_in_every_phase": [(1, "stop"), (2, "stop"), (1, "stop"), (3, "stop"), (8, "die")],
+    "with_its_ledger_alone": [(2, "die"), (14, "die")],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("grpo"), tiny, sums_root)
+
+
+@pytest.fixture(scope="module")
+def lived(runs: Runs) -> dict[str, RunPaths]:
+    """Every run of this page, in one start of the ranks: by the names of INTERRUPTED, and undisturbed."""
+    plan = [(runs.make("undisturbed", GRPO), TO_THE_END)]
+    plan += [(runs.make(name, GRPO), [*lives, *TO_THE_END]) for name, lives in INTERRUPTED.items()]
+    plan += [(runs.make("ppo", PPO), TO_THE_END)]
+    plan += [(runs.make("ppo_interrupted", PPO), [(4, "stop"), *TO_THE_END])]
+    plan += [(runs.make("resharded", GRPO), [(5, "stop")])]
+    runs.live(plan)
+    return {paths.root.name: paths for paths, _ in plan}
+
+
+def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
+    result = compare(_final(undisturbed), _final(paths))
+    assert result.same, result.differing
+    journal = stats(paths)
+    assert (journal.duplicates, journal.problems) == ((), ())
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_grpo_interrupted_at_any_safe_point_ends_with_the_same_bits(
+    lived: dict[str, RunPaths], name: str
+) -> None:
+    _assert_nothing_changed(lived[name], lived["undisturbed"])
+
+
+def test_so_does_ppo_with_several_responses_to_a_prompt_and_the_kl_in_its_loss(
+    lived: dict[str, RunPaths],
+) -> None:
+    _assert_nothing_changed(lived["ppo_interrupted"], lived["ppo"])
+
+
+def test_the_comparison_can_fail(lived: dict[str, RunPaths]) -> None:
+    result = compare(_final(lived["undisturbed"]), _final(lived["ppo"]))
+    assert "critic/ (only in one)" in result.differing
+    assert any(name.startswith("actor/") for name in result.differing)
+
+
+def test_there_is_no_critic_in_a_checkpoint_of_grpo(lived: dict[str, RunPaths]) -> None:
+    directory = _final(lived["undisturbed"])
+    verdict = verify(directory)
+    assert verdict.ok, verdict.problems
+    assert verdict.manifest is not None
+    assert verdict.manifest.roles == ("actor",)
+    assert not any("critic" in path.name for path in directory.rglob("*"))
+    facts = describe(directory)
+    assert [domain["domain"] for domain in facts["domains"]] == ["actor", "optimizer"]
+    assert not any(tensor["name"].startswith("critic.") for tensor in facts["tensors"])
+    assert list(msgspec.json.decode((directory / "scheduler.json").read_bytes())) == ["actor"]
+    partial = verify(lived["undisturbed"].partial.checkpoint(1))
+    assert partial.ok, partial.problems
+
+
+def _history(paths: RunPaths) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = msgspec.json.decode((_final(paths) / "metadata.json").read_bytes())[
+        "history"
+    ]
+    return rows
+
+
+def test_the_row_of_a_step_has_the_columns_of_its_algorithm(lived: dict[str, RunPaths]) -> None:
+    row = _history(lived["undisturbed"])[-1]
+    assert set(update_metrics(GRPO)) <= row.keys()
+    assert not [name for name in row if name.startswith(("value_", "critic_"))]
+    assert row["kl_loss"] > 0
+    assert {"value_loss", "critic_grad_norm", "kl_loss"} <= _history(lived["ppo"])[-1].keys()
+
+
+def test_a_checkpoint_of_one_algorithm_is_refused_by_the_other(lived: dict[str, RunPaths]) -> None:
+    grpo, ppo = (load.load_resolved(lived[name].run_yaml) for name in ("undisturbed", "ppo"))
+    for name, config, expected in (
+        ("ppo", grpo, "found train.algorithm=grpo, which trains actor; expected train.algorithm=ppo"),
+        ("undisturbed", ppo, "found train.algorithm=ppo, which trains actor and critic"),
+    ):
+        directory = _final(lived[name])
+        frozen = read_manifest(directory).frozen
+        with pytest.raises(ConfigError) as caught:
+            check_manifest(directory, config, frozen)
+        assert expected.replace("; expected", ",").split(",")[0] in caught.value.one_line()
+
+
+def test_a_run_of_two_ranks_goes_on_with_one_and_keeps_its_groups(
+    runs: Runs, lived: dict[str, RunPaths]
+) -> None:
+    paths = lived["resharded"]
+    old = load.load_resolved(paths.run_yaml)
+    narrower = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
+    write_file(paths.run_yaml, load.dump(keep_step(old, narrower)))
+    said = runs.live([(paths, TO_THE_END)])
+    # All 32 responses of step 0, to 8 prompts, had their advantages; none was sampled again.
+    assert "resumed step_000000_sp0005: step 0 update 0, 8 prompts consumed" in said
+    assert verify(_final(paths)).ok
+    first, undisturbed = _history(paths)[0], _history(lived["undisturbed"])[0]
+    for name in ("reward", "kl", "response_tokens", "sampler_gap"):
+        assert first[name] == pytest.approx(undisturbed[name], rel=1e-9)
+    journal = stats(paths)
+    assert (journal.duplicates, journal.problems) == ((), ())
