@@ -40,6 +40,12 @@ def test_a_wish_is_kept_with_absolute_paths_and_counts_from_the_next_start(
 
 def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> None:
     assert cli("update-reward", run, "model").code == 0
+    assert cli("update-reward", "--checkpoint", run, "--new-model", "model").code == 0
+    of_the_run = run / "checkpoints/step_000004"
+    assert cli("update-reward", "--checkpoint", of_the_run, "--new-model", "model").code == 0
+    for half in ([run], ["--checkpoint", run], [run, "model", "--checkpoint", run], ["--new-model", "model"]):
+        result = cli("update-reward", *half)
+        assert (result.code, "RUN and NEW, or --checkpoint and --new-model" in result.err) == (2, True)
     request = read_reward_request(RunPaths(run))
     assert request is not None
     assert request.reward == f"classifier:{workplace / 'model'}"

@@ -8,10 +8,10 @@ import click
 
 from verl_slurm.cli import render
 from verl_slurm.cli.jobs import signal_local
-from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option
 from verl_slurm.errors import NotFound
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
+from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 __all__ = ["update_reward"]
 
@@ -19,8 +19,10 @@ _EXITS = exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_SLURM, ExitCode.SLURM
 
 
 @click.command("update-reward", epilog=_EXITS)
-@click.argument("run", type=RUN)
-@click.argument("new")
+@click.argument("run", type=RUN, required=False)
+@click.argument("new", required=False)
+@click.option("--checkpoint", type=PLACE, help="With --new-model: the run, or a checkpoint in it.")
+@click.option("--new-model", metavar="NEW", help="With --checkpoint: what NEW may be.")
 @click.option(
     "--warm-start-steps",
     type=click.IntRange(0, 1_000_000),
@@ -29,7 +31,16 @@ _EXITS = exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_SLURM, ExitCode.SLURM
     help="Steps over which its scores come from the former one's scale to their own. 0: at once.",
 )
 @json_option
-def update_reward(run: RunPaths, new: str, warm_start_steps: int, as_json: bool) -> int:
+@click.pass_context
+def update_reward(
+    ctx: click.Context,
+    run: RunPaths | None,
+    new: str | None,
+    checkpoint: Path | None,
+    new_model: str | None,
+    warm_start_steps: int,
+    as_json: bool,
+) -> int:
     """Have RUN score with the reward NEW from the end of a step on, without stopping it.
 
     \b
@@ -49,6 +60,10 @@ def update_reward(run: RunPaths, new: str, warm_start_steps: int, as_json: bool)
     from verl_slurm.reward_plan import ask_for_reward
     from verl_slurm.submit.rewards import absolute_reward, check_reward
 
+    if checkpoint is not None and new_model is not None and run is None:
+        run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
+    elif run is None or new is None or checkpoint is not None or new_model is not None:
+        raise click.UsageError("give RUN and NEW, or --checkpoint and --new-model", ctx)
     here = Path.cwd()
     if ":" not in new and (here / Path(new).expanduser()).is_dir():
         new = f"classifier:{new}"
@@ -65,6 +80,11 @@ def update_reward(run: RunPaths, new: str, warm_start_steps: int, as_json: bool)
     else:
         render.line(f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}")
     return ExitCode.OK
+
+
+def _run_of(place: Path) -> Path:
+    """The run's directory of a checkpoint in RUN/checkpoints; any other place as it is."""
+    return place.parents[1] if CHECKPOINT_NAME.fullmatch(place.name) and len(place.parents) > 1 else place
 
 
 def _wake(run: RunPaths) -> str:
