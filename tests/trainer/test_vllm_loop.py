@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from tests.trainer.test_loop import Runs, _assert_nothing_changed, _replayed
-from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import DistributedConfig
@@ -60,7 +59,6 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bits_and_no_token_sampled_t
     paths = runs.make_with("killed", tensor_parallel=2)
     first = runs.start(paths, script={"rank": 0, "safe_point": 16, "action": "kill"})
     assert first.code != 0
-    assert choose_resume(paths, "auto").name == "step_000001"
     # Rank 1's journal is lost: what it sampled must be sampled again, together with a rank that needs nothing.
     paths.ledger_segment(1, 1).unlink()
     second = runs.start(paths)
@@ -76,7 +74,10 @@ def test_a_sync_that_is_lost_ends_the_run_before_it_learns_from_it(runs: VLLMRun
     assert ended.code != 0
     assert "the rollout engine's log probabilities are not the policy's: step 2 (found a mean" in ended.err
     assert f"exitcode  : {ExitCode.ROLLOUT:d} " in ended.err
-    assert choose_resume(paths, "auto").name == "step_000001"
+    # Whether the save of step 1, which goes on beside the training, was ready by then is chance.
+    assert "step 1/2" in ended.out
+    assert "step 2/2" not in ended.out
+    assert not paths.checkpoint(2).exists()
 
 
 def test_ranks_that_train_one_model_together_sample_it_together(runs: VLLMRuns) -> None:
