@@ -92,6 +92,7 @@ def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> Run
     )
     for key, value in start.get("config", {}).items():
         section, _, name = key.partition(".")
+        value = str(root / value) if key == "model.path" else value
         changed = msgspec.structs.replace(getattr(config, section), **{name: value})
         config = msgspec.structs.replace(config, **{section: changed})
     return config

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.compare import compare
@@ -53,6 +55,8 @@ PLAN: list[dict[str, Any]] = [
     {"run": "moved", "shape": PP, "stop": NONE},
     {"run": "moved", "shape": BOTH},
     {"run": "pp-recomputed", "shape": PP, "config": {"distributed.recompute": True}},
+    {"run": "tied-dp", "shape": DP, "config": {"model.path": "tied"}},
+    {"run": "tied-twice", "shape": TWICE, "config": {"model.path": "tied"}},
     {"run": "mixed", "shape": PP, "config": MIXED},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 14},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED},
@@ -66,6 +70,7 @@ PLAN: list[dict[str, Any]] = [
 def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs, made."""
     root = tmp_path_factory.mktemp("shapes")
+    _tie(tiny, root / "tied")
     argv = [sys.executable, str(WORKER), str(tiny), str(sums_root), str(root), json.dumps(PLAN)]
     environ = os.environ | {
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'daemon'}",
@@ -75,6 +80,19 @@ def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) 
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root
+
+
+def _tie(model: Path, directory: Path) -> None:
+    """The same model, but that the embedding is the head, too."""
+    tied: Any = AutoModelForCausalLM.from_pretrained(str(model))
+    tied.config.tie_word_embeddings = True
+    # So that its distributions are not all on one token.
+    torch.nn.init.normal_(
+        tied.model.embed_tokens.weight, std=0.02, generator=torch.Generator().manual_seed(0)
+    )
+    tied.tie_weights()
+    shutil.copytree(model, directory)
+    tied.save_pretrained(str(directory))
 
 
 def _final(root: Path, run: str) -> Path:
@@ -97,11 +115,14 @@ def test_every_rollout_is_journaled_once_by_one_rank_of_its_replica(root: Path, 
     assert (journal.rollouts, journal.tokens) == (16, 16 * row["response_tokens"])
 
 
-@pytest.mark.parametrize("run", ["tp", "pp", "twice", "moved"])
-def test_every_shape_trains_what_one_rank_alone_trains(root: Path, run: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "like"),
+    [("tp", "dp"), ("pp", "dp"), ("twice", "dp"), ("moved", "dp"), ("tied-twice", "tied-dp")],
+)
+def test_every_shape_trains_what_one_rank_alone_trains(root: Path, run: str, like: str) -> None:
     """Same prompts, samples and mini-batches; sums are made in another order, and AdamW magnifies that a little."""
     for domain, limit in (("actor", 1e-4), ("critic", 1e-5), ("optimizer", 1e-6)):
-        mine, other = (read_whole(_final(root, name), domain) for name in (run, "dp"))
+        mine, other = (read_whole(_final(root, name), domain) for name in (run, like))
         assert mine.keys() == other.keys()
         worst = {name: float((mine[name] - other[name]).abs().max()) for name in mine}
         assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
