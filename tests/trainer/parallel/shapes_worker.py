@@ -52,7 +52,7 @@ TRAIN = TrainConfig(
     batch_size_per_device=PROMPTS,
     # The whole step: another number of data-parallel ranks would draw other mini-batches.
     mini_batch_size_per_device=PROMPTS,
-    micro_batch_size_per_device=2,
+    micro_batch_size_per_device=4,
     ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,

@@ -33,8 +33,8 @@ GRPO = {
 NONE = 0
 """Stop before anything is done: the start has loaded what there was, and that is all."""
 
-# A start from nothing has these safe points where dp is 1, about half as many of the first two kinds where it is 2:
-# 0 step 0, 1-3 generate, 4-11 score, 12 advantage, 13-14 update, 15 the end.
+# A start from nothing has these safe points where dp is 1, half as many of the first two kinds where it is 2:
+# 0-3 generate, 4-7 score, 8 advantage, 9-10 update, 11 the end.
 PLAN: list[dict[str, Any]] = [
     {"run": "dp", "shape": DP},
     {"run": "tp", "shape": TP},
@@ -42,7 +42,7 @@ PLAN: list[dict[str, Any]] = [
     {"run": "tp-stopped", "shape": TP, "kill": 5},
     {"run": "tp-stopped", "shape": TP},
     {"run": "pp", "shape": PP},
-    {"run": "pp-stopped", "shape": PP, "stop": 14},
+    {"run": "pp-stopped", "shape": PP, "stop": 10},
     {"run": "pp-stopped", "shape": PP},
     {"run": "twice", "shape": TWICE},
     {"run": "twice-stopped", "shape": TWICE, "stop": 5},
@@ -50,7 +50,7 @@ PLAN: list[dict[str, Any]] = [
     # One run through many shapes, at every kind of place.
     {"run": "moved", "shape": TWICE, "kill": 1},
     {"run": "moved", "shape": PP, "stop": 7},
-    {"run": "moved", "shape": TWO, "stop": 5},
+    {"run": "moved", "shape": TWO, "stop": 3},
     {"run": "moved", "shape": TP, "stop": 1},
     {"run": "moved", "shape": PP, "stop": NONE},
     {"run": "moved", "shape": BOTH},
@@ -58,7 +58,7 @@ PLAN: list[dict[str, Any]] = [
     {"run": "tied-dp", "shape": DP, "config": {"model.path": "tied"}},
     {"run": "tied-twice", "shape": TWICE, "config": {"model.path": "tied"}},
     {"run": "mixed", "shape": PP, "config": MIXED},
-    {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 14},
+    {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 10},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED},
     {"run": "grpo", "shape": DP, "config": GRPO},
     {"run": "grpo-moved", "shape": TWICE, "stop": 5, "config": GRPO},
