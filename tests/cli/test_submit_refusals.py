@@ -38,6 +38,14 @@ def test_a_missing_configuration_is_refused(workplace: Path, cli: Cli) -> None:
         ),
         (["model.reward=rule:vibes"], "expected rule:arithmetic"),
         (["distributed.dp_size=3"], "the same number of ranks on every node"),
+        (
+            ["model.path=builtin:tiny", "distributed.tp_size=4"],
+            "expected a divisor of the model's num_key_value_heads=2",
+        ),
+        (
+            ["model.path=builtin:tiny", "distributed.pp_size=4", "train.micro_batch_size_per_device=1"],
+            "expected at most the model's num_hidden_layers=2",
+        ),
     ],
 )
 def test_a_wrong_configuration_is_refused(workplace: Path, cli: Cli, words: list[str], part: str) -> None:

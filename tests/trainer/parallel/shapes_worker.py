@@ -52,7 +52,7 @@ TRAIN = TrainConfig(
     batch_size_per_device=PROMPTS,
     # The whole step: another number of data-parallel ranks would draw other mini-batches.
     mini_batch_size_per_device=PROMPTS,
-    micro_batch_size_per_device=2,
+    micro_batch_size_per_device=4,
     ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,
@@ -92,6 +92,7 @@ def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> Run
     )
     for key, value in start.get("config", {}).items():
         section, _, name = key.partition(".")
+        value = str(root / value) if key == "model.path" else value
         changed = msgspec.structs.replace(getattr(config, section), **{name: value})
         config = msgspec.structs.replace(config, **{section: changed})
     return config

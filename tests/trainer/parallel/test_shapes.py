@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.compare import compare
@@ -31,8 +33,8 @@ GRPO = {
 NONE = 0
 """Stop before anything is done: the start has loaded what there was, and that is all."""
 
-# A start from nothing has these safe points where dp is 1, about half as many of the first two kinds where it is 2:
-# 0 step 0, 1-3 generate, 4-11 score, 12 advantage, 13-14 update, 15 the end.
+# A start from nothing has these safe points where dp is 1, half as many of the first two kinds where it is 2:
+# 0-3 generate, 4-7 score, 8 advantage, 9-10 update, 11 the end.
 PLAN: list[dict[str, Any]] = [
     {"run": "dp", "shape": DP},
     {"run": "tp", "shape": TP},
@@ -40,7 +42,7 @@ PLAN: list[dict[str, Any]] = [
     {"run": "tp-stopped", "shape": TP, "kill": 5},
     {"run": "tp-stopped", "shape": TP},
     {"run": "pp", "shape": PP},
-    {"run": "pp-stopped", "shape": PP, "stop": 14},
+    {"run": "pp-stopped", "shape": PP, "stop": 10},
     {"run": "pp-stopped", "shape": PP},
     {"run": "twice", "shape": TWICE},
     {"run": "twice-stopped", "shape": TWICE, "stop": 5},
@@ -48,13 +50,15 @@ PLAN: list[dict[str, Any]] = [
     # One run through many shapes, at every kind of place.
     {"run": "moved", "shape": TWICE, "kill": 1},
     {"run": "moved", "shape": PP, "stop": 7},
-    {"run": "moved", "shape": TWO, "stop": 5},
+    {"run": "moved", "shape": TWO, "stop": 3},
     {"run": "moved", "shape": TP, "stop": 1},
     {"run": "moved", "shape": PP, "stop": NONE},
     {"run": "moved", "shape": BOTH},
     {"run": "pp-recomputed", "shape": PP, "config": {"distributed.recompute": True}},
+    {"run": "tied-dp", "shape": DP, "config": {"model.path": "tied"}},
+    {"run": "tied-twice", "shape": TWICE, "config": {"model.path": "tied"}},
     {"run": "mixed", "shape": PP, "config": MIXED},
-    {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 14},
+    {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 10},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED},
     {"run": "grpo", "shape": DP, "config": GRPO},
     {"run": "grpo-moved", "shape": TWICE, "stop": 5, "config": GRPO},
@@ -66,6 +70,7 @@ PLAN: list[dict[str, Any]] = [
 def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs, made."""
     root = tmp_path_factory.mktemp("shapes")
+    _tie(tiny, root / "tied")
     argv = [sys.executable, str(WORKER), str(tiny), str(sums_root), str(root), json.dumps(PLAN)]
     environ = os.environ | {
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'daemon'}",
@@ -75,6 +80,19 @@ def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) 
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root
+
+
+def _tie(model: Path, directory: Path) -> None:
+    """The same model, but that the embedding is the head, too."""
+    tied: Any = AutoModelForCausalLM.from_pretrained(str(model))
+    tied.config.tie_word_embeddings = True
+    # So that its distributions are not all on one token.
+    torch.nn.init.normal_(
+        tied.model.embed_tokens.weight, std=0.02, generator=torch.Generator().manual_seed(0)
+    )
+    tied.tie_weights()
+    shutil.copytree(model, directory)
+    tied.save_pretrained(str(directory))
 
 
 def _final(root: Path, run: str) -> Path:
@@ -97,11 +115,14 @@ def test_every_rollout_is_journaled_once_by_one_rank_of_its_replica(root: Path, 
     assert (journal.rollouts, journal.tokens) == (16, 16 * row["response_tokens"])
 
 
-@pytest.mark.parametrize("run", ["tp", "pp", "twice", "moved"])
-def test_every_shape_trains_what_one_rank_alone_trains(root: Path, run: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "like"),
+    [("tp", "dp"), ("pp", "dp"), ("twice", "dp"), ("moved", "dp"), ("tied-twice", "tied-dp")],
+)
+def test_every_shape_trains_what_one_rank_alone_trains(root: Path, run: str, like: str) -> None:
     """Same prompts, samples and mini-batches; sums are made in another order, and AdamW magnifies that a little."""
     for domain, limit in (("actor", 1e-4), ("critic", 1e-5), ("optimizer", 1e-6)):
-        mine, other = (read_whole(_final(root, name), domain) for name in (run, "dp"))
+        mine, other = (read_whole(_final(root, name), domain) for name in (run, like))
         assert mine.keys() == other.keys()
         worst = {name: float((mine[name] - other[name]).abs().max()) for name in mine}
         assert max(worst.values()) < limit, max(worst.items(), key=lambda item: item[1])
