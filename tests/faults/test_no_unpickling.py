@@ -22,6 +22,10 @@ _NEVER = {
 }  # fmt: skip
 
 
+_ASKED_FOR = {"verl_slurm/trainer/python_reward.py": ["exec", "compile"]}
+"""The one file that is run: the source that `model.reward: python:...` names in the user's own configuration."""
+
+
 def _offences(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     aliases: dict[str, str] = {}
@@ -73,7 +77,8 @@ def _bases(tree: ast.Module, loader: object) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_in_a_file_can_make_us_run_it(path: Path) -> None:
-    assert list(_offences(path.read_text())) == []
+    found = [offence.split(": ")[1] for offence in _offences(path.read_text())]
+    assert found == _ASKED_FOR.get(str(path.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(
