@@ -53,14 +53,17 @@ class _Save:
         self._live = bytearray(self._arena.view)
 
     def run(self, hasher: Hasher, *, write: bool = True) -> tuple[FileEntry, ...]:
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(mode=0o700)
         where = [str(self._directory)] if write else []
         entries, outcomes = write_and_hash(
             self._arena.view, self._files, where, hashers=num_threads(), hasher=hasher
         )
         assert all(outcome.error is None for outcome in outcomes)
         return entries
+
+    def tidy(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(mode=0o700)
+        os.sync()
 
     def copy(self) -> None:
         source = ctypes.addressof(ctypes.c_char.from_buffer(self._live))
@@ -131,6 +134,7 @@ def main() -> None:
     size = int(options.gib * 1024) >> 3 << 23
     save = _Save(options.directory / "where_time_goes", size)
     lanes = make_hasher()
+    save.tidy()
     load = _Load(options.directory / "where_time_goes", save.run(hash_each))
     saves: dict[str, Part] = {
         "copy into the arena, one thread": save.copy,
@@ -151,6 +155,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*saves, *loads)}
     for _ in range(options.rounds):
         for name, part in saves.items():
+            save.tidy()
             found[name].append(_timed(part))
         for name, part in loads.items():
             drop_caches()

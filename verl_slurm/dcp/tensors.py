@@ -10,7 +10,9 @@ Tensors only: hyper-parameters are the configuration's, so no pickled value ever
 weight is one tensor under its first name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +51,37 @@ def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tenso
     return tensors
 
 
-def initialise_adamw(optimizer: Optimizer) -> None:
+def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> None:
     """Give every parameter the state that AdamW would give it at its first update.
 
     So that a save before the first update, and a load into a fresh process, find the same tensors. torch's
     own helper (`_init_optim_state`) makes an empty update instead, which counts a step that never was.
+
+    Args:
+        to_be_loaded: every byte will be overwritten, so none is written here: the first touch of memory costs more
+            than a load's copy, and the threads of a load do it while others wait for storage.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+    make = torch.empty_like if to_be_loaded else torch.zeros_like
+    with _left_as_it_is() if to_be_loaded else nullcontext():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": make(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": make(parameter, memory_format=torch.preserve_format),
+                }
+
+
+@contextmanager
+def _left_as_it_is() -> Iterator[None]:
+    """Where deterministic algorithms are asked for, torch fills new memory with NaN."""
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fills
 
 
 def _reshard(model: nn.Module) -> None:

@@ -124,7 +124,7 @@ def build_loop(
         shape=config.distributed,
         roles=roles,
     )
-    optimizers = _optimizers(models, config)
+    optimizers = _optimizers(models, config, to_be_loaded=bool(directory))
     tokenizer = load_tokenizer(model_path)
     sampler = build_engine(
         config,
@@ -366,7 +366,7 @@ def _state_bytes(models: Models) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in parameters)
 
 
-def _optimizers(models: Models, config: RunConfig) -> Optimizers:
+def _optimizers(models: Models, config: RunConfig, *, to_be_loaded: bool) -> Optimizers:
     made: Optimizers = {}
     rates = base_rates(config.train)
     for role, model in models.trained.items():
@@ -376,6 +376,6 @@ def _optimizers(models: Models, config: RunConfig) -> Optimizers:
             weight_decay=config.train.weight_decay,
             foreach=False,
         )
-        initialise_adamw(optimizer)
+        initialise_adamw(optimizer, to_be_loaded=to_be_loaded)
         made[role] = optimizer
     return made

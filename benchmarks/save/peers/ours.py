@@ -41,7 +41,7 @@ class Ours(Peer):
     def load(self, directory: Path) -> None:
         """As a resume does it: every byte is checked on the way, and the optimizer's state made before."""
         if not self.work.optimizer.state:
-            initialise_adamw(self.work.optimizer)
+            initialise_adamw(self.work.optimizer, to_be_loaded=True)
         load_tensors(only_checkpoint(directory), all_domains(self.work, torch.empty(2)), self.work.ranks)
 
     def close(self) -> None:
