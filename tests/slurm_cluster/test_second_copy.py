@@ -30,7 +30,7 @@ def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevClu
         (tmp_path / "away").rename(run.paths.checkpoints)
         run.wait_event("ended", exit_code=25)
 
-        said = run.wait_event("second_copy")["reason"]
+        said = run.wait_event("second_copy", epoch=2)["reason"]
         assert said.startswith(f"{saved['name']}: brought home"), run.story()
         run.wait_event("generation", resume=saved["name"])
         run.wait_end()
