@@ -136,13 +136,38 @@ def test_a_rank_decodes_only_its_own_rollouts_that_lie_ahead(
     monkeypatch.setattr(ledger, "unpack", count)
     state = fresh_state(CONFIG)
     state.position = Position(1, "generate", 1)
-    replay = load_replay(paths, state, StepShape.of(CONFIG), 1)
-    assert load_replay(paths, state, StepShape.of(CONFIG), None) == {}
+    alone = Collective(None)
+    replay = load_replay(paths, state, StepShape.of(CONFIG), 1, alone)
+    assert load_replay(paths, state, StepShape.of(CONFIG), None, alone) == {}
     assert {key: arrays["sample_id"].tolist() for key, arrays in replay.items()} == {
         (1, 3): [1, 1, 1],
         (2, 1): [2, 0, 1],
     }
-    assert len(decoded) == 2
+    assert len(decoded) == 3  # of the running step all: one may say that the others were refused
+
+
+def test_a_state_that_may_hold_refused_rollouts_goes_back_before_them_and_no_other_does(
+    tmp_path: Path,
+) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    with Ledger(paths, 1, 1) as journal:
+        for micro_batch in (1, 3):
+            journal.append(1, micro_batch, {"sample_id": np.array([0])})
+            journal.append(1, micro_batch, {})
+        journal.append(1, 1, {"sample_id": np.array([1])})  # sampled anew, before the next end
+    shape = StepShape.of(CONFIG)
+    for phase, back in (("generate", True), ("score", True), ("advantage", True), ("update", False)):
+        state = fresh_state(CONFIG)
+        state.position = Position(1, phase, 1 if phase == "generate" else 0)  # type: ignore[arg-type]
+        state.buffers.rollouts.append({})
+        replay = load_replay(paths, state, shape, 1, Collective(None))
+        assert (state.position == Position(1)) is back
+        assert (not state.buffers.rollouts) is back
+        assert list(replay) == ([(1, 1)] if back else [])
+    state = fresh_state(CONFIG)
+    state.position = Position(2, "score")
+    load_replay(paths, state, shape, 1, Collective(None))
+    assert state.position == Position(2, "score")
 
 
 def test_another_number_of_ranks_than_configured_is_refused_before_they_meet() -> None:

@@ -27,10 +27,10 @@ from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.orchestration import topology_of
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.places import leaders
-from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
+from verl_slurm.trainer.position import Position, StepShape, first_generation, rollout_offset
 from verl_slurm.trainer.resharding import reshard
 from verl_slurm.trainer.schedule import schedule_record
-from verl_slurm.trainer.state import TrainState, restore_state
+from verl_slurm.trainer.state import Buffers, TrainState, restore_state
 
 __all__ = [
     "check_manifest",
@@ -40,6 +40,9 @@ __all__ = [
     "require_verified",
     "where_it_starts",
 ]
+
+_NOTHING_LEARNED = frozenset({"generate", "score", "advantage"})
+"""Phases of a step in which its rollouts have changed no weight yet."""
 
 
 def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path | None:
@@ -191,28 +194,50 @@ def _saved_config(reader: CheckpointReader) -> RunConfig:
 
 
 def load_replay(
-    paths: RunPaths, state: TrainState, shape: StepShape, dp_rank: int | None, keys: Keyring | None = None
+    paths: RunPaths,
+    state: TrainState,
+    shape: StepShape,
+    dp_rank: int | None,
+    ranks: Collective,
+    keys: Keyring | None = None,
 ) -> dict[tuple[int, int], Arrays]:
-    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch).
+    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch). Collective.
 
     Damage in the journal costs only time: what was in it is sampled again, the same.
+
+    Where rollouts of the running step were once refused (`trainer.sampler_gap`), those that `state` holds may be the
+    same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been sampled
+    since is in the journal.
 
     Args:
         dp_rank: None: another rank of the replica looks for this one.
     """
-
-    if dp_rank is None:
-        return {}
+    position = state.position
+    refused: list[int] = []
 
     def report(text: str) -> None:
         console.complain(f"dp rank {dp_rank}: {text}")
 
-    ahead = (state.position.step, first_generation(state.position, shape) * shape.dp_size)
+    early = position.phase in _NOTHING_LEARNED
+    ahead = (position.step, 0 if early else first_generation(position, shape) * shape.dp_size)
 
     def mine(step: int, micro_batch: int) -> bool:
         return (step, micro_batch) >= ahead and micro_batch % shape.dp_size == dp_rank
 
-    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report, keys=keys)
+    found: dict[tuple[int, int], Arrays] = {}
+    if dp_rank is not None:
+        found = journal.load(
+            paths,
+            from_step=position.step,
+            wanted=mine,
+            taken_back=lambda step, _: refused.append(step),
+            report=report,
+            keys=keys,
+        )
+    if ranks.max([int(early and position.step in refused)])[0]:
+        state.position, state.buffers = Position(position.step), Buffers()
+    ahead = (position.step, first_generation(state.position, shape) * shape.dp_size)
+    return {name: arrays for name, arrays in found.items() if name >= ahead}
 
 
 def where_it_starts(
