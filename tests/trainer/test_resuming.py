@@ -2,7 +2,9 @@
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,18 +14,20 @@ import torch
 
 from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.format import Manifest, Topology
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.checkpoint.schema import current_schema, render_schema, schema_of
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, EncryptionConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import __main__ as entry
+from verl_slurm.trainer import resuming
 from verl_slurm.trainer.orchestration import check_or_write, describe
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.position import Position, StepShape
@@ -116,6 +120,18 @@ def test_a_checkpoint_with_nothing_but_a_manifest_is_not_opened(tmp_path: Path) 
     _manifest(tmp_path / "step_000001")
     with pytest.raises(CheckpointCorrupt, match="does not verify"):
         require_verified(tmp_path / "step_000001")
+
+
+def test_by_hand_a_checkpoint_of_another_layout_is_refused_as_under_a_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "verify", lambda *_, **__: SimpleNamespace(ok=True, needs_key=False))
+    ours = current_schema()
+    former = schema_of(ours.classes | {"trainer.step": {"phases": "generate update"}})
+    for schema, fits in ((ours, True), (former, False)):
+        (tmp_path / SCHEMA_VERSION).write_bytes(render_schema(schema))
+        with nullcontext() if fits else pytest.raises(SchemaMismatch, match="another state layout"):
+            require_verified(tmp_path)
 
 
 def test_a_rank_decodes_only_its_own_rollouts_that_lie_ahead(

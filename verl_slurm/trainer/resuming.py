@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint.components import require_full, require_same_models
-from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.reader import CheckpointReader
+from verl_slurm.checkpoint.schema import check_schema, current_schema, parse_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.layout import require_same_step
 from verl_slurm.config.load import parse_config
@@ -71,13 +72,14 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
 
 
 def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
-    """Check every byte of a checkpoint before it is opened, and with keys who made it.
+    """Check every byte of a checkpoint before it is opened, its layout, and with keys who made it.
 
     Called by: trainer.setup, rank 0, where no daemon has done so.
 
     Raises:
         KeyRefused: it needs a key that is not there.
         CheckpointCorrupt: it does not verify.
+        SchemaMismatch: it is of another version's layout.
     """
     verdict = verify(directory, keys=keys)
     if verdict.needs_key:
@@ -90,6 +92,8 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
             expected="every file as its manifest says",
             remedy="resume from another one (verl-slurm checkpoints)",
         )
+    saved = parse_schema((directory / SCHEMA_VERSION).read_bytes(), where=directory / SCHEMA_VERSION)
+    check_schema(saved, current_schema(), where=directory)
     return b""
 
 
