@@ -241,6 +241,7 @@ def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledge
     assert f"exitcode  : {ExitCode.ROLLOUT:d} " in refused.err
     mended = runs.start(paths)
     assert mended.code == 0, mended.err
+    assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.out
     assert compare(_final(undisturbed), _final(paths)).same
     # What was refused was sampled twice, and nothing else was.
     assert {step for step, _ in stats(paths).duplicates} == {1}

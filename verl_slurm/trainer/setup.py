@@ -186,6 +186,8 @@ def build_loop(
         first_step=state.position.step,
         log_step=partial(append_step, paths, epoch),
     )
+    if state.position != loaded:
+        reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")
     foreign = None if ours else directory
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
     schema = current_schema()
