@@ -71,6 +71,27 @@ def test_retention_keeps_the_best_and_says_the_value_for_and_against() -> None:
     assert plan.working == {"step_000006"}
 
 
+def by_reward(info: CheckpointInfo, number: float) -> CheckpointInfo:
+    return replace(info, metrics=info.metrics | {"reward_number": number})
+
+
+def test_by_another_reward_the_best_start_over_with_its_first_number() -> None:
+    before = infos(90.0, 80.0, 70.0)
+    after = [by_reward(info, 1.0) for info in infos(None, None, None, None, 0.2, 0.3)[3:]]
+    assert set(rank_best([*before, after[0]], BEST)) == {"step_000001", "step_000002"}, "not evaluated yet"
+    assert set(rank_best([*before, *after], BEST)) == {"step_000005", "step_000006"}
+    plan = plan_prune([*before, *after], 1, best=BEST)
+    assert {item.name: item.reason for item in plan.drop}["step_000001"] == (
+        "older than the newest 1 and with eval/reward 90 by a reward that was replaced"
+    )
+
+
+def test_by_another_reward_a_lower_number_is_a_new_best() -> None:
+    rows = [{"eval/reward": 90.0}, {"eval/reward": 0.2, "reward_number": 1.0}]
+    assert is_new_best(rows, BEST)
+    assert not is_new_best([*rows, {"eval/reward": 0.1, "reward_number": 1.0}], BEST)
+
+
 @given(
     values=st.lists(st.none() | st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=9),
     keep_last=st.integers(1, 4),

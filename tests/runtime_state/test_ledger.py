@@ -355,3 +355,21 @@ def test_a_batch_without_a_mask_counts_rows_and_no_tokens(paths: RunPaths) -> No
         ledger.append(0, 0, {"sample_id": np.arange(3)})
         ledger.append(0, 1, {})
     assert (stats(paths).rollouts, stats(paths).tokens) == (3, 0)
+
+
+def test_what_is_taken_back_is_loaded_no_more_until_it_is_recorded_anew(
+    paths: RunPaths, batch: Batch
+) -> None:
+    fill(paths, batch, 1, 0, (1, 0), (1, 2))
+    fill(paths, batch, 1, 1, (1, 1))
+    with Ledger(paths, 2, 0) as ledger:  # of another epoch and rank: nobody writes into another's segment
+        for micro_batch in (0, 1):
+            ledger.append(1, micro_batch, {})
+        ledger.append(1, 0, batch(7))
+    told: list[tuple[int, int]] = []
+    found = load(paths, from_step=0, taken_back=lambda *key: told.append(key))
+    assert found.keys() == {(1, 0), (1, 2)}
+    assert equal(found[1, 0], batch(7))
+    assert told == [(1, 0), (1, 1)]
+    counted = stats(paths)
+    assert (counted.records, counted.duplicates) == (4, ((1, 0),))

@@ -7,7 +7,7 @@
     action     stop, save: ask for it as a daemon would; kill: SIGKILL oneself;
                alarm: have the kernel end the process `seconds` later, wherever it is then;
                break_save: let this rank's part of the next save fail;
-               lose_sync: from then on the rollout engine gets no weights
+               lose_sync: from then on the rollout engine gets no weights; with `stop_at`, stop at that one
 """
 
 import json
@@ -45,6 +45,8 @@ class ScriptedLine(NoDaemon):
             case "lose_sync":
                 for engine in (HFRollout, VLLMRollout):
                     engine.sync = lambda *_: None
+                if number == self._script.get("stop_at"):
+                    return Request(1, True, 0)
             case "stop" | "save" as action:
                 return Request(1, action == "stop", 0)
         return None

@@ -227,6 +227,26 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
     assert _final(paths).is_dir()
 
 
+def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledger(
+    runs: Runs, undisturbed: RunPaths
+) -> None:
+    paths = runs.make("refused")
+    # The engine misses the weights of step 2, and while that is being scored the run is stopped and saved.
+    script = {"rank": None, "safe_point": 12, "action": "lose_sync", "stop_at": 18}
+    stopped = runs.start(paths, script=script)
+    assert stopped.code == 0, stopped.err
+    refused = runs.start(paths)
+    assert "resumed step_000001_sp" in refused.out
+    assert "are not the policy's: step 2 (found a mean" in refused.err
+    assert f"exitcode  : {ExitCode.ROLLOUT:d} " in refused.err
+    mended = runs.start(paths)
+    assert mended.code == 0, mended.err
+    assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.out
+    assert compare(_final(undisturbed), _final(paths)).same
+    # What was refused was sampled twice, and nothing else was.
+    assert {step for step, _ in stats(paths).duplicates} == {1}
+
+
 def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -2,7 +2,9 @@
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,18 +14,20 @@ import torch
 
 from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.format import Manifest, Topology
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.checkpoint.schema import current_schema, render_schema, schema_of
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, EncryptionConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer import __main__ as entry
+from verl_slurm.trainer import resuming
 from verl_slurm.trainer.orchestration import check_or_write, describe
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.position import Position, StepShape
@@ -118,6 +122,18 @@ def test_a_checkpoint_with_nothing_but_a_manifest_is_not_opened(tmp_path: Path) 
         require_verified(tmp_path / "step_000001")
 
 
+def test_by_hand_a_checkpoint_of_another_layout_is_refused_as_under_a_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "verify", lambda *_, **__: SimpleNamespace(ok=True, needs_key=False))
+    ours = current_schema()
+    former = schema_of(ours.classes | {"trainer.step": {"phases": "generate update"}})
+    for schema, fits in ((ours, True), (former, False)):
+        (tmp_path / SCHEMA_VERSION).write_bytes(render_schema(schema))
+        with nullcontext() if fits else pytest.raises(SchemaMismatch, match="another state layout"):
+            require_verified(tmp_path)
+
+
 def test_a_rank_decodes_only_its_own_rollouts_that_lie_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,13 +152,38 @@ def test_a_rank_decodes_only_its_own_rollouts_that_lie_ahead(
     monkeypatch.setattr(ledger, "unpack", count)
     state = fresh_state(CONFIG)
     state.position = Position(1, "generate", 1)
-    replay = load_replay(paths, state, StepShape.of(CONFIG), 1)
-    assert load_replay(paths, state, StepShape.of(CONFIG), None) == {}
+    alone = Collective(None)
+    replay = load_replay(paths, state, StepShape.of(CONFIG), 1, alone)
+    assert load_replay(paths, state, StepShape.of(CONFIG), None, alone) == {}
     assert {key: arrays["sample_id"].tolist() for key, arrays in replay.items()} == {
         (1, 3): [1, 1, 1],
         (2, 1): [2, 0, 1],
     }
-    assert len(decoded) == 2
+    assert len(decoded) == 3  # of the running step all: one may say that the others were refused
+
+
+def test_a_state_that_may_hold_refused_rollouts_goes_back_before_them_and_no_other_does(
+    tmp_path: Path,
+) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    with Ledger(paths, 1, 1) as journal:
+        for micro_batch in (1, 3):
+            journal.append(1, micro_batch, {"sample_id": np.array([0])})
+            journal.append(1, micro_batch, {})
+        journal.append(1, 1, {"sample_id": np.array([1])})  # sampled anew, before the next end
+    shape = StepShape.of(CONFIG)
+    for phase, back in (("generate", True), ("score", True), ("advantage", True), ("update", False)):
+        state = fresh_state(CONFIG)
+        state.position = Position(1, phase, 1 if phase == "generate" else 0)  # type: ignore[arg-type]
+        state.buffers.rollouts.append({})
+        replay = load_replay(paths, state, shape, 1, Collective(None))
+        assert (state.position == Position(1)) is back
+        assert (not state.buffers.rollouts) is back
+        assert list(replay) == ([(1, 1)] if back else [])
+    state = fresh_state(CONFIG)
+    state.position = Position(2, "score")
+    load_replay(paths, state, shape, 1, Collective(None))
+    assert state.position == Position(2, "score")
 
 
 def test_another_number_of_ranks_than_configured_is_refused_before_they_meet() -> None:

@@ -1,5 +1,6 @@
 """What a checkpoint keeps of the reward, and when a wish for another one is heard."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,18 +122,19 @@ def test_it_travels_in_the_runtime_state_and_to_another_number_of_ranks() -> Non
     assert all(part["switch"].tolist() == [2, 5, 4, 0.3, -1.1] for part in parts)
 
 
-def _swap(root: Path, plan: RewardPlan | None = None) -> RewardSwap:
+def _swap(root: Path, plan: RewardPlan | None = None, **options: Any) -> RewardSwap:
     said: list[str] = []
     anything: Any = SimpleNamespace(complain=said.append, notice=said.append)
     return RewardSwap(
         paths=RunPaths(root),
         epoch=1,
-        ranks=Collective(None),
+        ranks=options.pop("ranks", Collective(None)),
         reporter=anything,
         plan=plan or RewardPlan(),
         live=LiveReward(anything),
         texts=lambda batch: ([""] * len(batch["scores"]),) * 3,
         keep=None,
+        **options,
     )
 
 
@@ -176,6 +178,31 @@ def test_an_incarnation_that_was_fenced_off_records_nothing(tmp_path: Path) -> N
     with pytest.raises(Fenced):
         _swap(tmp_path).perform(wish, _at(4))
     assert not paths.reward_plan.exists()
+
+
+def test_a_replicas_responses_count_once_however_many_ranks_it_has(tmp_path: Path) -> None:
+    class Told(Collective):
+        def sum(self, values: Sequence[float]) -> list[float]:
+            sums.append(list(values))
+            return [6.0, 6.0, 3.0] if len(values) == 3 else [4.0, 1.0]
+
+    due = RewardSwitch(
+        request=1, step=4, reward="rule:x", digest="", warm_start_steps=2, replaced="y", recorded_utc=""
+    )
+
+    def rule(*_: object) -> torch.Tensor:
+        return torch.arange(3.0)
+
+    found = []
+    for counts in (True, False):
+        sums: list[list[float]] = []
+        state = _at(4)
+        state.reward = replace(_state(3), number=0)
+        _swap(tmp_path, ranks=Told(None), counts=counts, load=lambda *_, **__: rule).perform(due, state)
+        assert sums[0][0] == (3.0 if counts else 0.0)
+        assert any(sums[1]) is counts
+        found.append(state.reward.full)
+    assert found[0] == found[1]
 
 
 def test_a_reward_that_tosses_coins_is_refused(tmp_path: Path) -> None:

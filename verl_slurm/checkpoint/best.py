@@ -1,8 +1,9 @@
 """Which checkpoints are the best by a metric of their step. Pure.
 
 A checkpoint has the numbers of the step that it ends (`Manifest.metrics`); one from the middle of a step has none, and
-is never among the best. Of equal ones the earlier is the better: to reach the same later is no gain, and what is kept
-does not change for nothing.
+is never among the best. Where the reward was replaced, numbers from before say nothing of the present one: as soon as
+there is one by it, those by it are ranked and no others. Of equal ones the earlier is the better: to reach the same
+later is no gain, and what is kept does not change for nothing.
 """
 
 import math
@@ -14,7 +15,19 @@ from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.config.train_checks import EVAL_PREFIX
 
-__all__ = ["Best", "Rank", "is_new_best", "metrics_of", "rank_best"]
+__all__ = [
+    "REWARD_NUMBER",
+    "Best",
+    "Rank",
+    "is_new_best",
+    "latest_reward",
+    "metrics_of",
+    "rank_best",
+    "reward_of",
+]
+
+REWARD_NUMBER = "reward_number"
+"""A column of a step's row: how often the reward had been replaced; not there before the first time."""
 
 _MAX_METRICS = 256
 _MAX_NAME = 128
@@ -51,15 +64,31 @@ class Rank:
     value: float
 
 
+def reward_of(row: Mapping[str, float]) -> float:
+    """Which of the run's rewards a row is of, counted from 0."""
+    return row.get(REWARD_NUMBER, 0.0)
+
+
+def latest_reward(infos: Iterable[CheckpointInfo], best: Best) -> float:
+    """The last reward that the committed ones with the metric are of.
+
+    Called by: checkpoint.retention, and here.
+    """
+    found = (i for i in infos if i.kind == "committed" and best.metric in i.metrics)
+    return max((reward_of(info.metrics) for info in found), default=0.0)
+
+
 def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
-    """The best `best.keep` of the committed ones that have the metric: name → its place.
+    """The best `best.keep` of the committed ones that have the metric, by the last reward: name → its place.
 
     Called by: checkpoint.retention, cli.checkpoints.
     """
+    infos = list(infos)
+    latest = latest_reward(infos, best)
     found = [
         (info.metrics[best.metric], info)
         for info in infos
-        if info.kind == "committed" and best.metric in info.metrics
+        if info.kind == "committed" and best.metric in info.metrics and reward_of(info.metrics) == latest
     ]
     sign = -1.0 if best.mode == "max" else 1.0
     found.sort(key=lambda pair: (sign * pair[0], pair[1].order))
@@ -70,7 +99,8 @@ def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
 
 
 def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
-    """Whether the newest row has a metric of the evaluation that is better than in all rows before it.
+    """Whether the newest row has a metric of the evaluation that is better than in all rows before it of the
+    same reward.
 
     Only of the evaluation: those are rare, and made to judge by. Another metric may set a new best at every step, and
     saving every step is nobody's wish.
@@ -79,11 +109,11 @@ def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
     """
     if not best.keep or not history or not best.metric.startswith(EVAL_PREFIX):
         return False
-    newest = history[-1].get(best.metric)
+    newest, reward = history[-1].get(best.metric), reward_of(history[-1])
     if newest is None or not math.isfinite(newest):
         return False
-    earlier = [row[best.metric] for row in history[:-1] if math.isfinite(row.get(best.metric, math.nan))]
-    return all(best.beats(newest, value) for value in earlier)
+    earlier = (row.get(best.metric, math.nan) for row in history[:-1] if reward_of(row) == reward)
+    return all(best.beats(newest, value) for value in earlier if math.isfinite(value))
 
 
 def metrics_of(row: Mapping[str, float]) -> dict[str, float]:

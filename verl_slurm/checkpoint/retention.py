@@ -18,7 +18,7 @@ A run goes on from those of rules 1 and 2; the others are results.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from verl_slurm.checkpoint.best import Best, rank_best
+from verl_slurm.checkpoint.best import Best, latest_reward, rank_best, reward_of
 from verl_slurm.checkpoint.info import CheckpointInfo
 
 __all__ = ["PrunePlan", "Reasoned", "plan_prune"]
@@ -85,7 +85,7 @@ def plan_prune(
     committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
     for_ever = _for_ever(committed, keep_every)
     best = best or Best(keep=0)
-    ranks = rank_best(committed, best)
+    ranks, latest = rank_best(committed, best), latest_reward(committed, best)
     keep: list[Reasoned] = []
     drop: list[Reasoned] = []
     working: set[str] = set()
@@ -104,7 +104,7 @@ def plan_prune(
         elif name in protected:
             reason = "in use"
         else:
-            drop.append(Reasoned(name=name, reason=_why_dropped(info, keep_last, keep_every, best)))
+            drop.append(Reasoned(name=name, reason=_why_dropped(info, keep_last, keep_every, best, latest)))
             continue
         if number <= keep_last or (verified is not None and good < needed):
             working.add(name)
@@ -113,17 +113,18 @@ def plan_prune(
     return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed, working=frozenset(working))
 
 
-def _why_dropped(info: CheckpointInfo, keep_last: int, keep_every: int, best: Best) -> str:
+def _why_dropped(info: CheckpointInfo, keep_last: int, keep_every: int, best: Best, latest: float) -> str:
     words = [f"older than the newest {keep_last}"]
     if keep_every:
         words.append(f"none of every {keep_every}")
     if best.keep:
         value = info.metrics.get(best.metric)
-        words.append(
-            f"without {best.metric}"
-            if value is None
-            else f"with {best.metric} {value:g} not among the best {best.keep}"
-        )
+        if value is None:
+            words.append(f"without {best.metric}")
+        elif reward_of(info.metrics) < latest:
+            words.append(f"with {best.metric} {value:g} by a reward that was replaced")
+        else:
+            words.append(f"with {best.metric} {value:g} not among the best {best.keep}")
     return " and ".join(words)
 
 

@@ -57,7 +57,7 @@ silently), and *damage* when one does (reported). All that follows is damage, to
 than the segment has turned out wrong: such frames overlap, and nobody who writes segments makes them.
 
 Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
-its own record.
+its own record. A record without arrays takes back what was recorded under its name before: rollouts that were refused.
 
 ## 4. Limits
 

@@ -90,7 +90,7 @@ class Ledger:
         Args:
             step: the step it belongs to (whole steps done before it).
             micro_batch: its global index in the step, over all ranks.
-            arrays: the rollout batch.
+            arrays: the rollout batch. None at all: what was recorded under this name so far is taken back.
 
         Raises:
             ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
@@ -242,6 +242,7 @@ def load(
     *,
     from_step: int,
     wanted: Callable[[int, int], bool] = lambda step, micro_batch: True,
+    taken_back: Callable[[int, int], None] = lambda step, micro_batch: None,
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> dict[Key, Arrays]:
@@ -251,6 +252,7 @@ def load(
         from_step: whole steps done in the state that is resumed.
         wanted: told step and global micro-batch of a record. What it turns down is not decoded: a rank
             holds its own rollouts in memory, not everybody's.
+        taken_back: told the same of each that was taken back, whether or not it was recorded anew.
         report: told of each damaged region, one line each; loading then goes on without what was in it.
             None: damage raises.
         keys: where given, records have to be sealed with one of them; any other counts as damage.
@@ -270,8 +272,11 @@ def load(
             _complain(path, item, report)
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
             arrays = _arrays(path, fd, item, report, keys)
-            if arrays is not None:
+            if arrays:
                 rollouts[item.step, item.micro_batch] = arrays
+            elif arrays is not None:
+                rollouts.pop((item.step, item.micro_batch), None)
+                taken_back(item.step, item.micro_batch)
     return rollouts
 
 
@@ -288,7 +293,7 @@ def stats(paths: RunPaths, *, keys: Keyring | None = None) -> LedgerStats:
             _complain(path, item, problems.append)
             continue
         arrays = _arrays(path, fd, item, problems.append, keys)
-        if arrays is None:
+        if not arrays:  # damaged, or one that takes others back
             continue
         records += 1
         key = (item.step, item.micro_batch)

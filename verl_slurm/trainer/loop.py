@@ -136,7 +136,8 @@ class Loop:
         due = rewards.due(state, self._learner.replays_until)
         if due is None:
             return
-        begun = self._saving is not None and self._saving.position == state.position
+        saving = self._saving
+        begun = saving is not None and not saving.partial and saving.position == state.position
         if isinstance(due, RewardRequest) and state.position.step and not (begun or self._is_saved()):
             self._save(None, "the reward is to be replaced")
         rewards.perform(due, state)

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint.components import require_full, require_same_models
-from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.reader import CheckpointReader
+from verl_slurm.checkpoint.schema import check_schema, current_schema, parse_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.layout import require_same_step
 from verl_slurm.config.load import parse_config
@@ -27,10 +28,10 @@ from verl_slurm.trainer import console, rng
 from verl_slurm.trainer.orchestration import topology_of
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.places import leaders
-from verl_slurm.trainer.position import StepShape, first_generation, rollout_offset
+from verl_slurm.trainer.position import Position, StepShape, first_generation, rollout_offset
 from verl_slurm.trainer.resharding import reshard
 from verl_slurm.trainer.schedule import schedule_record
-from verl_slurm.trainer.state import TrainState, restore_state
+from verl_slurm.trainer.state import Buffers, TrainState, restore_state
 
 __all__ = [
     "check_manifest",
@@ -40,6 +41,9 @@ __all__ = [
     "require_verified",
     "where_it_starts",
 ]
+
+_NOTHING_LEARNED = frozenset({"generate", "score", "advantage"})
+"""Phases of a step in which its rollouts have changed no weight yet."""
 
 
 def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path | None:
@@ -68,13 +72,14 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
 
 
 def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
-    """Check every byte of a checkpoint before it is opened, and with keys who made it.
+    """Check every byte of a checkpoint before it is opened, its layout, and with keys who made it.
 
     Called by: trainer.setup, rank 0, where no daemon has done so.
 
     Raises:
         KeyRefused: it needs a key that is not there.
         CheckpointCorrupt: it does not verify.
+        SchemaMismatch: it is of another version's layout.
     """
     verdict = verify(directory, keys=keys)
     if verdict.needs_key:
@@ -87,6 +92,8 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
             expected="every file as its manifest says",
             remedy="resume from another one (verl-slurm checkpoints)",
         )
+    saved = parse_schema((directory / SCHEMA_VERSION).read_bytes(), where=directory / SCHEMA_VERSION)
+    check_schema(saved, current_schema(), where=directory)
     return b""
 
 
@@ -191,28 +198,50 @@ def _saved_config(reader: CheckpointReader) -> RunConfig:
 
 
 def load_replay(
-    paths: RunPaths, state: TrainState, shape: StepShape, dp_rank: int | None, keys: Keyring | None = None
+    paths: RunPaths,
+    state: TrainState,
+    shape: StepShape,
+    dp_rank: int | None,
+    ranks: Collective,
+    keys: Keyring | None = None,
 ) -> dict[tuple[int, int], Arrays]:
-    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch).
+    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch). Collective.
 
     Damage in the journal costs only time: what was in it is sampled again, the same.
+
+    Where rollouts of the running step were once refused (`trainer.sampler_gap`), those that `state` holds may be the
+    same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been sampled
+    since is in the journal.
 
     Args:
         dp_rank: None: another rank of the replica looks for this one.
     """
-
-    if dp_rank is None:
-        return {}
+    position = state.position
+    refused: list[int] = []
 
     def report(text: str) -> None:
         console.complain(f"dp rank {dp_rank}: {text}")
 
-    ahead = (state.position.step, first_generation(state.position, shape) * shape.dp_size)
+    early = position.phase in _NOTHING_LEARNED
+    ahead = (position.step, 0 if early else first_generation(position, shape) * shape.dp_size)
 
     def mine(step: int, micro_batch: int) -> bool:
         return (step, micro_batch) >= ahead and micro_batch % shape.dp_size == dp_rank
 
-    return journal.load(paths, from_step=state.position.step, wanted=mine, report=report, keys=keys)
+    found: dict[tuple[int, int], Arrays] = {}
+    if dp_rank is not None:
+        found = journal.load(
+            paths,
+            from_step=position.step,
+            wanted=mine,
+            taken_back=lambda step, _: refused.append(step),
+            report=report,
+            keys=keys,
+        )
+    if ranks.max([int(early and position.step in refused)])[0]:
+        state.position, state.buffers = Position(position.step), Buffers()
+    ahead = (position.step, first_generation(state.position, shape) * shape.dp_size)
+    return {name: arrays for name, arrays in found.items() if name >= ahead}
 
 
 def where_it_starts(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from verl_slurm.checkpoint.best import REWARD_NUMBER
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.trainer.data import Batch
@@ -56,6 +57,11 @@ class RewardState:
     def map_at(self, step: int) -> Affine:
         """What the present reward's scores are mapped by in `step`."""
         return blended(self.full, step - self.since_step, self.warm_steps)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a step's row says of it: by which of the run's rewards its numbers are."""
+        return {REWARD_NUMBER: float(self.number)} if self.number else {}
 
     def remember(self, rollouts: Batch, scored: Batch) -> "RewardState":
         """The state with a finished step's scores kept."""

@@ -69,6 +69,7 @@ class RewardSwap:
         plan: the run's record, the same on all ranks.
         texts: (prompts, responses, answers) of a batch.
         keep: makes a copy of a model; None: no copies.
+        counts: this rank's scores count for its replica, whose ranks all have the same.
         load: (reward, digest) → the reward.
     """
 
@@ -84,11 +85,12 @@ class RewardSwap:
         texts: Callable[[Batch], tuple[list[str], list[str], list[str]]],
         keep: Keep | None,
         device: torch.device | None = None,
+        counts: bool = True,
         load: Callable[..., Reward] = build_reward,
     ) -> None:
         self._paths, self._epoch, self._ranks, self._reporter = paths, epoch, ranks, reporter
         self._plan, self._live, self._texts, self._keep = plan, live, texts, keep
-        self._device, self._load = device, load
+        self._device, self._counts, self._load = device, counts, load
         self._thread: threading.Thread | None = None
         self._looking = False
         self._wish: RewardRequest | None = None
@@ -253,7 +255,8 @@ class RewardSwap:
         former = state.reward
         full = None
         if switch.warm_start_steps and scores is not None:
-            full = matching(former.cached["scores"], scores, self._ranks.sum)
+            num = len(scores) if self._counts else 0
+            full = matching(former.cached["scores"][:num], scores[:num], self._ranks.sum)
         state.reward = RewardState(
             spec=switch.reward,
             digest=switch.digest,

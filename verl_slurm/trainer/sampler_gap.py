@@ -67,7 +67,6 @@ def require_small_gap(total: float, tokens: float, *, limit: float, step: int) -
         expected=f"at most rollout.max_logprob_gap={limit:g}",
         remedy=(
             "if the two computing differently explains it (bfloat16, other kernels), raise rollout.max_logprob_gap;"
-            " else the engine's weights are not the actor's: report it, and move RUN/ledger away before the run is"
-            " submitted again, so that this step is sampled anew"
+            " else the engine's weights are not the actor's: report it. Submitted again, the run samples this step anew"
         ),
     )

@@ -173,10 +173,11 @@ def build_loop(
             ranks=ranks,
             eos_id=int(tokenizer.eos_token_id),
         )
+    loaded = state.position
+    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, ranks, keys)
     # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
-    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, keys)
     reporter = Reporter(
         rank=ranks.rank,
         line=line,
@@ -185,6 +186,8 @@ def build_loop(
         first_step=state.position.step,
         log_step=partial(append_step, paths, epoch),
     )
+    if state.position != loaded:
+        reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")
     foreign = None if ours else directory
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
     schema = current_schema()
@@ -252,7 +255,7 @@ def build_loop(
         ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
-        saved_as=saved_as,
+        saved_as=saved_as if state.position == loaded else "",
         rewards=RewardSwap(
             paths=paths,
             epoch=epoch,
@@ -263,6 +266,7 @@ def build_loop(
             texts=learner.texts,
             keep=keep,
             device=device,
+            counts=grid.is_leader,
         ),
     )
 

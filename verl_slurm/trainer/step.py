@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from verl_slurm.config.roles import Role
 from verl_slurm.config.rollout_checks import sampling_dtype
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import RolloutMismatch
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.trainer import console
 from verl_slurm.trainer.advantages import token_kl
 from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.counter_rng import Purpose, permutation
@@ -25,6 +25,7 @@ from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.estimates import estimate
 from verl_slurm.trainer.evaluation import Evaluator
+from verl_slurm.trainer.journaling import record, take_back
 from verl_slurm.trainer.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
 from verl_slurm.trainer.measures import step_measures
 from verl_slurm.trainer.models import (
@@ -43,14 +44,13 @@ from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 from verl_slurm.trainer.schedule import base_rates, learning_rate
-from verl_slurm.trainer.state import TrainState, stacked, to_arrays, to_batch, update_metrics
+from verl_slurm.trainer.state import TrainState, stacked, to_batch, update_metrics
 from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
 
 __all__ = ["Learner", "Optimizers"]
 
 _Terms = tuple[Tensor, Mapping[str, Tensor]]
 """A loss that carries a gradient, and metrics."""
-
 
 Optimizers = dict[Role, Optimizer]
 """The AdamW of each model that trains. Called by: trainer.setup, trainer.saving."""
@@ -145,7 +145,7 @@ class Learner:
             batch = self._replica.sample(self._sampler, prompts, position.step)
             if self._replica.is_leader:
                 self.new_rollouts += size
-                self._journal(position.step, micro_batch, batch)
+                record(self._ledger, self._ranks.rank, position.step, micro_batch, batch)
             self._my_tokens += int(batch["response_mask"].sum())
         state.buffers.rollouts.append(batch)
 
@@ -158,12 +158,11 @@ class Learner:
         same = all(name in batch and torch.equal(batch[name], prompts[name]) for name in prompts)
         return batch if same else None
 
-    def _journal(self, step: int, micro_batch: int, batch: Batch) -> None:
-        try:
-            self._ledger.append(step, micro_batch, to_arrays(batch))
-        except OSError as error:
-            # Without its record this rollout would be sampled again after a crash; no reason to crash now.
-            console.complain(f"dp rank {self._ranks.rank}: rollout not journaled: {error}")
+    def _take_back(self, step: int) -> None:
+        """No start shall replay what is refused. Collective, as whoever leaves first ends the others."""
+        if self._replica.is_leader:
+            take_back(self._ledger, self._ranks.rank, step, self._shape)
+        self._grid.world.max([0])
 
     # ---- score
 
@@ -203,7 +202,11 @@ class Learner:
         mask = rollouts["response_mask"]
         gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
         limit = gap_limit(self._config.rollout.max_logprob_gap, sampling_dtype(self._config))
-        require_small_gap(*gap, limit=limit, step=state.position.step)
+        try:
+            require_small_gap(*gap, limit=limit, step=state.position.step)
+        except RolloutMismatch:
+            self._take_back(state.position.step)
+            raise
         state.buffers.estimates = estimate(
             scored, mask, kl_coef=state.kl.coef, config=self._config, total=self._ranks.sum
         )
@@ -243,11 +246,8 @@ class Learner:
 
     def _passes(self, batch: Batch, tokens: float, kl_coef: float, sums: dict[str, float]) -> None:
         """Add a mini-batch's gradients to all that trains, and its share of the metrics to `sums`."""
-        size, actor, critic = (
-            self._config.train.micro_batch_size_per_device,
-            self._models.actor,
-            self._models.critic,
-        )
+        actor, critic = self._models.actor, self._models.critic
+        size = self._config.train.micro_batch_size_per_device
         batch = {name: column.to(_device(actor)) for name, column in batch.items()}
 
         def policy(logits: Tensor, rows: Tensor) -> Tensor:
@@ -373,6 +373,7 @@ class Learner:
         if "explained_variance" in row:  # there is a critic
             train = self._config.train
             row["critic_learning_rate"] = learning_rate(train.critic_lr, train, state.position.step)
+        row |= state.reward.numbers
         if self._evaluator is not None:
             row |= self._evaluator.take()
         state.kl = state.kl.update(row["kl"])

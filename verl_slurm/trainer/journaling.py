@@ -1,0 +1,36 @@
+"""What a data-parallel rank writes into the rollout ledger. A ledger that fails costs time, and no training."""
+
+from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.trainer import console
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.position import StepShape
+from verl_slurm.trainer.state import to_arrays
+
+__all__ = ["record", "take_back"]
+
+
+def record(ledger: Ledger, dp_rank: int, step: int, micro_batch: int, batch: Batch) -> None:
+    """Make a finished micro-batch durable. Without its record it would be sampled again after a crash; no reason to
+    crash now.
+
+    Called by: trainer.step, on the leader of a replica.
+    """
+    try:
+        ledger.append(step, micro_batch, to_arrays(batch))
+    except OSError as error:
+        console.complain(f"dp rank {dp_rank}: rollout not journaled: {error}")
+
+
+def take_back(ledger: Ledger, dp_rank: int, step: int, shape: StepShape) -> None:
+    """The rollouts of a step are refused: no start shall replay this rank's, from whichever segment.
+
+    Called by: trainer.step, on the leader of a replica.
+    """
+    for index in range(shape.generations):
+        try:
+            ledger.append(step, index * shape.dp_size + dp_rank, {})
+        except OSError as error:
+            console.complain(
+                f"dp rank {dp_rank}: what is refused stays in the ledger, move it away before the next start: {error}"
+            )
+            return
