@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
 from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
 
-__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "source_digest"]
+__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source", "source_digest"]
 
 _SHOWN = 60
 
@@ -97,7 +97,7 @@ def source_digest(spec: RewardSpec) -> str:
     Raises:
         ConfigError, DataError: `config.reward_spec.source_file`.
     """
-    return hashlib.sha256(_read(source_file(spec))).hexdigest()
+    return hashlib.sha256(read_source(source_file(spec))).hexdigest()
 
 
 def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
@@ -111,7 +111,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
     """
     file = source_file(spec)
     check_function(spec, file)
-    source = _read(file)
+    source = read_source(file)
     found = hashlib.sha256(source).hexdigest()
     if digest and found != digest:
         raise DataError(
@@ -166,7 +166,8 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
     return module
 
 
-def _read(file: Path) -> bytes:
+def read_source(file: Path) -> bytes:
+    """Every byte. Raises `DataError`. Called by: trainer.reward_files."""
     try:
         return file.read_bytes()
     except OSError as error:
