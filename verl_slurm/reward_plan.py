@@ -6,12 +6,13 @@ durable before anything is scored with the new reward, so a run that is interrup
 checkpoint replaces its reward at the same step again. Where there is no such file, nothing was ever replaced.
 """
 
+import errno
 from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
 
-from verl_slurm.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, PermissionRefused
 from verl_slurm.files import private_dir, read_private, write_file
 from verl_slurm.paths import RunPaths
 
@@ -130,6 +131,15 @@ def read_reward_request(paths: RunPaths) -> RewardRequest | None:
         return None
     except UNREADABLE:
         return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise PermissionRefused(
+            "a link lies where a request for another reward belongs",
+            where=paths.reward_request,
+            expected="a plain file of ours, mode 0600",
+            remedy="remove the link",
+        ) from error
 
 
 def _unreadable(paths: RunPaths, found: object) -> CheckpointCorrupt:

@@ -26,6 +26,9 @@ StepRow = dict[str, Any]
 
 _MOST = 4 << 20
 """Bytes that are read at most, from the end."""
+_ROW = msgspec.json.Decoder(dict[str, float | int | str | bool | None])
+_LARGEST = 1 << 53
+"""JSON has integers that no float can hold, and no number of a step is one."""
 
 
 def append_step(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
@@ -73,8 +76,10 @@ def _from_the_end(paths: RunPaths) -> list[bytes]:
 
 def _parse(line: bytes) -> StepRow | None:
     try:
-        row = msgspec.json.decode(line, type=dict[str, Any]) if line else {}
+        row = _ROW.decode(line) if line else {}
     except UNREADABLE:
+        return None
+    if any(isinstance(value, int) and abs(value) > _LARGEST for value in row.values()):
         return None
     step = row.get("step")
     return row if isinstance(step, int | float) and not isinstance(step, bool) else None

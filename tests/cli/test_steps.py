@@ -61,3 +61,11 @@ def test_status_shows_the_last_steps_and_json_all_of_their_numbers(cli: Cli, run
     rows = cli("status", run.root, "--steps", 3, "--json").json["steps"]
     assert [row["step"] for row in rows] == [6.0, 7.0, 8.0]
     assert set(ROW) <= set(rows[0])
+
+
+def test_a_number_that_no_float_can_hold_is_no_row(run: RunPaths, cli: Cli) -> None:
+    append_step(run, 1, ROW)
+    with run.steps.open("ab") as file:
+        file.write(b'{"step": 1%b}\n{"step": 2, "reward": -1%b}\n' % (b"0" * 400, b"0" * 400))
+    assert [row["step"] for row in cli("status", run.root, "--json").json["steps"]] == [1.0]
+    assert steps_table([{"step": 10**400}], 80) == ([], [[]])

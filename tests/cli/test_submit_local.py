@@ -237,6 +237,18 @@ def test_steps_of_a_run_may_be_raised(workplace: Path, cli: Cli) -> None:
     assert cli(*base, "train.steps=6", "--dry-run").code == ExitCode.CONFIG
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "inverse_sqrt"])
+def test_more_steps_of_a_falling_rate_are_pointed_out(workplace: Path, cli: Cli, schedule: str) -> None:
+    decay = ["train.lr_decay_steps=2"] if schedule == "wsd" else []
+    base = ("submit", "config.yaml", "name=demo-quick", f"train.lr_schedule={schedule}", *decay)
+    cli(*base, "train.steps=7", "--prepare-only")
+    begin(workplace / "runs" / "demo-quick")
+    result = cli(*base, "train.steps=9", *LOCAL, "--dry-run")
+    assert result.code == 0
+    told = f"changes the {schedule} schedule" in result.err
+    assert told is (schedule != "inverse_sqrt")
+
+
 def test_a_copy_of_a_run_is_not_submitted(workplace: Path, cli: Cli) -> None:
     cli("submit", "config.yaml", "--prepare-only")
     shutil.copytree("runs/demo", "runs/copy")

@@ -105,3 +105,16 @@ def test_status_shows_the_reward_in_force_and_a_refusal(run: Path, cli: Cli) -> 
     result = cli("status", run)
     assert result.code == 0
     assert "not known: " in result.out
+
+
+def test_a_link_in_the_place_of_the_wish_is_refused_and_not_written_over(
+    workplace: Path, run: Path, cli: Cli
+) -> None:
+    wish = RunPaths(run).reward_request
+    wish.parent.mkdir(mode=0o700, exist_ok=True)
+    (workplace / "theirs").write_text("{}")
+    wish.symlink_to(workplace / "theirs")
+    result = cli("update-reward", run, "python:mine.py:score")
+    assert result.code == ExitCode.PERMISSION
+    assert "a link lies where" in result.error
+    assert (workplace / "theirs").read_text() == "{}"

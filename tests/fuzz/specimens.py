@@ -35,6 +35,8 @@ from verl_slurm.wire.framing import Framer
 
 KEY, EPOCH = b"k" * 32, 3
 _HASH = "ab" * 32
+FROZEN = "c0" * 32
+"""A model's copy in RUN/frozen."""
 
 
 def _batch() -> Arrays:
@@ -318,6 +320,34 @@ def reward_plans() -> Sequence[bytes]:
 def reward_requests() -> Sequence[bytes]:
     made = RewardRequest(number=3, reward="python:m:f", warm_start_steps=10, asked_utc="2025-01-01T00:00:00Z")
     return [msgspec.json.encode(made)]
+
+
+def step_rows() -> Sequence[bytes]:
+    row = {
+        "time": "2025-01-01T00:00:00.000+00:00",
+        "epoch": 1,
+        "step": 7.0,
+        "reward": 0.25,
+        "eval/reward": 0.5,
+    }
+    return [
+        json.dumps(row).encode(),
+        b"".join(json.dumps(row | {"step": n}).encode() + b"\n" for n in range(9)),
+    ]
+
+
+def frozen_records() -> Sequence[bytes]:
+    return fingerprints()
+
+
+def quarantine_reasons() -> Sequence[bytes]:
+    record = {"name": "step_000012", "reasons": ["why"], "until_gone": ".step_000012.c0c0c0c0c0c0c0c0.tmp"}
+    return [json.dumps(record).encode()]
+
+
+def find_lines() -> Sequence[bytes]:
+    times = b"1700000000.1234567890 1700000000.1234567890"
+    return [b"d b\0f 1 2 3 %b a.jsonl\0l 1 2 3 %b b/c.jsonl\0" % (times, times)]
 
 
 def lead_addresses() -> Sequence[bytes]:

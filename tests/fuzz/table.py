@@ -18,7 +18,12 @@ from verl_slurm_daemon.rank_socket import parse_packet
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
 from verl_slurm.checkpoint import fingerprint, manifest, schema
+from verl_slurm.checkpoint.data_walk import lines_of, parse_line
+from verl_slurm.checkpoint.frozen_check import check_frozen
+from verl_slurm.checkpoint.quarantine import put_back_unfinished
+from verl_slurm.checkpoint.small_files import parse_answer
 from verl_slurm.checkpoint.tensor_index import parse_index
+from verl_slurm.cli.steps import steps_table
 from verl_slurm.cli.story import Story, outcome, progress
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.errors import (
@@ -38,6 +43,7 @@ from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
+from verl_slurm.step_log import last_steps
 from verl_slurm.submit.inputs import check_row
 from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.record import has_ended, last_job, read_status, steps_done
@@ -108,6 +114,16 @@ def _events(paths: RunPaths) -> object:
     stuck_starts(events)
     job = last_job(paths)
     return has_ended(paths, job)
+
+
+def _steps(paths: RunPaths) -> object:
+    rows = last_steps(paths, 5)
+    msgspec.json.encode(rows)
+    return steps_table(rows, 80)
+
+
+def _found(data: bytes) -> object:
+    return [parse_line(line) for line in lines_of(scratch(), data) or () if line[:2] == "l "]
 
 
 def _status(paths: RunPaths) -> object:
@@ -256,6 +272,50 @@ TARGETS = (
         raises=(CheckpointCorrupt,),
         specimens=of.reward_plans,
         form="json",
+    ),
+    Target(
+        name="steps.jsonl",
+        parse=_in_run("steps.jsonl", _steps),
+        raises=(),
+        specimens=of.step_rows,
+        cost=2,
+    ),
+    Target(
+        name="one step of steps.jsonl",
+        parse=_in_run("steps.jsonl", _steps),
+        raises=(),
+        specimens=lambda: of.step_rows()[:1],
+        form="json",
+    ),
+    Target(
+        name="a copy of a model",
+        parse=_in_run(f"frozen/{of.FROZEN}.json", lambda paths: check_frozen(paths, of.FROZEN)),
+        raises=(),
+        specimens=of.frozen_records,
+        form="json",
+        cost=2,
+    ),
+    Target(
+        name="a reason in quarantine",
+        parse=_in_run(
+            "checkpoints/quarantine/step_000012.c0c0c0c0.reason.json",
+            lambda paths: put_back_unfinished(paths.checkpoints),
+        ),
+        raises=(),
+        specimens=of.quarantine_reasons,
+        form="json",
+    ),
+    Target(
+        name="answers of what hashes small files",
+        parse=lambda data: parse_answer(data, 2),
+        raises=(ValueError,),
+        specimens=lambda: [b"c0" * 32 + b" " * 64],
+    ),
+    Target(
+        name="what find says of a data set",
+        parse=_found,
+        raises=(),
+        specimens=of.find_lines,
     ),
     Target(
         name="reward_request.json",

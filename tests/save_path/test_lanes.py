@@ -79,3 +79,25 @@ def test_a_compiler_that_gets_it_wrong_is_not_believed(
     monkeypatch.setattr(lanes, "worth_it", lambda features: True)
     monkeypatch.setattr(lanes, "_compile", wrong)
     assert make_hasher() is hash_each
+
+
+def test_a_processor_that_llvm_does_not_know_hashes_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llvm = pytest.importorskip("llvmlite.binding")
+
+    def unknown() -> None:
+        raise RuntimeError("failed to get host cpu features.")
+
+    monkeypatch.setattr(llvm, "get_host_cpu_features", unknown)
+    assert make_hasher() is hash_each
+    assert "one by one: RuntimeError" in capsys.readouterr().err
+
+
+def test_where_made_code_may_not_run_llvm_is_not_asked_to_make_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite.binding")
+    assert lanes._may_run_what_is_made()
+    monkeypatch.setattr(lanes, "worth_it", lambda features: True)
+    monkeypatch.setattr(lanes, "_may_run_what_is_made", lambda: False)
+    monkeypatch.setattr(lanes, "_compile", lambda features: pytest.fail("LLVM would end the process"))
+    assert make_hasher() is hash_each

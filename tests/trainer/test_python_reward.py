@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_slurm.config.reward_spec import RewardSpec
+from verl_slurm.config.reward_spec import RewardSpec, parse_reward
 from verl_slurm.errors import ConfigError, DataError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.trainer.python_reward import PythonReward, RewardRaised, load_python_reward, source_digest
@@ -108,3 +108,21 @@ def test_a_module_s_function_is_a_reward_too(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert build_reward("python:vs_my_reward:score")(PROMPTS, RESPONSES, ANSWERS).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_module_that_was_changed_since_it_was_imported_is_what_was_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "judges_of_today"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scale.py").write_text("ONE = 1.0\n")
+    file = package / "judge.py"
+    file.write_text("from .scale import ONE\ndef score(p, r, a):\n    return [ONE] * len(r)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = parse_reward("python:judges_of_today.judge:score")
+    assert spec is not None
+    before = load_python_reward(spec)
+    file.write_text("from .scale import ONE\ndef score(p, r, a):\n    return [ONE + 6] * len(r)\n")
+    after = load_python_reward(spec, source_digest(spec))
+    assert [reward(["p"], ["r"], ["a"]).tolist() for reward in (before, after)] == [[1.0], [7.0]]

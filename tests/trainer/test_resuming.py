@@ -18,7 +18,13 @@ from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.checkpoint.schema import current_schema, render_schema, schema_of
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.schema import (
+    CheckpointConfig,
+    DistributedConfig,
+    EncryptionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
 from verl_slurm.exit_codes import ExitCode
@@ -38,6 +44,7 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
+from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.wire.client import NoDaemon
@@ -257,3 +264,37 @@ def test_a_rank_without_its_key_is_refused_before_it_reads_or_makes_anything(tmp
             line=NoDaemon(),
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "inverse_sqrt", "constant"])
+def test_a_run_that_was_made_longer_goes_on_whatever_its_rates_would_have_been(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    decay = 10 if schedule == "wsd" else 0
+    train = TrainConfig(steps=20, warmup_steps=2, lr_schedule=schedule, lr_decay_steps=decay)  # type: ignore[arg-type]
+    before = msgspec.structs.replace(CONFIG, train=train)
+    files = {
+        "config.yaml": dump(before),
+        "scheduler.json": msgspec.json.encode(schedule_record(before.train, 15)),
+    }
+
+    class Reader:
+        def __init__(self, directory: Path, keys: object) -> None:
+            self.directory = directory
+
+        def read(self, name: str) -> bytes:
+            return files[name]
+
+    monkeypatch.setattr(resuming, "CheckpointReader", Reader)
+    monkeypatch.setattr(resuming, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(resuming, "_my_runtime_state", lambda *_: SimpleNamespace(step=15))
+    monkeypatch.setattr(resuming, "restore_state", lambda *_, where: where)
+
+    def load(**changes: object) -> object:
+        now = msgspec.structs.replace(before, train=msgspec.structs.replace(before.train, **changes))
+        none: Any = None
+        return resuming.load_state(Path("ckpt"), now, StepShape.of(now), {}, none, none)
+
+    assert load() == load(steps=30) == Path("ckpt")
+    with pytest.raises(ConfigError, match="learning rates are not those"):
+        load(steps=30, actor_lr=0.25)

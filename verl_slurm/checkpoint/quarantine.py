@@ -20,6 +20,7 @@ from verl_slurm.files import fsync_path, private_dir, write_file
 __all__ = ["move_to_quarantine", "put_back", "put_back_unfinished"]
 
 _RECORD = ".reason.json"
+_MAX_NAME = 255
 
 
 def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: str = "") -> Path | None:
@@ -85,6 +86,8 @@ def put_back_unfinished(checkpoints: Path) -> list[Path]:
         except (OSError, *UNREADABLE):
             continue  # somebody else's
         plain = checkpoint_order(record.name) is not None and STAGING_NAME.fullmatch(record.until_gone)
+        if len(record.until_gone) > _MAX_NAME:
+            continue  # no file system has such a name, and asking for it is an error
         aside = note.with_name(note.name.removesuffix(_RECORD))
         unfinished = plain and (checkpoints / record.until_gone).is_dir() and aside.is_dir()
         if unfinished and put_back(aside, checkpoints / record.name):

@@ -40,6 +40,7 @@ def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
     from verl_slurm.step_log import last_steps
 
     facts = _facts(run, ask=True)
+    facts["reward"] = _reward_in_force(run, facts["status"].get("step", 0))
     facts["steps"] = last_steps(run, num_steps) if num_steps else []
     if as_json:
         render.json_value(facts)
@@ -189,7 +190,6 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
         "job_detail": detail,
         "job_over": over,
         "status": snapshot,
-        "reward": _reward_in_force(run, snapshot.get("step", 0)),
         "checkpoint": None
         if not committed
         else {
@@ -207,7 +207,10 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
 
 
 def _reward_in_force(run: RunPaths, step: object) -> dict[str, Any]:
-    """What scores the step that runs, since when, and what is still open of a replacement."""
+    """What scores the step that runs, since when, and what is still open of a replacement.
+
+    Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
+    """
     from verl_slurm.config.load import load_resolved
     from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 

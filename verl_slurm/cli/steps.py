@@ -60,4 +60,6 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, float):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 53

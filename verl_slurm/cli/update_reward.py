@@ -15,7 +15,14 @@ from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 __all__ = ["update_reward"]
 
-_EXITS = exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
+_EXITS = exits(
+    ExitCode.CONFIG,
+    ExitCode.DATA,
+    ExitCode.NO_SLURM,
+    ExitCode.SLURM_REFUSED,
+    ExitCode.CORRUPT,
+    ExitCode.NOT_FOUND,
+)
 
 
 @click.command("update-reward", epilog=_EXITS)

@@ -7,7 +7,10 @@ known one. Nothing here touches the disk except reading the one file.
 import difflib
 import re
 import typing
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -89,9 +92,11 @@ def shipped(name: str) -> str:
     return str(path) if path.is_file() else name
 
 
-def known_keys() -> dict[str, object]:
+@cache
+def known_keys() -> Mapping[str, object]:
     """Every dotted key of a config with its type annotation, sections left out."""
-    return dict(_leaves(RunConfig, ""))
+    # Made once: typing's words for it are slow to make, and each key of each config is looked up here.
+    return MappingProxyType(dict(_leaves(RunConfig, "")))
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, object]]:
@@ -186,8 +191,9 @@ def _leaves(kind: type[msgspec.Struct], prefix: str) -> typing.Iterator[tuple[st
                 yield from _leaves(choice, dotted + ".")
 
 
-def _sections() -> set[str]:
-    return {field.name for field in msgspec.structs.fields(RunConfig) if _is_section(field.type)}
+@cache
+def _sections() -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(RunConfig) if _is_section(field.type))
 
 
 def _is_section(annotation: object) -> bool:

@@ -13,6 +13,8 @@ save wrote is read back and judged by hashlib alone: two implementations must ag
 import ctypes
 import hashlib
 import math
+import mmap
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,13 +53,32 @@ def make_hasher() -> Hasher:
     """
     try:
         import llvmlite.binding as llvm
-    except ImportError:  # an installation without it saves as well, with more work for the processor
+    except (
+        ImportError,
+        OSError,
+    ):  # an installation without it saves as well, with more work for the processor
         return hash_each
-    features = llvm.get_host_cpu_features()
-    if not worth_it(features):
+    try:
+        features = llvm.get_host_cpu_features()
+        if not (worth_it(features) and _may_run_what_is_made()):
+            return hash_each
+        hasher = _SideBySide(_compile(features.flatten() + ",-prefer-256-bit"))
+        return hasher if _agrees(hasher) else hash_each
+    except Exception as error:  # noqa: BLE001 - LLVM knows not every processor; no saver dies for want of speed
+        sys.stderr.write(f"saver: chunks are hashed one by one: {type(error).__name__}: {error}\n")
         return hash_each
-    hasher = _SideBySide(_compile(features.flatten() + ",-prefer-256-bit"))
-    return hasher if _agrees(hasher) else hash_each
+
+
+def _may_run_what_is_made() -> bool:
+    """Whether the system lets a process run code that it made. Where it does not, LLVM would end the process."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        memory = ctypes.c_char.from_buffer(page)
+        try:
+            protect = ctypes.CDLL(None).mprotect
+            protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            return not protect(ctypes.addressof(memory), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC)
+        finally:
+            del memory  # or the page could not be given back
 
 
 def _agrees(hasher: Hasher) -> bool:

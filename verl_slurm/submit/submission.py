@@ -47,6 +47,9 @@ __all__ = ["Submitted", "carry_out", "check_drift", "plan_submission"]
 
 Confirm = Callable[[prints.Drift], bool]
 
+_BY_LENGTH = ("linear", "cosine", "wsd")
+"""Schedules that end with the run (trainer/schedule.py)."""
+
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it.
@@ -115,8 +118,9 @@ def plan_submission(
             config = keep_step(former, config)
             notes.append(_reshaped(former, config))
         changed = _changes(paths, config, begun=begun)
-        if begun and "train.steps" in changed and config.train.lr_schedule == "cosine":
-            notes.append("train.steps changes the cosine schedule: learning rates differ from here on")
+        if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
+            schedule = config.train.lr_schedule
+            notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
         _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
 from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
 
-__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "source_digest"]
+__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source", "source_digest"]
 
 _SHOWN = 60
 
@@ -97,7 +97,7 @@ def source_digest(spec: RewardSpec) -> str:
     Raises:
         ConfigError, DataError: `config.reward_spec.source_file`.
     """
-    return hashlib.sha256(_read(source_file(spec))).hexdigest()
+    return hashlib.sha256(read_source(source_file(spec))).hexdigest()
 
 
 def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
@@ -111,7 +111,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
     """
     file = source_file(spec)
     check_function(spec, file)
-    source = _read(file)
+    source = read_source(file)
     found = hashlib.sha256(source).hexdigest()
     if digest and found != digest:
         raise DataError(
@@ -122,8 +122,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
             remedy="put it on a file system that all nodes see, and change it with verl-slurm update-reward only",
         )
     try:
-        module = _run(file, source, found) if spec.is_file else importlib.import_module(spec.name)
-        function = getattr(module, spec.function, None)
+        function = getattr(_run(spec, file, source, found), spec.function, None)
     except (Exception, SystemExit) as error:  # a judge that ends the process would end the training with it
         raise DataError(
             "the reward function's source does not run",
@@ -142,15 +141,24 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
     return PythonReward(function, str(spec), source)
 
 
-def _run(file: Path, source: bytes, digest: str) -> ModuleType:
-    """The module of a file, under a name of its own: two versions of one file can live side by side."""
+def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType:
+    """The module of a source, under a name of its own: two versions of one can live side by side.
+
+    A module, too: `import_module` would give what this process has imported before, or what lies in __pycache__, and
+    the next start something else. Its relative imports are those of the package that it lies in.
+    """
     name = f"verl_slurm_reward_{digest[:16]}"
-    spec = spec_from_file_location(name, file)
-    assert spec is not None
-    module = module_from_spec(spec)
+    parent = "" if spec.is_file else spec.name.rpartition(".")[0]
+    if parent:
+        importlib.import_module(parent)
+        name = f"{parent}.{name}"
+    folders = [str(file.parent)] if not spec.is_file and file.name == "__init__.py" else None
+    found = spec_from_file_location(name, file, submodule_search_locations=folders)
+    assert found is not None
+    module = module_from_spec(found)
     sys.modules[name] = module  # dataclasses and typing look there
     try:
-        # Not spec.loader: it may take an older __pycache__ for what was hashed here.
+        # Not found.loader: it may take an older __pycache__ for what was hashed here.
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - this is what was asked for
     except BaseException:
         sys.modules.pop(name, None)
@@ -158,7 +166,8 @@ def _run(file: Path, source: bytes, digest: str) -> ModuleType:
     return module
 
 
-def _read(file: Path) -> bytes:
+def read_source(file: Path) -> bytes:
+    """Every byte. Raises `DataError`. Called by: trainer.reward_files."""
     try:
         return file.read_bytes()
     except OSError as error:

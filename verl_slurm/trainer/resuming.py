@@ -157,7 +157,10 @@ def load_state(
             found=error,
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         ) from error
-    expected = schedule_record(config.train, saved.step)
+    former = _saved_config(reader)
+    # A run may be made longer; what falls until its end was then another rate here, and only from here on is ours.
+    as_long = msgspec.structs.replace(config.train, steps=former.train.steps)
+    expected = schedule_record(as_long, saved.step)
     if recorded != expected:
         raise ConfigError(
             "the learning rates are not those the checkpoint was trained with",
@@ -166,13 +169,12 @@ def load_state(
             expected=recorded,
             remedy="resume with the configuration the run was started with (run.yaml)",
         )
-    former = _saved_config(reader).rollout.samples_per_prompt
-    if former != shape.samples_per_prompt:
+    if former.rollout.samples_per_prompt != shape.samples_per_prompt:
         raise ConfigError(
             "the checkpoint has another number of responses to a prompt",
             where=directory,
             found=f"rollout.samples_per_prompt={shape.samples_per_prompt}",
-            expected=former,
+            expected=former.rollout.samples_per_prompt,
             remedy="resume with the configuration the run was started with (run.yaml)",
         )
     return restore_state(saved, config, shape, where=directory)

@@ -1,5 +1,6 @@
 """What a reward is made of on disk: its digest, the copy that a run keeps, and what is kept of one that is let go."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from verl_slurm.checkpoint.fingerprint import Fingerprint, fingerprint
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
-from verl_slurm.trainer.python_reward import source_digest
+from verl_slurm.trainer.python_reward import read_source
 from verl_slurm.trainer.reward_state import RewardState
 from verl_slurm.trainer.rewards import Reward
 
@@ -36,11 +37,12 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
         if keep is not None:
             keep(Path(spec.name), seen)
         return seen.digest
-    digest, file = source_digest(spec), source_file(spec)
+    source = read_source(source_file(spec))
+    digest = hashlib.sha256(source).hexdigest()
     copy = paths.reward_source(digest)
     if keep is not None and not copy.is_file():
         private_dir(copy.parent)
-        write_file(copy, file.read_bytes())
+        write_file(copy, source)  # what was hashed: the file may be another one by now
     return digest
 
 
