@@ -72,8 +72,8 @@ check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests 
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm'
 
-campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times
-	VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms and shapes, too
+	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
 fuzz: $(BIN)/.ready ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))

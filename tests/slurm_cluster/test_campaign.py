@@ -1,12 +1,13 @@
 """One run, interrupted again and again at random moments in every way we know, ends with the weights of its twin.
 
-`make campaign N=200` for a longer one, with a seed of its own. The seed is printed; `VERL_SLURM_SEED=...` repeats the
-choices.
+`make campaign N=200` for a longer one, with a seed of its own; `CASES=all` (or names of `_CASES`) for other algorithms,
+shapes and engines. The seed is printed; `VERL_SLURM_SEED=...` repeats the choices.
 """
 
 import os
 import random
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,31 @@ _SEED = 20261121
 """The same ways and pauses each time; the moments they fall on are the machine's. `make campaign` draws another."""
 _STEPS_EACH = 1.2
 """Steps of training that one interruption leaves room for, on average."""
+
+
+_GRPO = ("train.algorithm=grpo", "rollout.samples_per_prompt=4")
+_TP = ("distributed.dp_size=1", "distributed.tp_size=2")
+_GRID = ("distributed.dp_size=2", "distributed.tp_size=2")
+# A pipeline of two wants two micro-batches to an update.
+_PP = ("distributed.dp_size=1", "distributed.pp_size=2", "train.micro_batch_size_per_device=8")
+_VLLM = ("rollout.engine=vllm", "model.path=builtin:tiny32")
+_CASES = {
+    "ppo": (),
+    "ppo-tp": _TP,
+    "ppo-2x2": _GRID,
+    "ppo-pp": _PP,
+    "grpo": _GRPO,
+    "grpo-tp": (*_GRPO, *_TP),
+    "grpo-2x2": (*_GRPO, *_GRID),
+    "grpo-pp": (*_GRPO, *_PP),
+    "ppo-vllm": _VLLM,
+    "grpo-vllm": (*_GRPO, *_VLLM),
+}
+
+
+def _asked() -> list[str]:
+    names = os.environ.get("VERL_SLURM_CASES") or "ppo"
+    return list(_CASES) if names == "all" else names.split(",")
 
 
 def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> bool:
@@ -52,16 +78,20 @@ def _interrupt(run: LiveRun, way: str, cluster: DevCluster) -> bool:
     return True
 
 
+@pytest.mark.parametrize("case", _asked())
 def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
-    cluster: DevCluster, tmp_path: Path
+    cluster: DevCluster, tmp_path: Path, case: str
 ) -> None:
+    if case.endswith("vllm") and find_spec("vllm") is None:
+        pytest.skip("NOT RUN: no vLLM here; `make vllm`, then .venv-vllm/bin/python -m pytest")
     wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 25)
     seed = int(os.environ.get("VERL_SLURM_SEED") or _SEED)
     dice = random.Random(seed)
-    print(f"\ncampaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
+    print(f"\n{case}: campaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
     steps = max(8, round(_STEPS_EACH * wanted))
     overrides = (
         *SMALL,
+        *_CASES[case],
         f"train.steps={steps}",
         "train.batch_size_per_device=128",
         "checkpoint.every_steps=2",
