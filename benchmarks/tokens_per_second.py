@@ -1,16 +1,17 @@
 """Tokens per second of a whole GRPO step, this project's beside TRL's, in one run.
 
     make bench-step [BENCH="--rounds 20"]      installs TRL (constraints/trl.txt) beside this project, and runs
-    python -m benchmarks.tokens_per_second [--ranks 1 2] [--rounds 9] [--pieces 8] [--json FILE] [--small]
+    python -m benchmarks.tokens_per_second [--ranks 1 2] [--rounds 9] [--pieces 64 8] [--json FILE] [--small]
 
-`make bench-step` puts TRL and what it imports (280 MB, no torch) into `.venv-trl`, which sees `.venv`. By hand, from the
-root of the repository: `python -m venv ENV`; a line `import site; site.addsitedir('.../site-packages of ours')` in a `.pth`
-file of ENV; `ENV/bin/pip install --no-deps -r constraints/trl.txt`; `ENV/bin/python -m benchmarks.tokens_per_second`.
+`make bench-step` puts TRL and what it imports (280 MB, no torch) into `.venv-trl`, which sees `.venv`. By hand, from
+the root of the repository: `python -m venv ENV`; in a `.pth` file of ENV the line `import site; site.addsitedir(
+"OURS/site-packages")`; `ENV/bin/pip install --no-deps -r constraints/trl.txt`; `ENV/bin/python -m
+benchmarks.tokens_per_second`. (Not `pip install --target`: dill pickles all of what is in no site-packages by value.)
 
 Both sides train the same model directory (`builtin:tiny`) on the same prompts in the same order, with the same group
 size, responses, optimizer updates, new tokens, temperature, learning rate, clip and KL coefficient (so both have a
-reference model), reward (`rule:arithmetic`), float32, and number of processes and of CPU threads. All of them are started
-and do a first step that is not measured; then they take turns step by step, in an order drawn anew each round, while the
+reference model), reward (`rule:arithmetic`), float32, and number of processes and of CPU threads. All are started and
+do a first step that is not measured; then they take turns step by step, in an order drawn anew each round, while the
 others sleep. A step is from "go on" until all its ranks have said "done" (`benchmarks.whole_step.gate`), so whatever a
 system does between two steps counts too. Tokens are those sampled, up to and including the end token.
 
@@ -47,10 +48,9 @@ _ROOT = Path(__file__).parent.parent
 _PEER = "TRL"
 _PHASES = ("generate_s", "score_s", "update_s")
 _PATIENCE_S = 300.0
-_HUNG_UP_S = 10.0
 
 Row = dict[str, Any]
-"""One step of one system: seconds, tokens, reward, and the phases of its slowest rank."""
+"""One step of one system: seconds, CPU seconds of all ranks, tokens, reward, and the phases of its slowest rank."""
 
 
 class System:
@@ -77,10 +77,9 @@ class System:
             ]
             self._lines: list[IO[str]] = []
             while len(self._lines) < given.ranks:
-                with contextlib.suppress(TimeoutError):
-                    connection = listener.accept()[0]
+                with contextlib.suppress(TimeoutError), listener.accept()[0] as connection:
                     connection.settimeout(_PATIENCE_S)
-                    self._lines.append(connection.makefile("rw"))
+                    self._lines.append(connection.makefile("rw"))  # which keeps it open
                 self._require_alive()
 
     def first(self) -> None:
@@ -95,7 +94,8 @@ class System:
         seconds = time.perf_counter() - began
         phases = {name: max(getattr(one, name) for one in said) for name in _PHASES}
         reward = statistics.fmean(one.reward for one in said)
-        return {"seconds": seconds, "tokens": sum(one.tokens for one in said), "reward": reward, **phases}
+        tokens, cpu_s = sum(one.tokens for one in said), sum(one.cpu_s for one in said)
+        return {"seconds": seconds, "tokens": tokens, "reward": reward, "cpu_s": cpu_s, **phases}
 
     def finish(self) -> None:
         """Let the ranks go to their end, and see that it is a good one."""
@@ -108,6 +108,9 @@ class System:
         for rank in self._ranks:
             rank.kill()
             rank.wait()
+        for line in self._lines:
+            with contextlib.suppress(OSError):  # what nobody will read any more
+                line.close()
         self._log.close()
 
     def _go(self) -> None:
@@ -120,9 +123,7 @@ class System:
         for line in self._lines:
             text = line.readline()
             if not text:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._ranks[0].wait(_HUNG_UP_S)  # its last words
-                self._fail()
+                self._fail()  # it has ended, so its last words are in the log
             said.append(Said(**json.loads(text)))
         return said
 
@@ -195,13 +196,15 @@ def summary(rows: dict[str, list[Row]]) -> dict[str, Row]:
 
 def page(found: dict[str, Row]) -> str:
     """The summary as a table."""
-    lines = ["| | tokens/s | × TRL | (least, greatest) | step s | generate | score | update | tokens | reward |"]
-    lines += ["|" + " --- |" * 10]
+    lines = [
+        "| | tokens/s | × TRL | (least, greatest) | step s | generate | score | update | CPU s | tokens | reward |"
+    ]
+    lines += ["|" + " --- |" * 11]
     for name, row in found.items():
         phases = " | ".join(f"{row[phase]:.3f}" for phase in _PHASES)
         lines.append(
             f"| {name} | {row['tokens_per_s']:.0f} | {row['ratio']:.2f} | {row['least']:.2f}, {row['greatest']:.2f} |"
-            f" {row['seconds']:.3f} | {phases} | {row['tokens']:.0f} | {row['reward']:.3f} |"
+            f" {row['seconds']:.3f} | {phases} | {row['cpu_s']:.3f} | {row['tokens']:.0f} | {row['reward']:.3f} |"
         )
     return "\n".join(lines)
 
@@ -215,7 +218,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="responses to one prompt")
     parser.add_argument("--mini", type=int, default=64, help="responses of one optimizer update")
     parser.add_argument("--tokens", type=int, default=12, help="new tokens at most")
-    parser.add_argument("--pieces", type=int, nargs="*", default=[8], help="a safe point behind each so many")
+    parser.add_argument(
+        "--pieces", type=int, nargs="*", default=[64, 8], help="a safe point behind each so many"
+    )
     parser.add_argument("--directory", type=Path, help="where the runs and their ledgers lie for the time")
     parser.add_argument("--json", type=Path, help="every step of every system")
     parser.add_argument("--small", action="store_true", help="only shows that it runs")
@@ -228,14 +233,16 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit("TRL is not here: make bench-step, or see `python -m benchmarks.tokens_per_second --help`")
     if options.small:
         options.ranks, options.rounds, options.responses, options.mini, options.pieces = [1], 2, 16, 8, []
-    from verl_slurm.quickstart.data import sums
     from verl_slurm.quickstart.builtin import resolve_data, resolve_model
+    from verl_slurm.quickstart.data import sums
 
     directory = Path(tempfile.mkdtemp(prefix="tokens_per_second.", dir=options.directory))
     draw, record = random.Random(0), {}
     try:
         shown = environment([directory])
-        print(f"{shown.cpu}, {shown.cores} cores, {shown.file_systems[str(directory)]}, load {shown.load_before[0]:.1f}")
+        print(
+            f"{shown.cpu}, {shown.cores} cores, {shown.file_systems[str(directory)]}, load {shown.load_before[0]:.1f}"
+        )
         given = Settings(
             model=str(resolve_model("builtin:tiny", directory / "builtin")),
             data=str(resolve_data("builtin:arithmetic", directory / "builtin")),
@@ -258,9 +265,8 @@ def main(argv: list[str] | None = None) -> int:
                     for system in draw.sample(systems, len(systems)):
                         rows[system.name].append(system.step())
             record[ranks] = {"idle": idle, "rows": rows, "summary": summary(rows)}
-            each = f"{ranks} process{'es' if ranks > 1 else ''} of {options.threads} thread{'s' if options.threads > 1 else ''}"
             print(
-                f"\n{each}, {options.responses} responses each in groups of {options.group}, {given.updates} updates, "
+                f"\nprocesses {ranks}, threads of each {options.threads}; {options.responses} responses each in groups of {options.group}, {given.updates} updates, "
                 f"{options.rounds} rounds, machine {idle:.0%} idle before\n\n{page(summary(rows))}",
                 flush=True,
             )

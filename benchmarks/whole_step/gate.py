@@ -7,7 +7,8 @@ systems take turns step by step, in processes that stay: one of them works, the 
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -58,26 +59,37 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What one rank says of a step: response tokens it answers for, seconds of its phases, its mean reward."""
+    """What one rank says of a step: response tokens it answers for, seconds of its phases, its mean reward.
+
+    `cpu_s` is the gate's to fill in: CPU seconds of all threads of the process since it was last told to go on. They
+    are nearly the same on a machine that others use, too.
+    """
 
     tokens: int
     generate_s: float
     score_s: float
     update_s: float
     reward: float
+    cpu_s: float = 0.0
 
 
 class Gate:
     """A rank's end. Called by: benchmarks.whole_step.ours, benchmarks.whole_step.theirs."""
 
     def __init__(self, path: Path) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(str(path))
-        self._file = connection.makefile("rw")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(path))
+            self._file = connection.makefile("rw")  # which keeps it open
+        self._cpu_s = time.process_time()
 
     def wait(self, said: Said) -> None:
         """Say how the step went, and sleep until the next may begin."""
+        said = replace(said, cpu_s=time.process_time() - self._cpu_s)
         self._file.write(json.dumps(asdict(said)) + "\n")
         self._file.flush()
         if not self._file.readline():
             os._exit(1)  # the benchmark is gone
+        self._cpu_s = time.process_time()
+
+    def close(self) -> None:
+        self._file.close()

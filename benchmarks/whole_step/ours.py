@@ -1,8 +1,8 @@
 """One rank of this project's trainer, as `verl_slurm.trainer` builds it, with a gate in the daemon's place.
 
-`python -m benchmarks.whole_step.ours SETTINGS SOCKET`. All that a run does at every step is on: the ledger (on disk, fsync
-included), the counted noise of the sampler, deterministic kernels, the comparison of the sampler's log probabilities
-with the actor's, TensorBoard and `steps.jsonl`. No step that is measured saves a checkpoint.
+`python -m benchmarks.whole_step.ours SETTINGS SOCKET`. All that a run does at every step is on: the ledger (on disk,
+fsync included), the counted noise of the sampler, deterministic kernels, the comparison of the sampler's log
+probabilities with the actor's, TensorBoard and `steps.jsonl`. No step that is measured saves a checkpoint.
 """
 
 import os

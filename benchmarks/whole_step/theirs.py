@@ -83,7 +83,7 @@ class _Timed(GRPOTrainer):  # type: ignore[misc]  # no types
         return made
 
 
-class _StepEnd(TrainerCallback):  # type: ignore[misc]  # no types
+class _StepEnd(TrainerCallback):
     """At the gate behind the last update of each step."""
 
     trainer: _Timed
