@@ -240,9 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     draw, record = random.Random(0), {}
     try:
         shown = environment([directory])
-        print(
-            f"{shown.cpu}, {shown.cores} cores, {shown.file_systems[str(directory)]}, load {shown.load_before[0]:.1f}"
-        )
+        machine = f"{shown.cpu}, {shown.cores} cores, {shown.file_systems[str(directory)]}"
+        print(f"{machine}, load {shown.load_before[0]:.1f}")
         given = Settings(
             model=str(resolve_model("builtin:tiny", directory / "builtin")),
             data=str(resolve_data("builtin:arithmetic", directory / "builtin")),
@@ -266,14 +265,21 @@ def main(argv: list[str] | None = None) -> int:
                         rows[system.name].append(system.step())
             record[ranks] = {"idle": idle, "rows": rows, "summary": summary(rows)}
             print(
-                f"\nprocesses {ranks}, threads of each {options.threads}; {options.responses} responses each in groups of {options.group}, {given.updates} updates, "
-                f"{options.rounds} rounds, machine {idle:.0%} idle before\n\n{page(summary(rows))}",
+                f"\nprocesses {ranks}, threads of each {options.threads}; {options.responses} responses each in groups of "
+                f"{options.group}, {given.updates} updates; {options.rounds} rounds; machine {idle:.0%} idle before\n\n"
+                f"{page(summary(rows))}",
                 flush=True,
             )
     finally:
         shutil.rmtree(directory)
     if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+        about = {
+            "machine": machine,
+            "argv": sys.argv[1:],
+            "commit": shown.commit,
+            "started_utc": shown.started_utc,
+        }
+        options.json.write_text(json.dumps({"about": about, "by_processes": record}, indent=1))
     return 0
 
 
