@@ -264,12 +264,11 @@ def main(argv: list[str] | None = None) -> int:
                     for system in draw.sample(systems, len(systems)):
                         rows[system.name].append(system.step())
             record[ranks] = {"idle": idle, "rows": rows, "summary": summary(rows)}
+            of_each = f"{options.responses} responses in groups of {options.group}, {given.updates} updates"
             print(
-                f"\nprocesses {ranks}, threads of each {options.threads}; {options.responses} responses each in groups of "
-                f"{options.group}, {given.updates} updates; {options.rounds} rounds; machine {idle:.0%} idle before\n\n"
-                f"{page(summary(rows))}",
-                flush=True,
+                f"\nprocesses {ranks}, threads of each {options.threads}, of each {of_each}; {options.rounds} rounds;"
             )
+            print(f"the machine was {idle:.0%} idle before\n\n{page(summary(rows))}", flush=True)
     finally:
         shutil.rmtree(directory)
     if options.json:
