@@ -214,6 +214,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes of each system")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of one process")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each system that are measured")
+    parser.add_argument(
+        "--patience", type=float, default=3.0, help="seconds a round waits for an idle machine"
+    )
     parser.add_argument("--responses", type=int, default=512, help="of one process and step")
     parser.add_argument("--group", type=int, default=8, help="responses to one prompt")
     parser.add_argument("--mini", type=int, default=64, help="responses of one optimizer update")
@@ -233,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit("TRL is not here: make bench-step, or see `python -m benchmarks.tokens_per_second --help`")
     if options.small:
         options.ranks, options.rounds, options.responses, options.mini, options.pieces = [1], 2, 16, 8, []
+        options.patience = 0.0
     from verl_slurm.quickstart.builtin import resolve_data, resolve_model
     from verl_slurm.quickstart.data import sums
 
@@ -259,8 +263,9 @@ def main(argv: list[str] | None = None) -> int:
         for ranks in options.ranks:
             with _systems(replace(given, ranks=ranks), options.pieces, directory) as systems:
                 rows: dict[str, list[Row]] = {system.name: [] for system in systems}
-                idle = wait_until_idle(at_most_s=0.0 if options.small else 5.0)
+                idle = []
                 for _ in range(options.rounds):
+                    idle.append(wait_until_idle(at_most_s=options.patience))
                     for system in draw.sample(systems, len(systems)):
                         rows[system.name].append(system.step())
             record[ranks] = {"idle": idle, "rows": rows, "summary": summary(rows)}
@@ -268,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
             print(
                 f"\nprocesses {ranks}, threads of each {options.threads}, of each {of_each}; {options.rounds} rounds;"
             )
-            print(f"the machine was {idle:.0%} idle before\n\n{page(summary(rows))}", flush=True)
+            print(f"before a round {statistics.median(idle):.0%} idle\n\n{page(summary(rows))}", flush=True)
     finally:
         shutil.rmtree(directory)
     if options.json:
