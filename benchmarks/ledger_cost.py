@@ -133,7 +133,8 @@ def train(directory: Path, ranks: int, steps: int, overrides: Sequence[str]) -> 
         prepare = [sys.executable, "-m", "verl_slurm.cli", "submit", *words, "--prepare-only"]
         subprocess.run(prepare, stdout=sys.stderr, check=True)
         epoch = take_epoch(RunPaths(run), job_id="benchmark", restart=0).epoch
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher += [f"--log-dir={name}", "--"]  # it would leave an empty tree in the temporary directory
         mine = [__file__, "--as-rank-of", str(run), "--epoch", str(epoch)]
         one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         subprocess.run(
