@@ -74,7 +74,7 @@ def watched() -> Iterator[Watched]:
                 now.sync_s += time.perf_counter() - began
 
     def timed_append(self: Ledger, step: int, micro_batch: int, arrays: Arrays) -> int:
-        now = running.append = Append(step, len(next(iter(arrays.values()))), 0, 0.0, 0.0, 0.0, 0)
+        now = running.append = Append(step, len(next(iter(arrays.values()), ())), 0, 0.0, 0.0, 0.0, 0)
         began, cpu = time.perf_counter(), time.thread_time()
         try:
             now.bytes = append(self, step, micro_batch, arrays)

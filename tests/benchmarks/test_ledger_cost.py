@@ -22,10 +22,11 @@ def test_every_append_is_seen_with_its_bytes_and_its_sync_and_nobody_elses(tmp_p
             ledger.append(step, 7, _rollouts(4))
             with (tmp_path / "other").open("wb") as other:
                 os.fdatasync(other.fileno())
+        ledger.append(1, 8, {})  # takes back
         whole = ledger.path.stat().st_size
         ledger.compact(1)
     assert (Ledger.append, Ledger.compact, os.fdatasync) == own
-    assert [(a.step, a.responses, a.syncs) for a in seen.appends] == [(0, 4, 1), (1, 4, 1)]
+    assert [(a.step, a.responses, a.syncs) for a in seen.appends] == [(0, 4, 1), (1, 4, 1), (1, 0, 1)]
     assert sum(a.bytes for a in seen.appends) == whole - empty
     assert all(0 < a.sync_s <= a.seconds for a in seen.appends)
     assert len(seen.compact_s) == 1
