@@ -14,9 +14,10 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.allocation import SlurmAllocation
+from verl_slurm_daemon.events import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
 
-__all__ = ["requeue_as_orphan"]
+__all__ = ["ask_until_answered", "requeue_as_orphan"]
 
 _TURN_S = 1.5
 """Between the agents' turns: longer than one request to an idle slurmctld (20 to 60 ms)."""
@@ -38,9 +39,25 @@ async def requeue_as_orphan(paths: RunPaths, config: RunConfig, epoch: int, node
         await asyncio.sleep(_LOOK_S)  # Slurm has no event to wait for
     else:
         return
-    answer = await allocation.requeue()
+    answer = await ask_until_answered(allocation)
     accepted = not isinstance(answer, str) and answer.exit_code is ExitCode.REQUEUED
     detail = answer if isinstance(answer, str) else answer.detail
     Journal(paths, epoch=epoch, job_id=str(job.job_id)).event(
         "orphaned", node_id=node_id, accepted=accepted, detail=detail
     )
+
+
+async def ask_until_answered(
+    allocation: SlurmAllocation, *, pause_s: float = _LOOK_S
+) -> RequeueAnswered | str:
+    """Ask for the requeue; again where there was no answer that counts, for nobody else is left to ask.
+
+    Slurm has just sent TERM to all processes of the step, and a request that runs at that moment dies of it.
+    """
+    answer = await allocation.requeue()
+    for _ in range(_LOOKS):
+        if not isinstance(answer, str):
+            break
+        await asyncio.sleep(pause_s)
+        answer = await allocation.requeue()
+    return answer
