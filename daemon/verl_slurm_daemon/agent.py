@@ -116,7 +116,8 @@ class Agent:
                 preexec_fn=child_setup,
             )
         exit_code = await self._first(launcher.wait())
-        if exit_code is None:
+        # Ranks that end because the lead's node died are no news for a lead that is gone.
+        if exit_code is None or self._lead_lost.is_set():
             return await self._leave()
         await self._ranks.drain()
         detail = "" if exit_code == 0 else _first_cause(tail(log))

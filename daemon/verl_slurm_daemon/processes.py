@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -34,6 +35,11 @@ def become_subreaper() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+# What /proc says of a process that dies while it is looked at; psutil does not turn all of it into its own errors.
+_GOING = (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError)
+_LOOKS = 5
+
+
 def kill_tree(patience_s: float = 3.0) -> list[int]:
     """SIGKILL everything below this process; returns who did not die in time (state D: Slurm's to wait for).
 
@@ -45,25 +51,23 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
         if not children:
             return sorted(stubborn)
         for child in children:
-            try:
+            with suppress(*_GOING):
                 child.kill()
-            except psutil.NoSuchProcess:
-                continue
         _, alive = psutil.wait_procs(children, timeout=patience_s)
         stubborn |= {child.pid for child in alive}
 
 
 def _children() -> Iterable[psutil.Process]:
-    try:
-        return [c for c in psutil.Process(os.getpid()).children(recursive=True) if _lives(c)]
-    except psutil.NoSuchProcess:
-        return []
+    for _ in range(_LOOKS):
+        with suppress(*_GOING):
+            return [c for c in psutil.Process(os.getpid()).children(recursive=True) if _lives(c)]
+    return []
 
 
 def _lives(process: psutil.Process) -> bool:
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+    except _GOING:
         return False
 
 
