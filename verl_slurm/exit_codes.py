@@ -44,3 +44,4 @@ class ExitCode(IntEnum):
     KEY = 28, "an encryption key is missing or another one, or a checkpoint that needs its signature has none"
     TIER = 29, "a storage tier did not answer, refused, or gave back other bytes"
     ROLLOUT = 30, "the rollout engine did not sample with the weights that it was given"
+    UNFIT = 31, "doctor found something that would cost a run its work"

@@ -233,7 +233,7 @@ def test_a_dry_run_leaves_nothing_behind(workplace: Path, cli: Cli) -> None:
     assert result.code == 0
     assert "-m submitit.core._submit" in result.out.splitlines()[-1]
     assert len(result.out.splitlines()) == 1
-    assert "checked and good: configuration, run directory, model" in result.err
+    assert "checked and good: configuration; run directory; model" in result.err
     assert "a new run" in result.err
     assert f"run directory {workplace / 'runs' / 'demo'}" in result.err
 

@@ -53,6 +53,7 @@ COMMANDS: dict[str, Entry] = {
     "fetch-back": Entry("tiers", "fetch_back", "Bring a checkpoint back from a tier, verified."),
     "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
     "key": Entry("key", "key", "Make a key to encrypt and sign checkpoints with, or show its id."),
+    "doctor": Entry("doctor", "doctor", "Look at a cluster as a run will find it, and say what to change."),
     "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),
 }

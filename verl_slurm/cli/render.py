@@ -4,11 +4,13 @@ What comes from outside (names, log lines, Slurm's words) is made harmless first
 log can recolour or rewrite the terminal.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import click
 import msgspec
 
 from verl_slurm.errors import VerlSlurmError
@@ -20,6 +22,7 @@ __all__ = [
     "fields",
     "json_value",
     "line",
+    "marked",
     "raw_line",
     "safe",
     "table",
@@ -40,6 +43,12 @@ def safe(text: object) -> str:
 def line(text: object = "") -> None:
     """One line on standard output."""
     print(safe(text), flush=True)
+
+
+def marked(mark: str, colour: str, text: object) -> None:
+    """A line that begins with a word in colour, where there is a terminal (and no NO_COLOR)."""
+    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    print(mark if plain else click.style(mark, fg=colour, bold=True), safe(text), flush=True)
 
 
 def raw_line(text: bytes) -> None:

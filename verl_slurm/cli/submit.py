@@ -142,7 +142,7 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
         return
     for note in plan.notes:
         render.warning(note)
-    render.warning(f"dry run: nothing was made or queued; checked and good: {', '.join(_checked(plan))}")
+    render.warning(f"dry run: nothing was made or queued; checked and good: {'; '.join(_checked(plan))}")
     render.warning(_beginning(plan))
     render.warning(f"run directory {plan.run_dir}")
     for part in text.rstrip("\n").split("\n"):

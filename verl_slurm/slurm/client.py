@@ -21,6 +21,7 @@ from verl_slurm.slurm.parse import (
     NodeFacts,
     PartitionFacts,
     parse_config,
+    parse_default_partition,
     parse_hostnames,
     parse_job,
     parse_lost_nodes,
@@ -179,6 +180,12 @@ class SlurmClient:
         """One partition. Raises as `job`."""
         text = await self._ask(commands.show_partition(name), "Slurm has no such partition", name)
         return parse_partition(text, name)
+
+    async def default_partition(self) -> PartitionFacts:
+        """The one that jobs go to which name none. Raises as `job`."""
+        return parse_default_partition(
+            await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
+        )
 
     async def config(self) -> dict[str, str]:
         """slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""

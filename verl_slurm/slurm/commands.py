@@ -17,6 +17,7 @@ __all__ = [
     "show_node",
     "show_nodes",
     "show_partition",
+    "show_partitions",
     "signal_batch",
     "update_start_time",
 ]
@@ -48,6 +49,10 @@ def show_nodes(node_list: str) -> list[str]:
 
 def show_partition(name: str) -> list[str]:
     return ["scontrol", "show", "partition", _checked(NAME, name)]
+
+
+def show_partitions() -> list[str]:
+    return ["scontrol", "show", "partition"]
 
 
 def show_config() -> list[str]:

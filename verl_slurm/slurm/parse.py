@@ -20,6 +20,7 @@ __all__ = [
     "NodeFacts",
     "PartitionFacts",
     "parse_config",
+    "parse_default_partition",
     "parse_hostnames",
     "parse_job",
     "parse_lost_nodes",
@@ -289,26 +290,46 @@ def parse_partition(text: str, name: str) -> PartitionFacts:
     """
     for fields in _records(text):
         if fields.get("PartitionName") == name:
-            try:
-                limit = fields.get("MaxNodes", "UNLIMITED")
-                return PartitionFacts(
-                    name=name,
-                    state=fields["State"],
-                    total_nodes=int(fields["TotalNodes"]),
-                    total_cpus=int(fields["TotalCPUs"]),
-                    max_time_s=parse_seconds(fields["MaxTime"]),
-                    max_nodes=None if limit == "UNLIMITED" else int(limit),
-                    grace_s=int(fields.get("GraceTime", "0")),
-                    preempt_mode=fields.get("PreemptMode", "OFF"),
-                    is_default=fields.get("Default") == "YES",
-                )
-            except (KeyError, ValueError) as error:
-                raise _unreadable(f"{type(error).__name__} {error}") from error
+            return _partition(fields)
     raise NotFound(
         "Slurm has no such partition",
         where=name,
         remedy="sinfo -s lists the partitions; set slurm.partition to one of them",
     )
+
+
+def parse_default_partition(text: str) -> PartitionFacts:
+    """The output of `scontrol show partition`: the one that jobs go to which name none.
+
+    Raises:
+        NotFound: there is no default.
+        SlurmMissing: the text is not what Slurm prints.
+    """
+    for fields in _records(text):
+        if fields.get("Default") == "YES":
+            return _partition(fields)
+    raise NotFound(
+        "Slurm has no default partition",
+        remedy="sinfo -s lists the partitions; set slurm.partition to one of them",
+    )
+
+
+def _partition(fields: dict[str, str]) -> PartitionFacts:
+    try:
+        limit = fields.get("MaxNodes", "UNLIMITED")
+        return PartitionFacts(
+            name=fields["PartitionName"],
+            state=fields["State"],
+            total_nodes=int(fields["TotalNodes"]),
+            total_cpus=int(fields["TotalCPUs"]),
+            max_time_s=parse_seconds(fields["MaxTime"]),
+            max_nodes=None if limit == "UNLIMITED" else int(limit),
+            grace_s=int(fields.get("GraceTime", "0")),
+            preempt_mode=fields.get("PreemptMode", "OFF"),
+            is_default=fields.get("Default") == "YES",
+        )
+    except (KeyError, ValueError) as error:
+        raise _unreadable(f"{type(error).__name__} {error}") from error
 
 
 def parse_config(text: str) -> dict[str, str]:

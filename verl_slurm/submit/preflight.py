@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from verl_slurm.checkpoint.components import require_same_models
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.rollout_checks import check_engine, require_engine
@@ -33,6 +35,7 @@ from verl_slurm.submit.plan import Cluster
 from verl_slurm.submit.rewards import check_reward
 
 __all__ = [
+    "SlurmSays",
     "check_inputs",
     "check_keys",
     "check_resume_from",
@@ -198,7 +201,16 @@ def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, 
     return "slurm", ""
 
 
-def check_slurm(config: RunConfig) -> None:
+class SlurmSays(msgspec.Struct, frozen=True):
+    """What was asked of Slurm before a job is queued."""
+
+    conf: dict[str, str]
+    """`scontrol show config`."""
+    partition: PartitionFacts
+    """The one that the job goes to."""
+
+
+def check_slurm(config: RunConfig) -> SlurmSays:
     """Slurm answers, and its partition can ever run this job.
 
     Raises:
@@ -212,17 +224,15 @@ def check_slurm(config: RunConfig) -> None:
                 where=program,
                 remedy="load Slurm's module (e.g. `module load slurm`), or use --cluster local",
             )
-    asyncio.run(_ask(config))
+    return asyncio.run(_ask(config))
 
 
-async def _ask(config: RunConfig) -> None:
+async def _ask(config: RunConfig) -> SlurmSays:
     client = SlurmClient()
     name = config.slurm.partition
     try:
-        if name is None:
-            await client.config()
-            return
-        facts = await client.partition(name)
+        conf = await client.config()
+        facts = await (client.default_partition() if name is None else client.partition(name))
     except SlurmMissing as error:
         # scontrol complains in several lines; its last one says what is the matter.
         raise SlurmMissing(
@@ -232,7 +242,7 @@ async def _ask(config: RunConfig) -> None:
         ) from None
     except NotFound:
         raise SlurmRefused(
-            "no such partition",
+            "no default partition" if name is None else "no such partition",
             where=name,
             remedy="`sinfo -s` lists them; set slurm.partition to one of them",
         ) from None
@@ -240,10 +250,11 @@ async def _ask(config: RunConfig) -> None:
     if complaint:
         raise SlurmRefused(
             "the partition cannot run this job",
-            where=name,
+            where=facts.name,
             found=complaint,
             remedy="`scontrol show partition` says its limits; change the slurm section or take another one",
         )
+    return SlurmSays(conf, facts)
 
 
 def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:

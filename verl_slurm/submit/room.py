@@ -22,7 +22,7 @@ from verl_slurm.errors import NoRoom
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.model_files import num_parameters
 
-__all__ = ["check_room", "frozen_to_come", "num_to_come"]
+__all__ = ["check_room", "checkpoint_size", "frozen_to_come", "num_to_come"]
 
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -59,7 +59,7 @@ def check_room(
     """
     if committed and committed[0].step >= config.train.steps:
         return ""  # it is done; nothing more is saved
-    size = _size(config, committed)
+    size = checkpoint_size(config, committed)
     if size is None:
         if not any(frozen):
             return ""
@@ -139,8 +139,8 @@ def _beside(need: Need, frozen: tuple[int, int]) -> Need:
     )
 
 
-def _size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> tuple[int, int, str] | None:
-    """(bytes, files, where that is known from) of one checkpoint; None: nobody knows."""
+def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> tuple[int, int, str] | None:
+    """(bytes, files, where that is known from) of one checkpoint; None: nobody knows. Called by: deadlines too."""
     if committed:
         newest = committed[0]
         return newest.num_bytes, newest.num_files, newest.name

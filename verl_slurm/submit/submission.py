@@ -27,6 +27,7 @@ from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.events import append_event
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.submit.deadlines import check_deadlines
 from verl_slurm.submit.executor import submit_job
 from verl_slurm.submit.inputs import absolute, build_builtins, built_before
 from verl_slurm.submit.liveness import job_state, settle
@@ -102,8 +103,9 @@ def plan_submission(
     if config.checkpoint.resume_from not in (None, "auto"):
         checked.append("the checkpoint to resume from")
     chosen, note = choose_cluster(cluster)
+    slurm = None
     if chosen == "slurm" and ask_slurm:
-        check_slurm(config)
+        slurm = check_slurm(config)
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
     notes = [text for text in (note, check_keys(config, chosen)) if text]
     if config.checkpoint.encryption is not None:
@@ -126,6 +128,9 @@ def plan_submission(
         checked.append("the run's former configuration and job")
     if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
         notes.append(note)
+    if slurm is not None:
+        good, doubtful = check_deadlines(config, paths, committed, slurm)
+        checked, notes = [*checked, *good], [*notes, *doubtful]
     return SubmissionPlan(
         config=config,
         run_dir=paths.root,

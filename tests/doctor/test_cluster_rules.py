@@ -1,0 +1,146 @@
+"""What Slurm's settings mean for a run: every rule, from what scontrol prints."""
+
+import pytest
+
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.doctor.cluster_rules import judge_cluster, judge_deadlines, kill_wait_s
+from verl_slurm.doctor.findings import Finding, worst
+from verl_slurm.doctor.save_time import SaveTime, expected_save, measured_save
+from verl_slurm.slurm.parse import PartitionFacts
+
+CONF = {
+    "SLURM_VERSION": "22.05.8",
+    "JobRequeue": "1",
+    "PreemptType": "preempt/partition_prio",
+    "KillWait": "30 sec",
+    "SlurmdTimeout": "300 sec",
+    "MinJobAge": "300 sec",
+}
+
+
+def config(*overrides: str) -> RunConfig:
+    return parse_config(b"", "my.yaml", overrides)
+
+
+def partition(mode: str = "REQUEUE", grace_s: int = 30) -> PartitionFacts:
+    return PartitionFacts(
+        name="gpu",
+        state="UP",
+        total_nodes=4,
+        total_cpus=64,
+        max_time_s=None,
+        max_nodes=None,
+        grace_s=grace_s,
+        preempt_mode=mode,
+        is_default=True,
+    )
+
+
+def save(seconds: float) -> SaveTime:
+    return SaveTime(seconds=seconds, basis="as this test says")
+
+
+def of(topic: str, findings: list[Finding]) -> Finding:
+    (found,) = [finding for finding in findings if finding.topic == topic]
+    return found
+
+
+def preemption(mode: str, grace_s: int, seconds: float | None, **conf: str) -> Finding:
+    known = None if seconds is None else save(seconds)
+    return of("preemption", judge_deadlines(CONF | conf, partition(mode, grace_s), config(), known))
+
+
+def test_a_sound_cluster_has_nothing_but_good_findings() -> None:
+    findings = judge_cluster(CONF, partition(), config(), save(4.0))
+    assert worst(findings) == "good"
+    assert [f.topic for f in findings] == [
+        "version",
+        "requeue",
+        "preemption",
+        "time limit",
+        "lost node",
+        "memory of jobs",
+    ]
+
+
+def test_a_save_that_outlasts_the_grace_time_is_warned_of_with_both_figures() -> None:
+    finding = preemption("REQUEUE", 30, 28.0)
+    assert finding.verdict == "warning"
+    assert "27 s for a save of 28.0 s" in finding.found
+    assert "checkpoint.every_steps" in finding.remedy
+    assert preemption("REQUEUE", 30, 26.0).verdict == "good"
+
+
+def test_without_a_grace_time_kill_wait_is_what_there_is() -> None:
+    assert preemption("REQUEUE", 0, None).verdict == "warning"
+    assert preemption("REQUEUE", 0, 20.0).verdict == "good"
+    assert preemption("REQUEUE", 0, 20.0, KillWait="10 sec").verdict == "warning"
+
+
+def test_a_cluster_that_cancels_at_once_is_bad_and_says_how_to_go_on() -> None:
+    finding = preemption("CANCEL", 0, 1.0)
+    assert finding.verdict == "bad"
+    assert "verl-slurm submit RUN" in finding.remedy
+    assert (
+        preemption("CANCEL", 30, 1.0).verdict == "good"
+    )  # the daemon asks for its requeue in the grace time
+
+
+@pytest.mark.parametrize(("mode", "word"), [("OFF", "nothing preempts"), ("SUSPEND,GANG", "stands still")])
+def test_where_nothing_ends_a_job_no_save_is_too_long(mode: str, word: str) -> None:
+    finding = preemption(mode, 0, 10_000.0)
+    assert finding.verdict == "good"
+    assert word in finding.found
+
+
+def test_a_partition_is_not_preempted_where_slurm_preempts_nothing() -> None:
+    assert preemption("REQUEUE", 0, 10_000.0, PreemptType="preempt/none").verdict == "good"
+
+
+def test_a_warning_before_the_time_limit_that_is_too_short_names_a_better_one() -> None:
+    findings = judge_deadlines(CONF, partition(), config("slurm.signal_lead_s=20"), save(19.0))
+    assert of("time limit", findings).remedy == "slurm.signal_lead_s=46"
+    assert of("time limit", judge_deadlines(CONF, partition(), config(), save(19.0))).verdict == "good"
+
+
+def test_a_margin_as_long_as_the_grace_time_leaves_nothing() -> None:
+    greedy = config("daemon.save_margin_s=30")
+    finding = of("preemption", judge_deadlines(CONF, partition(), greedy, None))
+    assert finding.verdict == "warning"
+    assert "daemon.save_margin_s=30 leaves no time" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("topic", "change", "verdict"),
+    [
+        ("version", {"SLURM_VERSION": "20.11.9"}, "warning"),
+        ("version", {"SLURM_VERSION": "next"}, "warning"),
+        ("version", {"SLURM_VERSION": "25.05.1"}, "good"),
+        ("requeue", {"JobRequeue": "0"}, "good"),
+        ("lost node", {"SlurmdTimeout": "0 sec"}, "warning"),
+        ("memory of jobs", {"MinJobAge": "2 sec"}, "warning"),
+    ],
+)
+def test_each_other_setting_is_judged_by_itself(topic: str, change: dict[str, str], verdict: str) -> None:
+    assert of(topic, judge_cluster(CONF | change, partition(), config(), None)).verdict == verdict
+
+
+def test_slurms_default_stands_for_what_is_not_shown() -> None:
+    assert kill_wait_s({}) == 30
+
+
+def test_the_slowest_of_the_last_saves_counts_and_one_on_the_nodes_alone_does_not() -> None:
+    events = [{"event": "saved", "seconds": 99.0, "on_shared": True}]
+    events += [{"event": "saved", "seconds": float(s), "on_shared": True} for s in range(1, 9)]
+    events += [{"event": "saved", "seconds": 50.0, "on_shared": False}, {"event": "saved", "seconds": "x"}]
+    found = measured_save(events)
+    assert found is not None
+    assert found.seconds == 8.0
+    assert measured_save([{"event": "started"}]) is None
+
+
+def test_before_the_first_save_the_size_at_the_measured_speed_is_expected() -> None:
+    found = expected_save(30 * 10**9, 1.5e9)
+    assert found.seconds == 20.0
+    assert found.basis == "30 GB at 1500 MB/s, as measured just now"

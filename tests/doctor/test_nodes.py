@@ -1,0 +1,111 @@
+"""Nodes that differ, clocks that are apart, ports that are closed; and what a fire drill has shown."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_slurm.doctor.findings import Finding
+from verl_slurm.doctor.node_probe import ClockServer, NodeReport, ask_clock, look_at_node
+from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
+
+FIRST = NodeReport(
+    node="n1",
+    python="3.11.7",
+    packages={"torch": "2.13.0"},
+    driver="NVRM 580",
+    num_gpus=8,
+    open_files=65536,
+    shm_free_bytes=1 << 34,
+)
+SECOND = msgspec.structs.replace(FIRST, node="n2", clock_offset_s=0.002, round_trip_s=0.001)
+DRILL = DrillRecord(
+    how="requeue",
+    kill_wait_s=30,
+    warning_to_batch_s=0.1,
+    warning_to_steps=False,
+    signals_to_batch=("SIGCONT", "SIGTERM"),
+    signals_to_steps=("SIGCONT", "SIGTERM"),
+    kill_after_s=30.2,
+    again_after_s=12.0,
+)
+
+
+def not_good(findings: list[Finding]) -> dict[str, str]:
+    return {finding.topic: finding.verdict for finding in findings if finding.verdict != "good"}
+
+
+def test_nodes_that_are_alike_give_no_cause_for_complaint() -> None:
+    assert not_good(judge_nodes([FIRST, SECOND])) == {}
+    assert not_good(judge_nodes([FIRST])) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "verdict"),
+    [
+        ({"python": "3.12.1"}, "python", "bad"),
+        ({"packages": {"torch": "2.12.0"}}, "packages", "bad"),
+        ({"driver": ""}, "driver", "bad"),
+        ({"num_gpus": 7}, "GPUs", "bad"),
+        ({"problem": "timed out"}, "ports", "bad"),
+        ({"clock_offset_s": -4.5}, "clocks", "warning"),
+        ({"open_files": 1024}, "open files", "warning"),
+        ({"shm_free_bytes": 64 << 20}, "shared memory", "warning"),
+    ],
+)
+def test_a_node_that_differs_is_named(change: dict[str, object], topic: str, verdict: str) -> None:
+    findings = judge_nodes([FIRST, SECOND, msgspec.structs.replace(SECOND, node="n3", **change)])
+    assert not_good(findings) == {topic: verdict}
+    (finding,) = [f for f in findings if f.verdict != "good"]
+    assert "n3" in finding.found
+    assert finding.remedy
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    report = look_at_node("here", "")
+    assert report.packages["torch"]
+    assert report.open_files > 0
+    assert report.local is None
+
+
+def test_the_clock_of_another_node_is_told_over_a_port_that_nobody_knew_before(tmp_path: Path) -> None:
+    server = ClockServer(tmp_path / "clock", "127.0.0.1")
+    try:
+        offset, took = ask_clock((tmp_path / "clock").read_text())
+    finally:
+        server.close()
+    assert abs(offset) <= took  # one clock, asked about itself
+    assert (tmp_path / "clock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_port_that_nobody_listens_on_is_an_error_of_the_system() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(OSError, match="refused"):
+        ask_clock(f"127.0.0.1 {port}")
+
+
+def test_a_drill_that_went_as_it_should_is_good() -> None:
+    assert not_good(judge_drill(DRILL)) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "verdict"),
+    [
+        ({"warning_to_batch_s": None}, "warning", "bad"),
+        ({"warning_to_steps": True}, "warning", "warning"),
+        ({"kill_after_s": 4.0}, "KILL", "warning"),
+        ({"again_after_s": None}, "again", "bad"),
+    ],
+)
+def test_what_a_drill_lacked_is_said(change: dict[str, object], topic: str, verdict: str) -> None:
+    assert not_good(judge_drill(msgspec.structs.replace(DRILL, **change))) == {topic: verdict}
+
+
+def test_the_two_minutes_of_slurms_own_requeue_are_explained() -> None:
+    (finding,) = [
+        f for f in judge_drill(msgspec.structs.replace(DRILL, again_after_s=144.0)) if f.topic == "again"
+    ]
+    assert finding.verdict == "good"
+    assert "cred_expire" in finding.remedy

@@ -1,0 +1,53 @@
+"""What a save takes: as measured, else as the size and the speed of the storage say, else nobody knows."""
+
+from pathlib import Path
+
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.config.load import parse_config
+from verl_slurm.doctor.places import PlaceReport
+from verl_slurm.events import append_event
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.deadlines import save_time
+
+CONFIG = parse_config(b"", "my.yaml", ())
+
+
+def committed(num_bytes: int) -> list[CheckpointInfo]:
+    return [
+        CheckpointInfo(
+            kind="committed",
+            name="step_000010",
+            path=Path("/run"),
+            step=10,
+            safe_point=0,
+            num_bytes=num_bytes,
+            num_files=20,
+        )
+    ]
+
+
+def disk(path: Path) -> PlaceReport:
+    return PlaceReport(path=str(path), write_bytes_per_s=2e9)
+
+
+def broken(path: Path) -> PlaceReport:
+    return PlaceReport(path=str(path), problem="gone")
+
+
+def test_what_was_measured_beats_what_is_expected(tmp_path: Path) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    found = save_time(CONFIG, paths, committed(10 * 10**9), probe=disk)
+    assert found is not None
+    assert found.seconds == 5.0
+    append_event(paths, "saved", seconds=3.25, on_shared=True)
+    found = save_time(CONFIG, paths, committed(10 * 10**9), probe=broken)
+    assert found is not None
+    assert found.seconds == 3.25
+
+
+def test_storage_is_not_tried_for_a_state_that_is_small(tmp_path: Path) -> None:
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    assert save_time(CONFIG, paths, committed(10**6), probe=disk) is None
+    assert save_time(CONFIG, paths, [], probe=disk) is None  # nobody knows how large it will be
+    assert save_time(CONFIG, paths, committed(10**10), probe=broken) is None

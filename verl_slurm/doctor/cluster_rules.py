@@ -1,0 +1,166 @@
+"""What Slurm's configuration means for a run of ours. Pure: from what scontrol prints to findings.
+
+What is behind the rules was measured on 22.05.8, and is in the manual pages of slurm.conf(5) and sbatch(1):
+
+* a preemption leaves GraceTime, then KillWait between TERM and KILL; with GraceTime 0 it is KillWait alone;
+* PreemptMode=CANCEL ends the job, unless it has asked for its requeue before, which the daemon does in the grace time;
+* the end of a preemption or of a time limit comes up to 30 s late, never early: nothing here counts on that;
+* `--signal=B:USR1@N` may come up to 60 s early, never late;
+* a lost node is noticed by slurmctld after 2 to 3 times SlurmdTimeout.
+"""
+
+import re
+from collections.abc import Mapping
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.doctor.findings import Finding, bad, good, warn
+from verl_slurm.doctor.save_time import SaveTime
+from verl_slurm.slurm.parse import PartitionFacts
+
+__all__ = ["judge_cluster", "judge_deadlines", "kill_wait_s"]
+
+_OLDEST = (22, 5)
+_LEAST_JOB_AGE_S = 60
+
+
+def judge_cluster(
+    conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
+) -> list[Finding]:
+    """All that can be said without a job.
+
+    Args:
+        conf: `scontrol show config`.
+        partition: the one that the job goes to.
+        save: what a save takes; None: nobody knows yet.
+    """
+    findings = [_version(conf), _requeue(conf, partition)]
+    findings += judge_deadlines(conf, partition, config, save)
+    findings += [_lost_node(conf), _memory_of_jobs(conf)]
+    return findings
+
+
+def judge_deadlines(
+    conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
+) -> list[Finding]:
+    """Whether a save fits between a warning and the end, at a preemption and at the time limit.
+
+    Called by: submit.submission too, before anything is queued.
+    """
+    return [_preemption(conf, partition, config, save), _time_limit(conf, config, save)]
+
+
+def _version(conf: Mapping[str, str]) -> Finding:
+    text = conf.get("SLURM_VERSION", "")
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        return warn(
+            "version", f"SLURM_VERSION is {text or 'not shown'}", "report it with `scontrol show config`"
+        )
+    if (int(match[1]), int(match[2])) < _OLDEST:
+        return warn(
+            "version", f"Slurm {text}", "tested from 22.05 on; try `verl-slurm doctor --fire-drill` first"
+        )
+    return good("version", f"Slurm {text}")
+
+
+def _requeue(conf: Mapping[str, str], partition: PartitionFacts) -> Finding:
+    if conf.get("JobRequeue", "1") != "1":
+        return good(
+            "requeue", "JobRequeue=0: jobs are not requeued unless they ask", "submit asks: --requeue"
+        )
+    return good("requeue", f"allowed; partition {partition.name}")
+
+
+def _preemption(
+    conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
+) -> Finding:
+    mode = partition.preempt_mode.upper()
+    if conf.get("PreemptType", "preempt/none").endswith("none") or mode.split(",")[0] == "OFF":
+        return good("preemption", f"nothing preempts jobs of partition {partition.name}")
+    if "SUSPEND" in mode:
+        return good(
+            "preemption",
+            "PreemptMode=SUSPEND: a preempted job stands still and goes on where it stood",
+            "nothing is saved for it; see that checkpoint.every_steps is not too far for a node that dies meanwhile",
+        )
+    kill_wait = kill_wait_s(conf)
+    grace, margin = partition.grace_s, config.daemon.save_margin_s
+    time = f"GraceTime {grace} s" if grace else f"GraceTime 0, KillWait {kill_wait} s"
+    found = f"PreemptMode={mode}, {time}"
+    if not grace and "CANCEL" in mode:
+        return bad(
+            "preemption",
+            f"{found}: a preempted job is cancelled and cannot ask for its requeue",
+            "ask the administrators for a GraceTime or for PreemptMode=REQUEUE; "
+            "until then `verl-slurm submit RUN` starts it again from the newest checkpoint",
+        )
+    available = (grace or kill_wait) - margin
+    if available <= 0:
+        return warn(
+            "preemption",
+            f"{found}: daemon.save_margin_s={margin:g} leaves no time for a save",
+            "a smaller daemon.save_margin_s; until then a preemption goes back to the newest periodic checkpoint",
+        )
+    if save is None:
+        if grace:
+            return good("preemption", f"{found}; what a save takes will be known after the first")
+        return warn(
+            "preemption",
+            f"{found}: no time but that one",
+            "keep checkpoint.every_steps small; the ledger keeps rollouts",
+        )
+    if save.seconds > available:
+        return warn(
+            "preemption",
+            f"{found}: {available:.0f} s for a save of {save.seconds:.1f} s ({save.basis}): it will not be done",
+            "a preemption then goes back to the newest periodic checkpoint and replays the ledger: make "
+            "checkpoint.every_steps small, or use faster storage (checkpoint.local_dir)",
+        )
+    return good("preemption", f"{found}; a save takes {save.seconds:.1f} s ({save.basis})")
+
+
+def _time_limit(conf: Mapping[str, str], config: RunConfig, save: SaveTime | None) -> Finding:
+    lead, limit = config.slurm.signal_lead_s, config.slurm.time_limit_min * 60
+    available = lead - config.daemon.save_margin_s
+    if save is not None and save.seconds > available:
+        need = int(save.seconds + config.daemon.save_margin_s) + 1
+        return warn(
+            "time limit",
+            f"the warning comes {lead} s before it; a save takes {save.seconds:.1f} s ({save.basis})",
+            f"slurm.signal_lead_s={2 * need}",
+        )
+    return good("time limit", f"the warning comes {lead} s before the limit of {limit // 60} min")
+
+
+def _lost_node(conf: Mapping[str, str]) -> Finding:
+    timeout = _seconds(conf, "SlurmdTimeout", 300)
+    if timeout == 0:
+        return warn(
+            "lost node",
+            "SlurmdTimeout=0: Slurm never gives a node up",
+            "cancel and submit by hand when one dies",
+        )
+    return good(
+        "lost node", f"Slurm gives one up after {2 * timeout} to {3 * timeout} s (SlurmdTimeout {timeout} s)"
+    )
+
+
+def _memory_of_jobs(conf: Mapping[str, str]) -> Finding:
+    age = _seconds(conf, "MinJobAge", 300)
+    if 0 < age < _LEAST_JOB_AGE_S:
+        return warn(
+            "memory of jobs",
+            f"Slurm forgets an ended job after {age} s (MinJobAge)",
+            "`verl-slurm status` then tells the end from the run's own journal",
+        )
+    return good("memory of jobs", f"MinJobAge {age} s")
+
+
+def kill_wait_s(conf: Mapping[str, str]) -> int:
+    """Seconds between TERM and KILL."""
+    return _seconds(conf, "KillWait", 30)
+
+
+def _seconds(conf: Mapping[str, str], name: str, default: int) -> int:
+    match = re.match(r"\d+", conf.get(name, ""))
+    return int(match[0]) if match else default

@@ -1,0 +1,120 @@
+"""The job of a fire drill: `python -m verl_slurm.doctor.drill_job (batch|node) DIR`. It tells what happens to it.
+
+The batch process starts one step with a process on each node and then does what each of those does, too: it blocks
+all signals that Slurm may send, takes them one by one, and writes them down, with a sign of life every 0.2 s, until it
+is killed, or until DIR/over is there. In its second life (SLURM_RESTART_COUNT) it says so and ends.
+
+```
+DIR/node-<id>.json     NodeReport of a node
+DIR/clock              where node 0 tells the time
+DIR/<who>.seen         one line a signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>`
+DIR/<who>.alive        its modification time is the last sign of life
+DIR/again              the second life's first word: seconds since 1970
+```
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.doctor.node_probe import ClockServer, ask_clock, look_at_node
+from verl_slurm.files import write_file
+
+__all__ = ["main"]
+
+_TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGHUP)
+_BEAT_S = 0.2
+_AT_MOST_S = 600.0
+_CLOCK_PATIENCE_S = 30.0
+
+
+def main(argv: list[str]) -> int:
+    """See the module. Called by: the batch script of `fire_drill`, and by itself on every node."""
+    role, directory = argv[0], Path(argv[1])
+    os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
+    if role == "node":
+        return _node(directory, int(os.environ.get("SLURM_NODEID") or 0), argv[2] if len(argv) > 2 else "")
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        write_file(directory / "again", str(time.time()).encode())
+        return 0
+    srun = shutil.which("srun")
+    if srun is None:
+        write_file(directory / "problem", b"there is no srun on the first node")
+        return 1
+    mine = [sys.executable, "-P", "-m", __name__, "node", *argv[1:]]
+    log = os.open(directory / "step.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # The mask is inherited: srun relays no signal of its own, and dies with the job.
+    step = subprocess.Popen(
+        [srun, "--kill-on-bad-exit=0", *mine], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
+    os.close(log)
+    _watch(directory, "batch", step)
+    return 0
+
+
+def _node(directory: Path, node_id: int, local_dir: str) -> int:
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    report = look_at_node(name, local_dir)
+    address, server = directory / "clock", None
+    if node_id == 0:
+        server = ClockServer(address, _own_address())
+    else:
+        try:
+            offset, took = ask_clock(_published(address))
+            report = msgspec.structs.replace(report, clock_offset_s=offset, round_trip_s=took)
+        except (OSError, ValueError) as error:
+            report = msgspec.structs.replace(report, problem=str(error) or type(error).__name__)
+    write_file(directory / f"node-{node_id}.json", msgspec.json.encode(report))
+    _watch(directory, f"step-{node_id}", None)
+    if server is not None:
+        server.close()
+    return 0
+
+
+def _own_address() -> str:
+    """What other nodes reach this one by: its name in Slurm where that resolves, else the host's."""
+    for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()):
+        try:
+            if name:
+                return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[return-value]
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def _published(path: Path) -> str:
+    """Waits for node 0; shared file systems tell nobody when a file appears."""
+    deadline = time.monotonic() + _CLOCK_PATIENCE_S
+    while time.monotonic() < deadline:
+        if path.exists() and (text := path.read_text()):
+            return text
+        time.sleep(_BEAT_S)
+    raise OSError("the first node never said where it listens")
+
+
+def _watch(directory: Path, who: str, step: "subprocess.Popen[bytes] | None") -> None:
+    seen = os.open(directory / f"{who}.seen", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    alive = directory / f"{who}.alive"
+    deadline = time.monotonic() + _AT_MOST_S
+    while time.monotonic() < deadline and not (directory / "over").exists():
+        alive.touch(mode=0o600)
+        took = signal.sigtimedwait(_TAKEN, _BEAT_S)
+        if took is not None:
+            os.write(seen, f"{signal.Signals(took.si_signo).name} {time.time()}\n".encode())
+        if step is not None:
+            step.poll()
+    os.close(seen)
+    if step is not None:
+        step.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

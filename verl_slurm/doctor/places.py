@@ -1,0 +1,159 @@
+"""Tries a place where checkpoints are to be written: is it there, what does it keep of our promises, how fast is it.
+
+Only by doing: a directory of our own (0700, a random name) is made in it, files are written, synced, renamed, locked,
+read, and all of it is removed. Whatever cannot be done is a finding, never an exception.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.doctor.findings import Finding, bad, good, warn
+
+__all__ = ["PlaceReport", "judge_place", "probe_place"]
+
+_BYTES = 64 << 20
+_PIECE = 4 << 20
+_SMALL_SYNCS = 16
+_SLOW_SYNC_S = 0.05
+_MEMORY = ("tmpfs", "ramfs")
+
+
+class PlaceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of one place.
+
+    Called by: cli.doctor, node_probe.
+    """
+
+    path: str
+    problem: str = ""
+    """Why nothing else is known."""
+    medium: str = ""
+    """The file system's type."""
+    free_bytes: int = 0
+    write_bytes_per_s: float = 0.0
+    """64 MiB in one file, fsync included."""
+    sync_s: float = 0.0
+    """A small append made durable: the median."""
+    keeps_modes: bool = True
+    renames: bool = True
+    locks: bool = True
+
+
+def probe_place(place: Path, num_bytes: int = _BYTES) -> PlaceReport:
+    """Try it. `place` need not exist: then its nearest parent that does is tried, and nothing is made for good."""
+    parent = place
+    while not parent.is_dir() and parent != parent.parent:
+        parent = parent.parent
+    trial = parent / f".verl-slurm-doctor-{secrets.token_hex(6)}"
+    try:
+        trial.mkdir(mode=0o700)
+    except OSError as error:
+        return PlaceReport(path=str(place), problem=f"{parent}: {error.strerror or error}")
+    try:
+        return _try(place, trial, num_bytes)
+    except OSError as error:
+        return PlaceReport(path=str(place), problem=f"{parent}: {error.strerror or error}")
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+
+
+def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
+    import psutil
+
+    block = memoryview(secrets.token_bytes(_PIECE))  # zeros would be compressed away by some
+    big, target = trial / "new", trial / "old"
+    fd = os.open(big, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        began, written = time.perf_counter(), 0
+        while written < num_bytes:
+            written += os.write(fd, block[: num_bytes - written])
+        os.fsync(fd)
+        speed = written / max(time.perf_counter() - began, 1e-9)
+        syncs = sorted(_small_sync(fd, written + i) for i in range(_SMALL_SYNCS))
+        keeps = stat.S_IMODE(os.fstat(fd).st_mode) == 0o600 and stat.S_IMODE(trial.stat().st_mode) == 0o700
+        locks = _locks(fd)
+    finally:
+        os.close(fd)
+    target.write_bytes(b"")
+    os.rename(big, target)
+    renamed = target.stat().st_size >= written and not big.exists()
+    real = trial.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if real.is_relative_to(p.mountpoint)]
+    return PlaceReport(
+        path=str(place),
+        medium=max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "",
+        free_bytes=shutil.disk_usage(trial).free,
+        write_bytes_per_s=speed,
+        sync_s=syncs[len(syncs) // 2],
+        keeps_modes=keeps,
+        renames=renamed,
+        locks=locks,
+    )
+
+
+def _small_sync(fd: int, offset: int) -> float:
+    began = time.perf_counter()
+    os.pwrite(fd, b"x", offset)
+    os.fdatasync(fd)
+    return time.perf_counter() - began
+
+
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+
+
+def judge_place(topic: str, report: PlaceReport, *, must_outlive_node: bool) -> list[Finding]:
+    """What a report means. Pure.
+
+    Args:
+        topic: the key of the configuration that names the place.
+        must_outlive_node: it is where the run resumes from on another node.
+    """
+    if report.problem:
+        return [bad(topic, f"{report.path}: {report.problem}", f"choose another {topic}, or have it mended")]
+    speed, sync = report.write_bytes_per_s / 1e6, report.sync_s * 1e3
+    found = (
+        f"{report.path} ({report.medium or 'unknown'}): {report.free_bytes / 1e9:.3g} GB free, "
+        f"writes {speed:.0f} MB/s, a small write is durable after {sync:.1f} ms"
+    )
+    findings = [good(topic, found)]
+    if must_outlive_node and report.medium in _MEMORY:
+        findings[0] = warn(topic, f"{found}: it is this machine's memory", "a directory that all nodes share")
+    if not report.keeps_modes:
+        findings.append(
+            warn(
+                topic,
+                f"{report.path} does not keep file modes",
+                "others may read checkpoints: encrypt them (key)",
+            )
+        )
+    if not report.renames:
+        findings.append(bad(topic, f"{report.path} does not rename atomically", f"choose another {topic}"))
+    if not report.locks:
+        findings.append(
+            warn(
+                topic,
+                f"{report.path} has no flock",
+                "the epoch alone keeps two incarnations apart (Lustre: -o flock)",
+            )
+        )
+    if report.sync_s > _SLOW_SYNC_S:
+        findings.append(
+            warn(
+                topic,
+                f"{report.path}: {sync:.0f} ms until a small write is durable",
+                "the ledger pays it for each micro-batch: a greater rollout.micro_batch_size_per_device",
+            )
+        )
+    return findings
