@@ -182,7 +182,7 @@ class SlurmAllocation:
             await asyncio.sleep(pause)
 
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
-        step = step_argv("srun", self._config, argv)
+        step = step_argv("srun", self._config, argv, het_size=self._job.het_size)
         return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL)]
 
 

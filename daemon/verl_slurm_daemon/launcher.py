@@ -6,7 +6,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Launch
 
-__all__ = ["agent_argv", "launcher_argv", "launcher_env", "step_argv"]
+__all__ = ["agent_argv", "container_places", "launcher_argv", "launcher_env", "step_argv"]
 
 CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
 
@@ -16,17 +16,24 @@ def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
     return [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
 
 
-def step_argv(srun: str, config: RunConfig, agent: list[str]) -> list[str]:
+def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int = 1) -> list[str]:
     """One Slurm step with an agent on every node of the job.
 
     `--kill-on-bad-exit=0` and `--wait=0`: one agent's end says nothing about the others; the lead decides.
     `--cpus-per-task` is repeated because srun no longer takes it from the job (since 22.05).
+
+    Args:
+        agent: Python, and what it is to run.
+        het_size: components of the job. Above 1 each brings its own number of nodes; SLURM_NODEID counts over all of
+            them in such a step (seen on 22.05.8).
     """
     nodes = config.distributed.nodes
+    counts = [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    if het_size > 1:
+        counts = ["--het-group=" + ",".join(str(number) for number in range(het_size))]
     argv = [
         srun,
-        f"--nodes={nodes}",
-        f"--ntasks={nodes}",
+        *counts,
         "--ntasks-per-node=1",
         f"--cpus-per-task={config.slurm.cpus_per_node}",
         "--overlap",  # a save may have to be brought home while the ranks' step runs
@@ -37,7 +44,29 @@ def step_argv(srun: str, config: RunConfig, agent: list[str]) -> list[str]:
         "--input=none",
         "--quiet",
     ]
-    return [*argv, *agent]
+    return [*argv, *_contained(config, agent)]
+
+
+def _contained(config: RunConfig, agent: list[str]) -> list[str]:
+    """`agent` in the image, where there is one. What a run reads and writes has the same name inside as outside."""
+    container = config.slurm.container
+    if container is None:
+        return agent
+    inside = [container.python, *agent[1:]]
+    binds = ",".join(f"{place}:{place}" for place in container_places(config))
+    if container.runtime == "pyxis":
+        return [f"--container-image={container.image}", f"--container-mounts={binds}", *inside]
+    gpus = ["--nv"] if config.distributed.device == "cuda" else []
+    return ["apptainer", "exec", *gpus, f"--bind={binds}", container.image, *inside]
+
+
+def container_places(config: RunConfig) -> list[str]:
+    """The directories that a container has to see: the run's, its inputs', the second copy's, and the user's own."""
+    reward = config.model.reward.partition(":")
+    wanted = [config.run_dir, config.model.path, config.data.root, config.data.eval_root or ""]
+    wanted += [reward[2] if reward[0] == "classifier" else "", config.checkpoint.local_dir or ""]
+    wanted += config.slurm.container.binds if config.slurm.container else []
+    return sorted({place for place in wanted if place.startswith("/")})
 
 
 def launcher_argv(

@@ -186,7 +186,7 @@ def test_prepare_only_makes_the_run_and_says_how_to_sbatch_it(workplace: Path, c
     run = workplace / "runs" / "demo"
     assert result.code == 0
     assert "sbatch --cpus-per-task=1" in result.out
-    assert f"{ROOT}/sbatch/two_nodes.sbatch {run}" in result.out
+    assert f"{ROOT}/sbatch/multi_node.sbatch {run}" in result.out
     assert (run / "run.yaml").exists()
     status = cli("status", run)
     assert "none yet" in status.out

@@ -17,7 +17,7 @@ from verl_slurm.submit.follow import follow_lines
 
 pytestmark = pytest.mark.slurm
 Cli = Callable[..., Any]
-TEMPLATE = Path(__file__).parents[2] / "sbatch" / "two_nodes.sbatch"
+TEMPLATE = Path(__file__).parents[2] / "sbatch" / "multi_node.sbatch"
 SLURM = ("--cluster", "slurm")
 
 

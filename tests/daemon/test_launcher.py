@@ -6,6 +6,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 from verl_slurm_daemon.launcher import agent_argv, launcher_argv, launcher_env, step_argv
 
+from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Launch
@@ -50,3 +51,36 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
     }
+
+
+def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:
+    argv = step_argv("srun", RunConfig(), agent_argv("python", PATHS, 7), het_size=3)
+    assert "--het-group=0,1,2" in argv
+    assert not [word for word in argv if word.startswith(("--nodes", "--ntasks="))]
+
+
+def contained(runtime: str, *more: str) -> list[str]:
+    container = f"slurm.container={{runtime: {runtime}, image: img, python: py, binds: [/opt]}}"
+    config = parse_config(b"", "my.yaml", ("run_dir=/shared/run", "model.path=/models/m", container, *more))
+    return step_argv("srun", config, agent_argv("/venv/bin/python", PATHS, 7))
+
+
+def test_apptainer_runs_the_images_own_python_and_sees_what_the_run_needs() -> None:
+    argv = contained("apptainer", "checkpoint.local_dir=/nvme")
+    at = argv.index("apptainer")
+    assert argv[at + 1 : at + 5] == [
+        "exec",
+        "--bind=/models/m:/models/m,/nvme:/nvme,/opt:/opt,/shared/run:/shared/run",
+        "img",
+        "py",
+    ]
+    assert argv[at + 5 :] == agent_argv("python", PATHS, 7)[1:]
+    cuda = contained("apptainer", "distributed.device=cuda", "slurm.gpus_per_node=1")
+    assert "--nv" in cuda
+
+
+def test_pyxis_is_told_by_options_of_srun() -> None:
+    argv = contained("pyxis")
+    assert "--container-image=img" in argv
+    assert "--container-mounts=/models/m:/models/m,/opt:/opt,/shared/run:/shared/run" in argv
+    assert argv[argv.index("py") :] == ["py", *agent_argv("python", PATHS, 7)[1:]]

@@ -201,7 +201,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
 
 def test_the_sbatch_template_runs_the_same_job_without_submitit(run: LiveRun, twin: LiveRun) -> None:
     run.cli("submit", *run.argv, "--prepare-only")
-    template = ROOT / "sbatch/two_nodes.sbatch"
+    template = ROOT / "sbatch/multi_node.sbatch"
     submitted = run.slurm("sbatch", "--parsable", "--output=/dev/null", str(template), str(run.paths.root))
     run.job_id = submitted.strip()
     ends_like(run, twin)

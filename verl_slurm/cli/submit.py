@@ -46,7 +46,9 @@ __all__ = ["submit"]
 @click.option("--wait", is_flag=True, help="Follow the run over its requeues and exit with its code.")
 @click.option("--dry-run", is_flag=True, help="Check everything, print the exact batch script, make nothing.")
 @click.option(
-    "--prepare-only", is_flag=True, help="Make the run directory, queue nothing: for sbatch/two_nodes.sbatch."
+    "--prepare-only",
+    is_flag=True,
+    help="Make the run directory, queue nothing: for sbatch/multi_node.sbatch.",
 )
 @click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
 @click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
@@ -172,7 +174,7 @@ def _sbatch_line(plan: "SubmissionPlan", paths: RunPaths) -> str:
     from verl_slurm.config.load import shipped
     from verl_slurm.submit.plan import sbatch_options
 
-    template = shipped("sbatch/two_nodes.sbatch")
+    template = shipped("sbatch/multi_node.sbatch")
     return shlex.join(["sbatch", *sbatch_options(plan.config), template, str(paths.root)])
 
 

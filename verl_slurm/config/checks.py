@@ -10,7 +10,7 @@ from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.rollout_checks import rollout_complaints
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.config.train_checks import train_complaints
 from verl_slurm.errors import ConfigError
@@ -315,3 +315,30 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
         elif isinstance(value, str) and not value.isprintable():
             # A line break would end the #SBATCH line and start a command of its own.
             yield Complaint(f"slurm.extra.{option}", repr(value), "one line of text", "remove the line break")
+    if slurm.container is not None:
+        yield from _container(config, slurm.container)
+
+
+def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Complaint]:
+    image = container.image
+    if not image.strip() or not image.isprintable() or image.startswith("-"):
+        yield Complaint(
+            "slurm.container.image", repr(image), "a path or a name", "e.g. /images/verl-slurm.sif"
+        )
+    if not container.python.strip() or not container.python.isprintable() or container.python.startswith("-"):
+        yield Complaint("slurm.container.python", repr(container.python), "a program", "e.g. python3")
+    for place in container.binds:
+        if not place.startswith("/") or not place.isprintable() or set(place) & set(",:"):
+            yield Complaint(
+                "slurm.container.binds",
+                repr(place),
+                "an absolute path without `,` and `:`",
+                "runtimes read those as separators: choose another path",
+            )
+    if set(config.run_dir) & set(",:"):
+        yield Complaint(
+            "run_dir",
+            repr(config.run_dir),
+            "a path without `,` and `:` where there is a container",
+            "runtimes read those as separators: choose another path",
+        )

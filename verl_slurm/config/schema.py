@@ -273,6 +273,22 @@ class CheckpointConfig(_Section, frozen=True):
     """null: nothing is encrypted or signed."""
 
 
+class ContainerConfig(_Section, frozen=True):
+    """The image that agents and ranks run in. The lead stays outside, where Slurm's commands are.
+
+    The image needs the packages of this project in the versions outside; a run's own directories are mounted under
+    their own names.
+    """
+
+    image: str
+    """apptainer: a path to a .sif, or a URI; pyxis: what `srun --container-image` takes."""
+    runtime: Literal["apptainer", "pyxis"] = "apptainer"
+    python: str = "python3"
+    """In the image."""
+    binds: list[str] = []
+    """Further directories that ranks need, absolute."""
+
+
 class SlurmConfig(_Section, frozen=True):
     """What is asked of Slurm."""
 
@@ -288,6 +304,8 @@ class SlurmConfig(_Section, frozen=True):
     """0: the partition's default."""
     extra: dict[str, str | int | bool] = {}
     """Further sbatch options by their long names, e.g. {constraint: a100}."""
+    container: ContainerConfig | None = None
+    """null: ranks run in the environment that submits."""
 
 
 class DaemonConfig(_Section, frozen=True):

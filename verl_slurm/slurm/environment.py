@@ -16,6 +16,9 @@ from verl_slurm.slurm.commands import NAME, NODE_LIST
 
 __all__ = ["SlurmJob"]
 
+_MOST_COMPONENTS = 128
+"""Slurm's own limit (MAX_HET_JOB_COMPS)."""
+
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     """The job that this process is in.
@@ -37,6 +40,8 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     array_job_id: int | None = None
     array_task_id: int | None = None
     het_job_id: int | None = None
+    het_size: int = 1
+    """Components of a heterogeneous job; `node_list` and `num_nodes` are of all of them."""
 
     @property
     def label(self) -> str:
@@ -55,11 +60,15 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
         if not env.get("SLURM_JOB_ID"):
             return None
         submit_dir = env.get("SLURM_SUBMIT_DIR")
+        het_size = _number(env, "SLURM_HET_SIZE", default=1)
+        if het_size > _MOST_COMPONENTS:
+            raise _refuse("SLURM_HET_SIZE", str(het_size), f"at most {_MOST_COMPONENTS}")
+        parts = [f"_HET_GROUP_{number}" for number in range(het_size)] if het_size > 1 else [""]
         return cls(
             job_id=_number(env, "SLURM_JOB_ID", least=1),
             restart_count=_number(env, "SLURM_RESTART_COUNT", default=0),
-            node_list=_name(env, "SLURM_JOB_NODELIST", NODE_LIST),
-            num_nodes=_number(env, "SLURM_JOB_NUM_NODES", least=1),
+            node_list=",".join(_name(env, f"SLURM_JOB_NODELIST{part}", NODE_LIST) for part in parts),
+            num_nodes=sum(_number(env, f"SLURM_JOB_NUM_NODES{part}", least=1) for part in parts),
             node_name=_name(env, "SLURMD_NODENAME", NAME),
             cluster=_name(env, "SLURM_CLUSTER_NAME", NAME) if env.get("SLURM_CLUSTER_NAME") else None,
             partition=_name(env, "SLURM_JOB_PARTITION", NAME) if env.get("SLURM_JOB_PARTITION") else None,
@@ -67,6 +76,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             array_job_id=_optional_number(env, "SLURM_ARRAY_JOB_ID"),
             array_task_id=_optional_number(env, "SLURM_ARRAY_TASK_ID"),
             het_job_id=_optional_number(env, "SLURM_HET_JOB_ID"),
+            het_size=het_size,
         )
 
 

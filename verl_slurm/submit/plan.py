@@ -103,7 +103,7 @@ def sbatch_parameters(config: RunConfig) -> dict[str, object]:
 
 
 def sbatch_options(config: RunConfig) -> list[str]:
-    """The same, as command-line options for a hand-written batch script (`sbatch/two_nodes.sbatch`)."""
+    """The same, as command-line options for a hand-written batch script (`sbatch/multi_node.sbatch`)."""
     parameters = sbatch_parameters(config)
     additional = parameters.pop("additional_parameters")
     assert isinstance(additional, dict)

@@ -158,7 +158,7 @@ def carry_out(
 
     Args:
         plan: from `plan_submission`.
-        prepare_only: make everything, queue nothing (for `sbatch/two_nodes.sbatch`).
+        prepare_only: make everything, queue nothing (for `sbatch/multi_node.sbatch`).
         confirm_drift: `--force-resume`: asked when the data has changed; None: refuse.
 
     Raises:

@@ -1,0 +1,125 @@
+"""The batch scripts in `sbatch/`: clean, accepted by a real Slurm, and those that need no container runtime run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, SMALL, LiveRun, same_weights
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.faults import preempt
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+TEMPLATES = sorted((ROOT / "sbatch").glob("*.sbatch"))
+SHORT = (*SMALL, "train.steps=2", "checkpoint.every_steps=2")
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.stem for path in paths]
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=names(TEMPLATES))
+def test_shellcheck_has_nothing_to_say(template: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("NOT RUN: shellcheck is not installed here (Debian's package of that name)")
+    done = subprocess.run(["shellcheck", str(template)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=names(TEMPLATES))
+def test_a_real_sbatch_accepts_each_template(template: Path, cluster: DevCluster) -> None:
+    # Of a heterogeneous job Slurm 22.05 plans each component by itself, and says the same on both lines.
+    done = subprocess.run(
+        ["sbatch", "--test-only", str(template), "/run"],
+        env={**os.environ, **cluster.client_env()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "to start at" in done.stderr
+
+
+def sbatch(run: LiveRun, *words: str) -> None:
+    run.cli("submit", *run.argv, "--prepare-only")
+    *options, template = words
+    path = str(ROOT / "sbatch" / template)
+    argv = ["sbatch", "--parsable", "--output=/dev/null", *options, path, str(run.paths.root)]
+    run.job_id = run.slurm(*argv).strip()
+
+
+def test_one_node_holds_all_ranks(cluster: DevCluster, tmp_path: Path) -> None:
+    run = LiveRun(cluster, tmp_path / "run", *SHORT, "distributed.nodes=1")
+    sbatch(run, "single_node.sbatch")
+    run.wait_end()
+
+
+def test_a_heterogeneous_job_has_ranks_in_each_component_and_survives_a_requeue(
+    cluster: DevCluster, tmp_path: Path
+) -> None:
+    run = LiveRun(cluster, tmp_path / "run", *SHORT)
+    sbatch(run, "heterogeneous.sbatch")
+    run.wait_event("training")
+    assert len({process.environ()["SLURMD_NODENAME"] for process in run.ranks()}) == 2
+    run.slurm("scontrol", "requeue", run.job_id)
+    run.wait_event("started", restart=1)
+    run.wait_end()
+    assert len(run.events("started")) == 2
+
+
+def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
+    cluster: DevCluster, tmp_path: Path
+) -> None:
+    twin = LiveRun(cluster, tmp_path / "twin", *SHORT).submit()
+    twin.wait_end()
+    run = LiveRun(cluster, tmp_path / "run", *SHORT)
+    sbatch(run, "--array=1-2%1", "chain.sbatch")
+    try:
+        first = run.wait_event("started")
+        run.wait_phase("generate", step=0, index=3)
+        preempt(cluster, int(first["job_id"]), hold_s=1)
+        run.wait_event("ended", exit_code=24)
+        run.wait_end()
+    finally:
+        run.cancel()
+    jobs = [event["job_id"] for event in run.events("started")]
+    assert len(set(jobs)) == 2
+    assert [event["exit_code"] for event in run.events("ended")] == [24, 0]
+    same, said = same_weights(run.paths.root, twin.paths.root)
+    assert same, said
+
+
+def test_the_agents_of_an_apptainer_run_are_started_by_apptainer(cluster: DevCluster, tmp_path: Path) -> None:
+    """There is no container runtime here: a stand-in notes its command line and runs what stands behind the image."""
+    stand_in = tmp_path / "bin" / "apptainer"
+    stand_in.parent.mkdir()
+    stand_in.write_text(
+        f'#!/bin/bash\necho "$@" >>{tmp_path}/said\nwhile [[ $1 != /images/x.sif ]]; do shift; done\nshift\nexec "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    container = "slurm.container={image: /images/x.sif, binds: [/opt]}"
+    run = LiveRun(cluster, tmp_path / "run", *SHORT, container)
+    run.cli("submit", *run.argv, "--prepare-only")
+    path = f"{stand_in.parent}:{Path(sys.executable).parent}:{run.env()['PATH']}"
+    environment = {**run.env(), "PATH": path}
+    argv = [
+        "sbatch",
+        "--parsable",
+        "--output=/dev/null",
+        str(ROOT / "sbatch/apptainer.sbatch"),
+        str(run.paths.root),
+    ]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    run.job_id = done.stdout.strip()
+    run.wait_end()
+    said = (tmp_path / "said").read_text().splitlines()
+    assert len(said) == 2  # one agent a node
+    for line in said:
+        assert line.startswith("exec --bind=")
+        assert f"{run.paths.root}:{run.paths.root}" in line
+        assert "/opt:/opt" in line
+        assert " /images/x.sif python3 -P -m verl_slurm_daemon agent " in line
