@@ -59,6 +59,9 @@ class Verify(_Action, frozen=True):
 class TakeDown(_Action, frozen=True):
     """End the step: `Shutdown` to the agents, then kill what stays. Ends in `GenerationEnded`."""
 
+    stacks: bool = False
+    """Before it, have all ranks write down where their threads are."""
+
 
 class Pause(_Action, frozen=True):
     """Wait before the next generation, then `BackoffOver`."""
@@ -68,6 +71,9 @@ class Pause(_Action, frozen=True):
 
 class Requeue(_Action, frozen=True):
     """Ask Slurm to run this job again."""
+
+    avoid: tuple[str, ...] = ()
+    """Nodes that it is to stay away from for a while."""
 
 
 class Exit(_Action, frozen=True):

@@ -24,12 +24,16 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import (
+    STACKS_SIGNAL,
     AgentReady,
+    DumpStacks,
     FromRank,
     Launch,
     NodeExited,
+    RankStarted,
     Shutdown,
     SignalSeen,
+    StacksWritten,
     StopRequest,
     ToAgent,
 )
@@ -37,7 +41,7 @@ from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.launcher import launcher_argv, launcher_env
 from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.orphan import requeue_as_orphan
-from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, tail
+from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, signal_ranks, tail
 from verl_slurm_daemon.rank_socket import RankSocket
 
 __all__ = ["run_agent"]
@@ -45,6 +49,7 @@ __all__ = ["run_agent"]
 T = TypeVar("T")
 
 _CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
+_STACKS_S = 1.0
 _RELAYED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
@@ -59,6 +64,9 @@ class Agent:
         self._shutdown = asyncio.Event()
         self._lead_lost = asyncio.Event()
         self._link: LeadLink | None = None
+        self._pids: set[int] = set()
+        self._log = Path()
+        self._dumping: asyncio.Task[None] | None = None
 
     async def run(self) -> ExitCode:
         self._link = await self._connect()
@@ -105,6 +113,7 @@ class Agent:
         if launch is None:
             return await self._leave()
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
+        self._log = log
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
                 *launcher_argv(sys.executable, self._config, self._paths, launch, self._ranks.directory),
@@ -160,11 +169,22 @@ class Agent:
             case StopRequest(request_id=request_id, stop=stop, deadline_s=deadline_s):
                 deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9) if deadline_s > 0 else 0
                 self._ranks.page.post(Request(request_id, stop, deadline_ns))
+            case DumpStacks():
+                self._dumping = asyncio.create_task(self._dump_stacks())
             case Shutdown():
                 self._shutdown.set()
 
+    async def _dump_stacks(self) -> None:
+        """Nothing tells when a rank has written its last line; what a second does not suffice for is not waited for."""
+        assert self._link is not None
+        signal_ranks(self._pids, STACKS_SIGNAL)
+        await asyncio.sleep(_STACKS_S)
+        self._link.send(StacksWritten(node=self._node, log=str(self._log)))
+
     def _from_rank(self, message: FromRank) -> None:
         assert self._link is not None
+        if isinstance(message, RankStarted):
+            self._pids.add(message.pid)
         self._link.send(message)
 
     def _relay(self, name: str) -> None:

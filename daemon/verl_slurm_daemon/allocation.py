@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
@@ -77,6 +78,9 @@ class Allocation(Protocol):
 
     async def requeue(self) -> RequeueAnswered | str:
         """Ask for another life of this run. A text: no answer that counts; ask again while there is time."""
+
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        """Keep the next life of this run away from these nodes, and from no others of ours; what came of it."""
 
     async def still_alive(self, owner: Epoch) -> str:
         """Why `owner`, another incarnation, may still be at work; empty: it is not."""
@@ -152,6 +156,22 @@ class SlurmAllocation:
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
         return RequeueAnswered(code, said)
 
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        own = str(self._config.slurm.extra.get("exclude") or "")
+        try:
+            facts = await self._client.job(self._job.job_id)
+            if not nodes and (facts.excluded or "") == own:
+                return ""
+            partition = await self._client.partition(facts.partition.split(",")[0])
+            left = partition.total_nodes - len(nodes) - (len(await self._client.expand(own)) if own else 0)
+            if nodes and left < self._config.distributed.nodes:
+                return f"nothing is avoided: partition {partition.name} has too few other nodes"
+            wanted = ",".join(([own] if own else []) + list(nodes))
+            await self._client.exclude(self._job.job_id, wanted)
+        except VerlSlurmError as error:
+            return f"nothing is avoided: {error}"
+        return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
+
     async def is_running(self) -> bool | None:
         """Whether Slurm has the job as running; None: it does not say."""
         try:
@@ -222,6 +242,9 @@ class LocalAllocation:
         return RequeueAnswered(
             ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
         )
+
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        return ""  # there are no others
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.host != socket.gethostname() or owner.pid == os.getpid():

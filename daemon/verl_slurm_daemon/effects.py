@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, assert_never
 
@@ -23,21 +24,25 @@ from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import (
     AgentReady,
+    DumpStacks,
     FromAgent,
     FromRank,
     Launch,
     NodeExited,
     Shutdown,
     SignalSeen,
+    StacksWritten,
     StopRequest,
 )
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
+from verl_slurm_daemon.avoid import avoided
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
+from verl_slurm_daemon.pace_watch import PaceWatch
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.scrubbing import scrub_forever
 from verl_slurm_daemon.second_copy import bring_home_argv, collect
@@ -52,6 +57,8 @@ _GOODBYE_S = 5.0
 _AGENTS_READY_S = 60.0
 """From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
 _ASK_AGAIN_S = 1.0
+_STACKS_S = 5.0
+"""For all agents' word that stacks are written; each takes a second."""
 
 
 class Effects:
@@ -77,6 +84,8 @@ class Effects:
         self._links: dict[str, AgentLink] = {}
         self._ready: dict[str, AgentReady] = {}
         self._all_ready = asyncio.Event()
+        self._pace = PaceWatch(config.daemon)  # each generation has its own
+        self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
         self._listeners: set[asyncio.Task[None]] = set()
         self._step: list[asyncio.subprocess.Process] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,12 +141,12 @@ class Effects:
                 self._arm(seconds_left)
             case act.Verify(name):
                 self._spawn(self._verify(name))
-            case act.TakeDown():
-                self._spawn(self._take_down())
+            case act.TakeDown(stacks):
+                self._spawn(self._take_down(stacks=stacks))
             case act.Pause(seconds):
                 self._spawn(self._pause(seconds))
-            case act.Requeue():
-                self._spawn(self._requeue())
+            case act.Requeue(avoid):
+                self._spawn(self._requeue(avoid))
             case act.Exit(code, reason):
                 self.exit = (code, reason)
             case _:
@@ -164,6 +173,7 @@ class Effects:
         self._generation, self._leaving = generation, asyncio.Event()
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
+        self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
         point = await self._resume_point()
         self._journal.event(
             "generation", number=generation, resume=point.name or None, progress=point.progress
@@ -177,12 +187,18 @@ class Effects:
         if self._leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(generation, point))
+        watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
+        watch.cancel()
         if self._listeners:  # what the agents said last is still in the sockets
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
+
+    async def _watch_pace(self, generation: int) -> None:
+        node, detail = await self._pace.hang()
+        self._post(ev.Hung(generation, node, detail))
 
     async def _resume_point(self) -> ResumePoint:
         checkpoint = self._config.checkpoint
@@ -246,8 +262,11 @@ class Effects:
                     said_goodbye = True
                     if message.exit_code != 0:
                         self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
+                case StacksWritten():
+                    self._stacks.put_nowait(message)
                 case _:
                     rank_message: FromRank = message
+                    self._pace.hear(node, rank_message)
                     self._post(ev.RankSaid(rank_message))
 
         try:
@@ -255,9 +274,21 @@ class Effects:
         except (OSError, VerlSlurmError) as error:
             self._journal.event("link", node=node, error=str(error))
         if node and not said_goodbye:
-            self._post(ev.NodeFailed(node, "the agent is gone without a word"))
+            self._post(ev.NodeFailed(node, "the agent is gone without a word", lost=True))
 
-    async def _take_down(self) -> None:
+    async def _write_stacks(self) -> None:
+        """Have all ranks say where they stand, and wait for it, bounded: a node that is dead says nothing."""
+        for link in self._links.values():
+            link.send(DumpStacks())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACKS_S):
+                for _ in self._links:
+                    written = await self._stacks.get()
+                    self._journal.event("stacks", node=written.node, log=written.log)
+
+    async def _take_down(self, *, stacks: bool = False) -> None:
+        if stacks:
+            await self._write_stacks()
         self._leaving.set()
         for link in self._links.values():
             link.send(Shutdown())
@@ -328,7 +359,7 @@ class Effects:
     async def _ask_cause(self, trigger: str) -> None:
         self._post(await self._allocation.cause(trigger))
 
-    async def _requeue(self) -> None:
+    async def _requeue(self, avoid: tuple[str, ...]) -> None:
         # While Slurm is away or says nothing that counts, this job stays: leaving would end it for good, and staying
         # costs what is left of the grace time at most. Slurm's KILL ends the loop.
         while isinstance(answer := await self._allocation.requeue(), str):
@@ -336,7 +367,19 @@ class Effects:
             await asyncio.sleep(_ASK_AGAIN_S)
         accepted = answer.exit_code is ExitCode.REQUEUED
         self._journal.event("requeue", accepted=accepted, detail=answer.detail)
+        if accepted:
+            await self._avoid(avoid)
         self._post(answer)
+
+    async def _avoid(self, new: tuple[str, ...]) -> None:
+        """Name to Slurm the nodes that failed us lately; once there were some, also that there are none any more."""
+        events = read_events(self._paths)
+        if not new and not any(event["event"] == "avoid" for event in events):
+            return
+        nodes = avoided(events, new, datetime.now(UTC), self._config.daemon.avoid_node_s)
+        said = await self._allocation.avoid(nodes)
+        if said:
+            self._journal.event("avoid", nodes=list(new), detail=said)
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself

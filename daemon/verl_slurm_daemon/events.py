@@ -11,6 +11,7 @@ __all__ = [
     "CauseKnown",
     "Event",
     "GenerationEnded",
+    "Hung",
     "NodeFailed",
     "RankSaid",
     "Ready",
@@ -55,6 +56,16 @@ class RankSaid(_Event, frozen=True):
 class NodeFailed(_Event, frozen=True):
     """An agent reported its ranks dead, or its link broke."""
 
+    node: str
+    detail: str
+    lost: bool = False
+    """The agent itself is gone: of the node nothing is known."""
+
+
+class Hung(_Event, frozen=True):
+    """A rank has passed no safe point for too long (`hang.py` says what that is)."""
+
+    generation: int
     node: str
     detail: str
 
@@ -105,6 +116,7 @@ Event = (
     | CauseKnown
     | RankSaid
     | NodeFailed
+    | Hung
     | GenerationEnded
     | Verified
     | SaveDeadline

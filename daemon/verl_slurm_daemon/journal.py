@@ -16,7 +16,9 @@ from verl_slurm.paths import RunPaths
 
 __all__ = ["Journal", "Status", "stuck_starts"]
 
-_LOUD = frozenset({"crash", "corrupt", "degraded", "one_copy", "save_failed", "refused", "held", "warning"})
+_LOUD = frozenset(
+    {"crash", "hang", "corrupt", "degraded", "one_copy", "save_failed", "refused", "held", "warning"}
+)
 
 
 class Status(msgspec.Struct, kw_only=True):

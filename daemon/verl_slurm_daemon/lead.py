@@ -28,7 +28,8 @@ from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_alloc
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
-from verl_slurm_daemon.policy import Limits, Model, decide
+from verl_slurm_daemon.model import Limits, Model
+from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.states import State
 
 __all__ = ["run_lead"]
@@ -51,6 +52,8 @@ class Lead:
             crash_budget=config.daemon.crash_budget,
             backoff_s=config.daemon.backoff_s,
             no_progress_limit=config.daemon.no_progress_limit,
+            hang_budget=config.daemon.hang_budget,
+            node_budget=config.daemon.node_budget,
         )
         self._model = Model(limits)
         self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)

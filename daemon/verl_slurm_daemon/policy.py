@@ -12,7 +12,6 @@ Three rules stand above the rest:
 3. All ranks done is the end, whatever was asked for in between.
 """
 
-from enum import StrEnum
 from typing import assert_never
 
 import msgspec
@@ -33,65 +32,11 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
+from verl_slurm_daemon.model import Decision, FailureKind, Intent, Model, suspects
 from verl_slurm_daemon.notes import given_up, kept_note, saved_notes
 from verl_slurm_daemon.states import NEXT, State
 
-__all__ = ["Decision", "Intent", "Limits", "Model", "decide"]
-
-
-class Intent(StrEnum):
-    """What is to happen when the ranks are gone."""
-
-    REQUEUE = "requeue"
-    CANCELLED = "cancelled"
-    ALREADY_REQUEUED = "already requeued"
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """The patience that the user configured (`DaemonConfig`)."""
-
-    crash_budget: int
-    backoff_s: float
-    no_progress_limit: int
-
-
-class Model(msgspec.Struct, frozen=True):
-    """All that a decision may depend on."""
-
-    limits: Limits
-    state: State = State.STARTING
-    world_size: int = 0
-    generation: int = 0
-    crashes: int = 0
-    """In this allocation, since the last checkpoint that verified."""
-    fruitless: int = 0
-    """Crashed generations in a row that sampled nothing new: what the back-off grows with."""
-    request_id: int = 0
-    intent: Intent | None = None
-    cause: str = ""
-    asking: bool = False
-    ask_again: str = ""
-    """What arrived while Slurm was being asked: its answer may be older than that."""
-    started: bool = False
-    """A rank of this generation has spoken."""
-    finished: frozenset[int] = frozenset()
-    unverified: str = ""
-    """The newest checkpoint whose read-back has not been heard of."""
-    on_nodes: SavedOnNodes | None = None
-    """What the nodes' disks have of the save before the end, when shared storage has not, yet."""
-    failure: str = ""
-    """Why the present generation is being taken down; empty: it is not."""
-    refusal: Refused | None = None
-    """What the trainer of the present generation will not do, however often it is started."""
-    step_gone: bool = True
-    fresh: bool = False
-    """This generation has sampled a rollout of its own: it is past everything that was replayed."""
-    requeue: ev.RequeueAnswered | None = None
-
-
-class Decision(msgspec.Struct, frozen=True):
-    model: Model
-    actions: tuple[act.Action, ...] = ()
+__all__ = ["decide"]
 
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
@@ -122,8 +67,12 @@ def _decide(model: Model, event: ev.Event) -> Decision:
             return _on_cause(msgspec.structs.replace(model, asking=False), event)
         case ev.RankSaid(message):
             return _on_rank(model, message)
-        case ev.NodeFailed(node, detail):
-            return _on_failure(model, f"node {node}: {detail}")
+        case ev.NodeFailed(node, detail, lost):
+            return _on_failure(model, f"node {node}: {detail}", "node" if lost else "crash", node)
+        case ev.Hung(generation, node, detail):
+            if generation != model.generation or model.state not in _TRAINING:
+                return Decision(model)  # a save has its own deadline
+            return _on_failure(model, detail, "hang", node)
         case ev.StartTimedOut(generation):
             if model.state is State.LAUNCHING and generation == model.generation and not model.started:
                 return _on_failure(model, "the ranks did not start in time")
@@ -152,6 +101,8 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
         generation=generation,
         finished=frozenset(),
         failure="",
+        failure_kind="crash",
+        failure_node="",
         refusal=None,
         step_gone=False,
         fresh=False,
@@ -285,11 +236,16 @@ def _on_progress(model: Model, message: Progress) -> Decision:
     return Decision(model, tuple(notes))
 
 
-def _on_failure(model: Model, detail: str) -> Decision:
+def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
     """A node is dead, or silent. The others are taken down too: ranks cannot go on without one another."""
     if model.state not in (*_TRAINING, State.SAVING) or model.failure or _all_finished(model):
         return Decision(model)
-    return Decision(msgspec.structs.replace(model, failure=detail), (act.TakeDown(),))
+    after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
+    if kind == "hang":
+        return Decision(
+            after, (act.Note("hang", {"detail": detail, "node": node}), act.TakeDown(stacks=True))
+        )
+    return Decision(after, (act.TakeDown(),))
 
 
 def _on_generation_ended(model: Model, exit_code: int) -> Decision:
@@ -313,12 +269,16 @@ def _on_crash(model: Model, detail: str) -> Decision:
     if model.refusal is not None:  # trying again would change nothing
         code = next((c for c in ExitCode if c == model.refusal.exit_code), ExitCode.INTERNAL)
         return _exit(model, code, model.refusal.reason)
-    crashes = model.crashes + 1
-    note = act.Note("crash", {"detail": detail, "crashes": crashes, "budget": model.limits.crash_budget})
+    kind, node = model.failure_kind, model.failure_node
+    failed = (*model.failed, (kind, node))
+    of_kind, budget = sum(1 for k, _ in failed if k == kind), model.limits.budget(kind)
+    note = act.Note(
+        "crash", {"detail": detail, "kind": kind, "node": node or None, "crashes": of_kind, "budget": budget}
+    )
     fruitless = 0 if model.fresh else model.fruitless + 1
-    model = msgspec.structs.replace(model, crashes=crashes, fruitless=fruitless)
-    if crashes > model.limits.crash_budget:
-        return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="crash"), note)
+    model = msgspec.structs.replace(model, crashes=len(failed), failed=failed, fruitless=fruitless)
+    if of_kind > budget:
+        return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause=kind), note)
     pause = act.Pause(model.limits.backoff_s * 2 ** min(fruitless, _MOST_DOUBLINGS))
     return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
 
@@ -335,7 +295,7 @@ def _on_verified(model: Model, event: ev.Verified) -> Decision:
     word = "verified" if event.good else "pruned" if event.pruned else "corrupt"
     note = act.Note(word, {"name": event.name, "detail": event.detail})
     if event.good:
-        model = msgspec.structs.replace(model, crashes=0)
+        model = msgspec.structs.replace(model, crashes=0, failed=())
     if event.name != model.unverified:
         return Decision(model, (note,))
     model = msgspec.structs.replace(model, unverified="")
@@ -357,7 +317,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     """Take the step down and, where that is the intent, ask for the requeue at the same time."""
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
-        actions.append(act.Requeue())
+        actions.append(act.Requeue(suspects(model.failed)))
     if not model.step_gone:
         actions.append(act.TakeDown())
     after = msgspec.structs.replace(model, state=State.LEAVING)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import psutil
 
-__all__ = ["become_subreaper", "child_setup", "kill_tree", "tail"]
+__all__ = ["become_subreaper", "child_setup", "kill_tree", "signal_ranks", "tail"]
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -55,6 +55,14 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
                 child.kill()
         _, alive = psutil.wait_procs(children, timeout=patience_s)
         stubborn |= {child.pid for child in alive}
+
+
+def signal_ranks(pids: Iterable[int], number: int) -> None:
+    """Signal those of `pids` that are below this process: a number that a rank told is not believed by itself."""
+    for child in _children():
+        if child.pid in set(pids):
+            with suppress(*_GOING):
+                child.send_signal(number)
 
 
 def _children() -> Iterable[psutil.Process]:

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
-from verl_slurm_daemon.policy import Intent, Limits, Model, decide
+from verl_slurm_daemon.model import FailureKind, Intent, Limits, Model, suspects
+from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.states import NEXT, State
 
 from verl_slurm.exit_codes import ExitCode
@@ -429,3 +430,74 @@ def test_what_a_rank_says_of_its_storage_is_noted_and_changes_nothing(loud: bool
     actions = story.then(ev.RankSaid(Notice(rank=0, topic="storage", text="SLOW", loud=loud)))
     assert actions == [act.Note(event, {"topic": "storage", "text": "SLOW"})]
     assert story.model == before
+
+
+def hung(generation: int = 1, node: str = "n2") -> ev.Hung:
+    return ev.Hung(generation, node, "rank 1 has passed no safe point for 300 s")
+
+
+def test_a_hang_writes_stacks_and_is_then_a_crash_with_a_budget_of_its_own() -> None:
+    story = Story(ev.Ready(2), progress())
+    for number in range(1, LIMITS.hang_budget + 1):
+        assert story.then(hung(number))[-1] == act.TakeDown(stacks=True)
+        assert kinds(story.then(ev.GenerationEnded(9))) == [act.Pause]
+        assert kinds(story.then(ev.BackoffOver(0))) == [act.StartGeneration]
+        story.then(progress())
+    story.then(hung(LIMITS.hang_budget + 1))
+    actions = story.then(ev.GenerationEnded(9))
+    assert act.Requeue(avoid=("n2",)) in actions
+    assert story.model.cause == "hang"
+
+
+def test_crashes_do_not_use_up_the_budget_of_hangs() -> None:
+    story = Story(ev.Ready(2), progress())
+    for _ in range(LIMITS.crash_budget):
+        story.then(ev.NodeFailed("n1", "rank 0 was killed"))
+        story.then(ev.GenerationEnded(1))
+        story.then(ev.BackoffOver(0))
+        story.then(progress())
+    story.then(hung(story.model.generation))
+    assert kinds(story.then(ev.GenerationEnded(9))) == [act.Pause]
+
+
+def test_silence_during_a_save_or_of_a_former_generation_is_no_hang() -> None:
+    story = training()
+    assert story.then(hung(generation=0)) == []
+    story.then(cause("preemption"))
+    assert story.then(hung()) == []
+
+
+def test_a_node_that_is_lost_again_and_again_is_left_behind() -> None:
+    story = Story(ev.Ready(2), progress())
+    actions: list[act.Action] = []
+    for _ in range(LIMITS.node_budget + 1):
+        story.then(ev.NodeFailed("n2", "the agent is gone without a word", lost=True))
+        actions = story.then(ev.GenerationEnded(1))
+        story.then(ev.BackoffOver(0))
+        story.then(progress())
+    assert act.Requeue(avoid=("n2",)) in actions
+
+
+@pytest.mark.parametrize(
+    ("failed", "blamed"),
+    [
+        ([("crash", "n1")], ()),
+        ([("crash", "n1"), ("hang", "n1")], ("n1",)),
+        ([("crash", "n1"), ("crash", "n2"), ("crash", "n1")], ()),
+        ([("crash", ""), ("crash", "")], ()),
+    ],
+)
+def test_a_node_is_blamed_only_where_all_of_several_failures_are_its_own(
+    failed: list[tuple[FailureKind, str]], blamed: tuple[str, ...]
+) -> None:
+    assert suspects(tuple(failed)) == blamed
+
+
+def test_a_verified_checkpoint_acquits_everybody() -> None:
+    story = training()
+    story.then(ev.NodeFailed("n2", "rank 1 was killed"))
+    story.then(ev.GenerationEnded(1))
+    story.then(ev.BackoffOver(0))
+    story.then(progress())
+    story.then(ev.Verified(SAVED, True, ""))
+    assert story.model.failed == ()

@@ -316,7 +316,20 @@ class DaemonConfig(_Section, frozen=True):
     requeue_delay_s: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 10
     """The requeued job may start this long after (Slurm's own delay is 120 s and more)."""
     crash_budget: NonNegative = 8
-    """Restarts in place, without a verified checkpoint in between, before the daemon asks for other nodes."""
+    """Restarts in place after a rank died, without a verified checkpoint in between, before the daemon asks for other
+    nodes."""
+    hang_budget: NonNegative = 2
+    """The same after a hang."""
+    node_budget: NonNegative = 2
+    """The same after a node's agent was lost while Slurm still had the node."""
+    avoid_node_s: NonNegative = 3600
+    """So long a requeued job stays away from a node that alone was behind such failures; 0: it may come back to it."""
+    hang_factor: Annotated[float, msgspec.Meta(ge=2.0)] = 5.0
+    """A rank is hung when it needs so many times the longest that any rank has needed between two safe points."""
+    hang_floor_s: PositiveFloat = 300.0
+    """But not before so many seconds."""
+    load_timeout_s: PositiveFloat = 1800.0
+    """From a rank's first word to its first safe point: loading models, the first collective, replaying the ledger."""
     backoff_s: NonNegativeFloat = 1.0
     """Wait before a restart in place; doubles with each start in a row that sampled nothing new."""
     no_progress_limit: Positive = 4

@@ -231,6 +231,22 @@ class SlurmClient:
                 remedy="squeue --me lists your jobs",
             )
 
+    async def exclude(self, job_id: int, nodes: str) -> None:
+        """Set the nodes that the job is to stay away from, in Slurm's bracket form.
+
+        Raises:
+            SlurmRefused: an unknown node, or the job is over.
+            SlurmMissing: no answer.
+        """
+        done = await self.run(commands.update_excluded(job_id, nodes))
+        if done.exit_code != 0:
+            raise SlurmRefused(
+                "Slurm did not take the nodes to exclude",
+                where=nodes,
+                found=done.stderr.strip(),
+                remedy="sinfo -N",
+            )
+
     async def requeue(self, job_id: int, delay_s: int, *, own_restarts: int) -> RequeueOutcome:
         """End this run of the job and have it run again about `delay_s` from now.
 

@@ -19,6 +19,7 @@ __all__ = [
     "show_partition",
     "show_partitions",
     "signal_batch",
+    "update_excluded",
     "update_start_time",
 ]
 
@@ -71,6 +72,16 @@ def requeue(job_id: int) -> list[str]:
 def update_start_time(job_id: int, delay_s: int) -> list[str]:
     """Not before `delay_s` from now."""
     return ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay_s}"]
+
+
+def update_excluded(job_id: int, nodes: str) -> list[str]:
+    """The nodes that the job is to stay away from; empty: none. Taken for a job that is COMPLETING, too (22.05.8)."""
+    return [
+        "scontrol",
+        "update",
+        f"JobId={job_id}",
+        f"ExcNodeList={_checked(NODE_LIST, nodes) if nodes else ''}",
+    ]
 
 
 def signal_batch(job_id: int, signal: str) -> list[str]:

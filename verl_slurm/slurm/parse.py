@@ -77,6 +77,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int
     user_id: int
     std_out: str | None
+    excluded: str | None = None
+    """Nodes that it stays away from, in Slurm's bracket form."""
 
     @property
     def is_running(self) -> bool:
@@ -236,6 +238,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         num_nodes=int(fields["NumNodes"].partition("-")[0]),
         user_id=int(user[1]),
         std_out=_optional(fields.get("StdOut", "")),
+        excluded=_optional(fields.get("ExcNodeList", "")),
     )
 
 

@@ -6,6 +6,7 @@ TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usua
 
 import argparse
 import errno
+import faulthandler
 import os
 import traceback
 from pathlib import Path
@@ -17,7 +18,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.trainer import console
 from verl_slurm.trainer.lifeline import CONTROL_VARIABLE, die_with_launcher
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.messages import RankStarted, Refused
+from verl_slurm.wire.messages import STACKS_SIGNAL, RankStarted, Refused
 
 __all__ = ["main", "run_and_leave"]
 
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     os.umask(0o077)
     # cuBLAS reads this once; without it, torch refuses its deterministic kernels.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     control = os.environ.get(CONTROL_VARIABLE)
     rank = int(os.environ.get("RANK", "0"))
     line: RankLine = RankClient.connect(Path(control)) if control else NoDaemon()

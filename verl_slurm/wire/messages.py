@@ -23,6 +23,10 @@ rank  → lead   SaveStarted, Saved or SaveFailed, Stopped (from every rank; Sav
    or the end of training:
 rank  → lead   Finished (every rank)
                or, where no start could help: Refused(exit_code, reason)
+   or silence:
+lead  → agent  DumpStacks                               → STACKS_SIGNAL to its ranks, who write them into their log
+agent → lead   StacksWritten
+   and in each case:
 agent → lead   NodeExited(exit_code, detail)
 lead  → agent  Shutdown
 ```
@@ -30,12 +34,15 @@ lead  → agent  Shutdown
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
 """
 
+import signal
 from typing import Annotated, Literal
 
 import msgspec
 
 __all__ = [
+    "STACKS_SIGNAL",
     "AgentReady",
+    "DumpStacks",
     "Finished",
     "FromAgent",
     "FromRank",
@@ -51,10 +58,16 @@ __all__ = [
     "SavedOnNodes",
     "Shutdown",
     "SignalSeen",
+    "StacksWritten",
     "StopRequest",
     "Stopped",
     "ToAgent",
 ]
+
+
+STACKS_SIGNAL = signal.SIGRTMIN + 3
+"""What makes a rank write down where all its threads are (`faulthandler`: in C, whoever holds the GIL). It is none of
+those that Slurm or torchrun send."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -86,6 +99,10 @@ class StopRequest(_Message, frozen=True, kw_only=True):
     """Seconds from now, by the receiver's monotonic clock."""
 
 
+class DumpStacks(_Message, frozen=True, kw_only=True):
+    """Have every rank of this node write down where its threads are."""
+
+
 class Shutdown(_Message, frozen=True, kw_only=True):
     """Kill what still runs on this node and exit."""
 
@@ -109,6 +126,14 @@ class SignalSeen(_Message, frozen=True, kw_only=True):
 
     node: str
     signal: int
+
+
+class StacksWritten(_Message, frozen=True, kw_only=True):
+    """The ranks of this node were told to write their stacks, and had a second for it."""
+
+    node: str
+    log: Annotated[str, msgspec.Meta(max_length=4096)]
+    """Where they are, for people."""
 
 
 class NodeExited(_Message, frozen=True, kw_only=True):
@@ -218,7 +243,7 @@ class Finished(_Message, frozen=True, kw_only=True):
     step: int
 
 
-ToAgent = Launch | StopRequest | Shutdown
+ToAgent = Launch | StopRequest | DumpStacks | Shutdown
 FromRank = (
     RankStarted
     | Progress
@@ -231,4 +256,4 @@ FromRank = (
     | Stopped
     | Finished
 )
-FromAgent = AgentReady | SignalSeen | NodeExited | FromRank
+FromAgent = AgentReady | SignalSeen | StacksWritten | NodeExited | FromRank

@@ -1,0 +1,85 @@
+"""When silence is a hang: by the run's own pace, never before the floor."""
+
+import hypothesis.strategies as st
+from hypothesis import given
+from verl_slurm_daemon.hang import HangWatch
+
+
+def watch() -> HangWatch:
+    return HangWatch(factor=5.0, floor_s=60.0, load_s=900.0)
+
+
+def test_nobody_hangs_who_has_not_spoken() -> None:
+    hang = watch()
+    assert hang.silence(10_000.0) is None
+    assert hang.next_look_s(10_000.0) == 60.0
+
+
+def test_loading_has_a_limit_of_its_own() -> None:
+    hang = watch()
+    hang.started(0, 0.0)
+    assert hang.silence(899.0) is None
+    silence = hang.silence(900.0)
+    assert silence is not None
+    assert "none before, limit 900 s" in silence.words
+
+
+def test_a_fast_run_still_gets_the_floor() -> None:
+    hang = watch()
+    for second in range(3):
+        hang.passed(0, second + 1, float(second))
+    assert hang.silence(2.0 + 59.0) is None
+    assert hang.silence(2.0 + 60.0) is not None
+    assert hang.next_look_s(2.0 + 50.0) == 10.0
+
+
+def test_a_slow_run_gets_a_multiple_of_its_longest_pause() -> None:
+    hang = watch()
+    for at in (0.0, 40.0, 45.0):
+        hang.passed(0, int(at) + 1, at)
+    assert hang.limit_s(0) == 200.0
+    assert hang.silence(45.0 + 199.0) is None
+    assert hang.silence(45.0 + 200.0) is not None
+
+
+def test_the_time_before_the_first_safe_point_is_no_pace() -> None:
+    hang = watch()
+    hang.started(0, 0.0)
+    hang.passed(0, 1, 600.0)
+    assert hang.limit_s(0) == 60.0
+
+
+def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it() -> None:
+    hang = watch()
+    for rank in range(4):
+        hang.passed(rank, 7, 0.0)
+    for rank in (0, 1, 3):
+        hang.passed(rank, 8, 1.0)
+    silence = hang.silence(60.0)
+    assert silence is not None
+    assert (silence.rank, silence.safe_points, silence.foremost) == (2, 7, 8)
+
+
+def test_a_rank_that_is_done_is_not_waited_for() -> None:
+    hang = watch()
+    hang.passed(0, 9, 0.0)
+    hang.passed(1, 9, 0.0)
+    hang.finished(0)
+    hang.finished(1)
+    assert hang.silence(10_000.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 50.0)), max_size=30))
+def test_whoever_passes_a_safe_point_within_the_floor_is_never_called_hung(
+    moves: list[tuple[int, float]],
+) -> None:
+    hang, now, counts, last = watch(), 0.0, dict.fromkeys(range(4), 1), dict.fromkeys(range(4), 0.0)
+    for rank in range(4):
+        hang.passed(rank, 1, 0.0)
+    for rank, pause in moves:
+        now += pause
+        if max(now - at for at in last.values()) >= 60.0:
+            return
+        assert hang.silence(now) is None
+        counts[rank], last[rank] = counts[rank] + 1, now
+        hang.passed(rank, counts[rank], now)
