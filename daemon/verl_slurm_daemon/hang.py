@@ -77,9 +77,10 @@ class HangWatch:
         return max(self.floor_s, self.factor * self._longest_s)
 
     def next_look_s(self, now: float) -> float:
-        """Seconds until the first of them could be hung; `floor_s` where nobody has spoken."""
+        """Seconds until the first of them could be hung. At most `floor_s`: a rank that loads now may by then train,
+        and have a shorter limit."""
         dues = [known.at + self.limit_s(rank) - now for rank, known in self._ranks.items()]
-        return max(min(dues, default=self.floor_s), 0.0)
+        return max(min([*dues, self.floor_s]), 0.0)
 
     def silence(self, now: float) -> Silence | None:
         """The rank that the others wait for, if any has been silent for too long."""

@@ -18,6 +18,7 @@ def test_nobody_hangs_who_has_not_spoken() -> None:
 def test_loading_has_a_limit_of_its_own() -> None:
     hang = watch()
     hang.started(0, 0.0)
+    assert hang.next_look_s(0.0) == 60.0  # not 900: by then it may train
     assert hang.silence(899.0) is None
     silence = hang.silence(900.0)
     assert silence is not None

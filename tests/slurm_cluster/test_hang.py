@@ -1,0 +1,57 @@
+"""A run that hangs for real on a real Slurm: noticed, its stacks written down, restarted, and the same to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SMALL, LiveRun, same_weights
+from verl_slurm.devcluster.cluster import DevCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+# Waits for ever in the second step, once: the file says that it has.
+REWARD = """
+import os, threading
+
+calls = 0
+
+def score(prompts, responses, answers):
+    global calls
+    calls += 1
+    flag = {flag!r}
+    if os.environ["RANK"] == "1" and calls == 20 and os.path.exists(flag):
+        os.unlink(flag)
+        waits_for_a_judge_that_never_answers()
+    return [float(response.strip() == answer) for response, answer in zip(responses, answers)]
+
+def waits_for_a_judge_that_never_answers():
+    threading.Event().wait()
+"""
+
+
+def test_a_rank_that_hangs_is_named_its_stacks_are_written_and_the_run_goes_on(
+    cluster: DevCluster, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.format(flag=str(flag)))
+    overrides = (*SMALL, "train.steps=3", f"model.reward=python:{reward}:score")
+    twin = LiveRun(cluster, tmp_path / "twin", *overrides).submit()
+    twin.wait_end()
+    flag.touch()
+    run = LiveRun(cluster, tmp_path / "run", *overrides, "daemon.hang_floor_s=15").submit()
+    try:
+        hang = run.wait_event("hang")
+        run.wait_end()
+    finally:
+        run.cancel()
+    assert "rank 1 has passed no safe point for" in hang["detail"]
+    stacks = run.events("stacks")
+    assert len(stacks) == 2  # each node's agent had its ranks write
+    (behind,) = [event for event in stacks if event["node"] == hang["node"]]
+    assert "waits_for_a_judge_that_never_answers" in Path(behind["log"]).read_text()
+    (crash,) = run.events("crash")
+    assert (crash["kind"], crash["crashes"], crash["budget"]) == ("hang", 1, 2)
+    assert len(run.events("generation")) == 2
+    same, said = same_weights(run.paths.root, twin.paths.root)
+    assert same, said
