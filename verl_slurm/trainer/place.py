@@ -12,6 +12,7 @@ import torch.distributed as dist
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError
+from verl_slurm.trainer import determinism
 
 __all__ = ["Place", "process_group"]
 
@@ -48,7 +49,8 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     """Settle device, threads and determinism, and join the other ranks.
 
     Raises:
-        ConfigError: another world size than the configuration's, or no GPU where one is asked for.
+        ConfigError: another world size than the configuration's, no GPU (or not one for each rank of this node) where
+            one is asked for, or an operator that has no deterministic kernel.
     """
     expected = config.distributed.world_size
     if place.world_size != expected:
@@ -64,20 +66,18 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.distributed.threads_per_rank:
         torch.set_num_threads(config.distributed.threads_per_rank)
-    if config.deterministic:
-        # On CUDA some operators (cumsum in sampling) have no deterministic kernel: they warn. Their results
-        # are journaled as rollouts and not computed again.
-        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
-        torch.backends.cudnn.benchmark = False
+    determinism.settle(device, deterministic=config.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (trainer.rng)
         dist.init_process_group("cpu:gloo,cuda:nccl")
         group = dist.new_group(backend="gloo")
     else:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
     try:
-        yield device, Collective(group)
+        with determinism.explaining():
+            yield device, Collective(group)
     finally:
         # Without a goodbye the others would take our end for a crash of the network.
         dist.destroy_process_group()
@@ -89,6 +89,26 @@ def _device(config: RunConfig, place: Place) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "there is no GPU here", where="distributed.device", found="cuda", remedy="set it to cpu or auto"
+            "there is no GPU that torch could use here",
+            where="distributed.device",
+            found=f"cuda, with {_why_no_gpu()}",
+            remedy="ask Slurm for GPUs (slurm.gpus_per_node), install torch for CUDA, or set it to cpu",
+        )
+    if place.local_rank >= torch.cuda.device_count():
+        # NCCL would refuse two ranks on one GPU, in words that name neither.
+        raise ConfigError(
+            "this node has fewer GPUs than ranks",
+            where="distributed.device",
+            found=f"{torch.cuda.device_count()} GPUs, and local rank {place.local_rank}",
+            expected="one for each rank of a node",
+            remedy="set slurm.gpus_per_node, distributed.nodes or the shape, so that they fit",
         )
     return torch.device("cuda", place.local_rank)
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__}, which is built without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    return f"{torch.cuda.device_count()} devices visible to torch {torch.__version__}{hidden}"

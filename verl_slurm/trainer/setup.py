@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -297,7 +298,10 @@ def _first_look(
     if config.data.eval_root is not None:  # decides what does not train
         frozen["eval_data"] = fingerprint(config.data.eval_root).digest
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
-    check_or_write(paths, describe(config, data_root, data, backend))
+    first = check_or_write(paths, describe(config, data_root, data, backend))
+    if first.backend != backend:
+        text = f"goes on with {backend}, and began with {first.backend}: exact to rounding only"
+        _notice(line, text, topic="device")
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
 
 
@@ -328,8 +332,8 @@ def _read_back(paths: RunPaths, used: set[str], line: RankLine) -> None:
     _beside(size, work)
 
 
-def _notice(line: RankLine, text: str) -> None:
-    line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
+def _notice(line: RankLine, text: str, topic: Literal["frozen", "device"] = "frozen") -> None:
+    line.send(Notice(rank=0, topic=topic, text=text[:2000], loud=True))
     console.complain(text)
 
 
