@@ -38,7 +38,7 @@ from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
-from verl_slurm.trainer.orchestration import check_or_write, describe, topology_of
+from verl_slurm.trainer.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.parallel.grid import make_grid
 from verl_slurm.trainer.position import StepShape
@@ -298,10 +298,8 @@ def _first_look(
     if config.data.eval_root is not None:  # decides what does not train
         frozen["eval_data"] = fingerprint(config.data.eval_root).digest
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
-    first = check_or_write(paths, describe(config, data_root, data, backend))
-    if first.backend != backend:
-        text = f"goes on with {backend}, and began with {first.backend}: exact to rounding only"
-        _notice(line, text, topic="device")
+    if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
+        _notice(line, said, topic="device")
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
 
 
