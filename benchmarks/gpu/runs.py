@@ -87,7 +87,7 @@ def build_wide_model(tiny: Path, directory: Path, *, width: int, layers: int) ->
     )
     shutil.copytree(tiny, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(shape)
+    model: Any = Qwen2ForCausalLM(shape)  # type: ignore[no-untyped-call]
     model.save_pretrained(str(directory))
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -133,8 +133,8 @@ def measure_runs(configs: Sequence[RunConfig], device: torch.device, ranks: Coll
         raise RuntimeError("nothing was learned, so that both ends are alike would say nothing")
     began = time.perf_counter()
     resumed = _life(broken, device, ranks, Line(), resume=save.name)
-    ends = [RunPaths(config.run_dir).checkpoint(_STEPS) for config in configs]
-    same = compare(*ends).same
+    one_go, resumed_end = (RunPaths(config.run_dir).checkpoint(_STEPS) for config in configs)
+    same = compare(one_go, resumed_end).same
     for config in configs:
         shutil.rmtree(config.run_dir)
 

@@ -1,6 +1,7 @@
 """What a rank needs of its device: to be there, its kernels to be deterministic, its generator to come back."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -8,11 +9,16 @@ import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tests.trainer.test_grpo import GRPO
+from verl_slurm.checkpoint.fingerprint import Fingerprint
 from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.errors import ConfigError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import decode, encode
 from verl_slurm.trainer import determinism, rng
-from verl_slurm.trainer.place import Place, _device
+from verl_slurm.trainer.device import DeviceLost, choose_device
+from verl_slurm.trainer.orchestration import check_or_write, describe
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.state import capture_state, fresh_state, restore_state
 
@@ -86,6 +92,14 @@ def test_an_operator_without_a_deterministic_kernel_is_refused_by_name(strict: t
         raise RuntimeError("something else")
 
 
+def test_an_environment_that_makes_matrix_products_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuBLAS is told by the environment; needs no GPU."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG"):
+        determinism.settle(torch.device("cuda"), deterministic=True)
+    determinism.settle(torch.device("cuda"), deterministic=False)
+
+
 def test_an_engine_with_kernels_of_its_own_is_let_be_and_the_trainer_is_strict_behind_it(
     strict: torch.device,
 ) -> None:
@@ -96,19 +110,45 @@ def test_an_engine_with_kernels_of_its_own_is_let_be_and_the_trainer_is_strict_b
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def test_a_rank_for_which_there_is_no_gpu_is_refused_before_anything_is_begun(device: str) -> None:
-    """More ranks on a node than it has GPUs."""
-    count = torch.cuda.device_count() if device == "cuda" else 0
-    config = msgspec.structs.replace(RunConfig(), distributed=DistributedConfig(dp_size=1, device="cuda"))
+def _config(tmp_path: Path, wanted: str) -> RunConfig:
+    shape = DistributedConfig(dp_size=1, device=wanted)  # type: ignore[arg-type]
+    return msgspec.structs.replace(RunConfig(), run_dir=str(tmp_path), distributed=shape)
+
+
+def _one_too_many(device: str) -> int:
+    """A local rank for which there is no GPU."""
     if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("NOT RUN: there is a GPU here")
+        pytest.skip("NOT RUN: there is a GPU here; not covered: a machine without one")
+    return torch.cuda.device_count() if device == "cuda" else 0
+
+
+def test_a_rank_for_which_there_is_no_gpu_is_refused_before_anything_is_begun(
+    device: str, tmp_path: Path
+) -> None:
+    """More ranks on a node than it has GPUs."""
+    rank = _one_too_many(device)
     with pytest.raises(ConfigError) as caught:
-        _device(config, Place(rank=count, local_rank=count, world_size=count + 1))
+        choose_device(_config(tmp_path, "cuda"), rank)
     said = caught.value.one_line()
     assert ("fewer GPUs than ranks" if device == "cuda" else "no GPU that torch could use") in said
-    auto = msgspec.structs.replace(config, distributed=DistributedConfig(dp_size=1, device="auto"))
     if device == "cpu":
-        assert _device(auto, Place(rank=0, local_rank=0, world_size=1)) == torch.device("cpu")
+        assert choose_device(_config(tmp_path, "auto"), 0) == torch.device("cpu")
+    else:
+        assert choose_device(_config(tmp_path, "auto"), 0) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_a_run_that_had_a_gpu_and_finds_none_crashes_and_is_not_refused(
+    device: str, wanted: str, tmp_path: Path
+) -> None:
+    """A node that has lost a GPU: neither the end of the run, nor a start on the CPU."""
+    rank, config = _one_too_many(device), _config(tmp_path, wanted)
+    first = describe(config, tmp_path, Fingerprint(digest="d", files={}), "gloo, nccl")
+    check_or_write(RunPaths(private_dir(tmp_path)), first)
+    with pytest.raises(DeviceLost) as caught:
+        choose_device(config, rank)
+    assert caught.value.exit_code is ExitCode.INTERNAL
+    assert choose_device(_config(tmp_path, "cpu"), 0) == torch.device("cpu")
 
 
 def test_a_rank_on_the_cpu_has_no_part_in_the_generators_of_gpus(device: str) -> None:

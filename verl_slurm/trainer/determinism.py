@@ -15,17 +15,31 @@ from verl_slurm.errors import ConfigError
 
 __all__ = ["explaining", "settle", "warned_only"]
 
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""The settings that cuBLAS promises reproducible results for (its documentation, "Results reproducibility")."""
 _NO_KERNEL = "does not have a deterministic implementation"
 """What torch says, in `at::Context::alertNotDeterministic`."""
 
 
 def settle(device: torch.device, *, deterministic: bool) -> None:
-    """Before the first work on `device`, once a process. Called by: trainer.place."""
+    """Before the first work on `device`, once a process. Called by: trainer.place.
+
+    Raises:
+        ConfigError: the environment has cuBLAS do otherwise.
+    """
     if not deterministic:
         return
     if device.type == "cuda":
         # cuBLAS reads it when its first handle is made; without it torch refuses matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        found = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+        if found not in _WORKSPACES:
+            raise ConfigError(
+                "with these workspaces cuBLAS gives other bits each time",
+                where=_WORKSPACE,
+                found=found,
+                expected=" or ".join(_WORKSPACES),
+                remedy="unset the variable, or set deterministic=false",
+            )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

@@ -13,6 +13,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError
 from verl_slurm.trainer import determinism
+from verl_slurm.trainer.device import choose_device
 
 __all__ = ["Place", "process_group"]
 
@@ -49,8 +50,8 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     """Settle device, threads and determinism, and join the other ranks.
 
     Raises:
-        ConfigError: another world size than the configuration's, no GPU (or not one for each rank of this node) where
-            one is asked for, or an operator that has no deterministic kernel.
+        ConfigError: another world size than the configuration's, or an operator that has no deterministic kernel.
+        ConfigError, DeviceLost: `device.choose_device`.
     """
     expected = config.distributed.world_size
     if place.world_size != expected:
@@ -61,7 +62,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
             expected=expected,
             remedy="start dp_size * tp_size * pp_size ranks",
         )
-    device = _device(config, place)
+    device = choose_device(config, place.local_rank)
     # The critic's logits are a view of its head's output, and nobody changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.distributed.threads_per_rank:
@@ -81,34 +82,3 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     finally:
         # Without a goodbye the others would take our end for a crash of the network.
         dist.destroy_process_group()
-
-
-def _device(config: RunConfig, place: Place) -> torch.device:
-    wanted = config.distributed.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "there is no GPU that torch could use here",
-            where="distributed.device",
-            found=f"cuda, with {_why_no_gpu()}",
-            remedy="ask Slurm for GPUs (slurm.gpus_per_node), install torch for CUDA, or set it to cpu",
-        )
-    if place.local_rank >= torch.cuda.device_count():
-        # NCCL would refuse two ranks on one GPU, in words that name neither.
-        raise ConfigError(
-            "this node has fewer GPUs than ranks",
-            where="distributed.device",
-            found=f"{torch.cuda.device_count()} GPUs, and local rank {place.local_rank}",
-            expected="one for each rank of a node",
-            remedy="set slurm.gpus_per_node, distributed.nodes or the shape, so that they fit",
-        )
-    return torch.device("cuda", place.local_rank)
-
-
-def _why_no_gpu() -> str:
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__}, which is built without CUDA"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-    return f"{torch.cuda.device_count()} devices visible to torch {torch.__version__}{hidden}"
