@@ -11,7 +11,8 @@ def page(result: Result) -> str:
     head = [
         f"**{result.label}**: `{result.command}`, {machine.started_utc}, commit {machine.commit or 'unknown'}",
         "",
-        f"* {where.name}" + (f", {where.memory_gib:.0f} GiB, driver {where.driver}" if where.driver else ""),
+        f"* {where.name}"
+        + (f", {where.memory_gib:.0f} GiB, driver {where.driver}, CUDA {where.cuda}" if where.driver else ""),
         f"* {machine.cpu}, {machine.cores} cores, {machine.memory_gib:g} GiB; load before and after: "
         + ", ".join(f"{load:.1f}" for load in (machine.load_before[0], machine.load_after[0])),
         "* " + ", ".join(f"{name} {version}" for name, version in machine.versions.items()),

@@ -1,5 +1,6 @@
 """Whole runs of one rank on the device: one in one go, and one that is stopped among the updates of a step."""
 
+import gc
 import shutil
 import statistics
 import time
@@ -159,4 +160,5 @@ def _life(config: RunConfig, device: torch.device, ranks: Collective, line: Line
     write_file(paths.run_yaml, dump(config))
     epoch = take_epoch(paths, job_id="benchmark", restart=0).epoch
     build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line).run()
+    gc.collect()  # modules and their hooks know each other; the next life needs their memory
     return line
