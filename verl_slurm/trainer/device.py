@@ -35,8 +35,10 @@ def choose_device(config: RunConfig, local_rank: int) -> torch.device:
         DeviceLost: the same, where there was one before.
     """
     wanted = config.distributed.device
+    if wanted == "cpu":
+        return torch.device("cpu")
     available = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not available and not _had_gpus(config)):
+    if wanted == "auto" and not available and not _had_gpus(config):
         return torch.device("cpu")
     if available and local_rank < torch.cuda.device_count():
         return torch.device("cuda", local_rank)
