@@ -88,7 +88,7 @@ fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED
 faults: $(READY) ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
 	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
 
-gpu: setup ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
+gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'
 	$(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
