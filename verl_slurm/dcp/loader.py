@@ -18,7 +18,7 @@ from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorIndex, parse_
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.dcp.boxes import Overlap, dtype_name, local_part, overlap
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.tensors import Tensors
+from verl_slurm.dcp.tensors import Tensors, left_as_it_is
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.keys import Keyring
 from verl_slurm.runtime_state.codec import decode
@@ -226,7 +226,8 @@ def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
     for part in batch:
         into = part.target
         if not part.is_direct:
-            into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
+            with left_as_it_is():  # all of a GPU's tensors come this way
+                into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
             buffers.append((part, into))
         start = part.piece.at + part.overlap.skip
         wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))

@@ -22,6 +22,7 @@ from torch import Tensor
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.layout import Layout, plan_layout
+from verl_slurm.dcp.pinning import pin, unpin
 from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import ConfigError
 from verl_slurm.save_path.arena import Arena, available_memory
@@ -63,6 +64,8 @@ class Staging:
         self._live = [slot.tensor for slot in self.layout.slots]
         self._copies = [_view(whole, slot.at, slot.tensor) for slot in self.layout.slots]
         self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
+        self.pinned = False
+        """Whether the GPU copies straight into the arena; known once it is warm."""
         self._saver = SaverProcess(self._arena, hashers=hashers, encryption=encryption)
         # One thread, so that the arena is warm before its first use and one save follows the other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
@@ -122,6 +125,9 @@ class Staging:
         """End the saver; what is being written is finished first."""
         self._thread.shutdown()
         self._saver.close()
+        if self.pinned:
+            # Before the memory goes: the driver would keep its pages, and refuse the next arena at this address.
+            unpin(self._arena, self._device)
         self._copies.clear()
         self._arena.close()
 
@@ -129,7 +135,7 @@ class Staging:
         self._saver.wait_ready()
         self._arena.fault_in()  # the pages are there; this maps them into this process, too
         if self._device is not None:
-            _pin(self._arena, self._device)
+            self.pinned = pin(self._arena, self._device)
 
     def _copy(self, ready: "torch.cuda.Event | None") -> None:
         try:
@@ -170,18 +176,4 @@ def _require_memory(num_bytes: int, ranks: int) -> None:
             found=f"{free} bytes free",
             expected=f"{num_bytes} bytes for each of {ranks} ranks",
             remedy="ask for more memory (slurm.mem_mb_per_node), or for more ranks",
-        )
-
-
-def _pin(arena: Arena, device: torch.device) -> None:
-    """Let the GPU copy into the arena without a detour through a buffer of the driver's."""
-    address = torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
-    with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, arena.size, 0))
-    if code:
-        raise ConfigError(
-            "the staging arena cannot be pinned",
-            found=f"CUDA error {code}",
-            remedy="raise the limit of locked memory (ulimit -l)",
         )

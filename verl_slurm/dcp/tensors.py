@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-__all__ = ["Tensors", "initialise_adamw", "model_tensors", "optimizer_tensors"]
+__all__ = ["Tensors", "initialise_adamw", "left_as_it_is", "model_tensors", "optimizer_tensors"]
 
 Tensors = dict[str, Tensor]
 """Name to tensor; sharded ones are DTensors."""
@@ -62,7 +62,7 @@ def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> Non
             than a load's copy, and the threads of a load do it while others wait for storage.
     """
     make = torch.empty_like if to_be_loaded else torch.zeros_like
-    with _left_as_it_is() if to_be_loaded else nullcontext():
+    with left_as_it_is() if to_be_loaded else nullcontext():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter] = {
@@ -73,8 +73,9 @@ def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> Non
 
 
 @contextmanager
-def _left_as_it_is() -> Iterator[None]:
-    """Where deterministic algorithms are asked for, torch fills new memory with NaN."""
+def left_as_it_is() -> Iterator[None]:
+    """Memory that is written whole before it is read: where deterministic algorithms are asked for, torch fills all
+    that is new with NaN. Called by: initialise_adamw, dcp.loader."""
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False

@@ -29,6 +29,7 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.deadlines import check_deadlines
 from verl_slurm.submit.executor import submit_job
+from verl_slurm.submit.gpus import gpu_note
 from verl_slurm.submit.inputs import absolute, build_builtins, built_before
 from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
@@ -107,7 +108,7 @@ def plan_submission(
     if chosen == "slurm" and ask_slurm:
         slurm = check_slurm(config)
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
-    notes = [text for text in (note, check_keys(config, chosen)) if text]
+    notes = [text for text in (note, check_keys(config, chosen), gpu_note(config, chosen)) if text]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     new_run, begun = not paths.run_yaml.exists(), False

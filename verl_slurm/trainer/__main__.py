@@ -38,8 +38,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resume", default="", metavar="NAME", help="a verified checkpoint; empty: none")
     options = parser.parse_args(argv)
     os.umask(0o077)
-    # cuBLAS reads this once; without it, torch refuses its deterministic kernels.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     control = os.environ.get(CONTROL_VARIABLE)
     rank = int(os.environ.get("RANK", "0"))

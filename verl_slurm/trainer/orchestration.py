@@ -17,7 +17,7 @@ from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.parallel.places import axis_groups, place_of
 
-__all__ = ["Orchestration", "check_or_write", "describe", "topology_of"]
+__all__ = ["Orchestration", "began_on_gpus", "check_or_write", "describe", "moved", "topology_of"]
 
 
 class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +63,25 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
             "rows": "checkpoints/*/metadata.json: history",
         },
     )
+
+
+def moved(first: Orchestration, backend: str) -> str:
+    """What people should know of a run that goes on on another kind of device; empty: it does not. Pure."""
+    if first.backend == backend:
+        return ""
+    return f"goes on with {backend}, and began with {first.backend}: other kernels, so exact to rounding only"
+
+
+def began_on_gpus(paths: RunPaths) -> bool:
+    """Whether the first start of this run was on GPUs; of a run that nobody can read, not.
+
+    Called by: trainer.device, every rank; `check_or_write` says what is wrong with the file.
+    """
+    try:
+        first = msgspec.json.decode(paths.orchestration.read_bytes(), type=Orchestration)
+    except (OSError, *UNREADABLE):
+        return False
+    return "nccl" in first.backend
 
 
 def topology_of(config: RunConfig) -> Topology:

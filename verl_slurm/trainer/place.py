@@ -12,6 +12,8 @@ import torch.distributed as dist
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError
+from verl_slurm.trainer import determinism
+from verl_slurm.trainer.device import choose_device
 
 __all__ = ["Place", "process_group"]
 
@@ -48,7 +50,8 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     """Settle device, threads and determinism, and join the other ranks.
 
     Raises:
-        ConfigError: another world size than the configuration's, or no GPU where one is asked for.
+        ConfigError: another world size than the configuration's, or an operator that has no deterministic kernel.
+        ConfigError, DeviceLost: `device.choose_device`.
     """
     expected = config.distributed.world_size
     if place.world_size != expected:
@@ -59,36 +62,23 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
             expected=expected,
             remedy="start dp_size * tp_size * pp_size ranks",
         )
-    device = _device(config, place)
+    device = choose_device(config, place.local_rank)
     # The critic's logits are a view of its head's output, and nobody changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.distributed.threads_per_rank:
         torch.set_num_threads(config.distributed.threads_per_rank)
-    if config.deterministic:
-        # On CUDA some operators (cumsum in sampling) have no deterministic kernel: they warn. Their results
-        # are journaled as rollouts and not computed again.
-        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
-        torch.backends.cudnn.benchmark = False
+    determinism.settle(device, deterministic=config.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (trainer.rng)
         dist.init_process_group("cpu:gloo,cuda:nccl")
         group = dist.new_group(backend="gloo")
     else:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
     try:
-        yield device, Collective(group)
+        with determinism.explaining():
+            yield device, Collective(group)
     finally:
         # Without a goodbye the others would take our end for a crash of the network.
         dist.destroy_process_group()
-
-
-def _device(config: RunConfig, place: Place) -> torch.device:
-    wanted = config.distributed.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "there is no GPU here", where="distributed.device", found="cuda", remedy="set it to cpu or auto"
-        )
-    return torch.device("cuda", place.local_rank)

@@ -3,8 +3,12 @@
 Sampling noise and the order of data are counter-based (a function of seed, step and sample) and use none of
 these. They are kept because a model may draw from them (dropout), and so may libraries.
 
-Names in the runtime state: `python` (`random`), `numpy` (the legacy global), `torch`, and `cuda` where there
-is a GPU. Fixed-width arrays, so nothing of it is pickled.
+Names in the runtime state: `python` (`random`), `numpy` (the legacy global), `torch`, and `cuda`, this rank's GPU's,
+where it works on one. Fixed-width arrays, so nothing of it is pickled.
+
+A rank that works on the CPU of a machine with GPUs has no part in them: asking for their generators would make a CUDA
+context there, of some hundred MB. A state that has one and a rank that has not, or the other way round, is a run that
+went on on another device: that generator begins anew, as all sums do.
 """
 
 import math
@@ -47,7 +51,7 @@ def capture() -> dict[str, bytes | np.ndarray]:
         "numpy": _NUMPY.pack(*np.asarray(keys).tolist(), position, has_gauss, gauss),
         "torch": torch.get_rng_state().numpy().copy(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().numpy().copy()
     return state
 
@@ -67,7 +71,7 @@ def restore(state: dict[str, bytes | np.ndarray]) -> None:
             raise ValueError(f"numpy: position {position} of {len(keys)}, {has_gauss} spare deviates")
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
         torch.set_rng_state(_bytes_of(state["torch"]))
-        if torch.cuda.is_available() and "cuda" in state:
+        if torch.cuda.is_initialized() and "cuda" in state:  # type: ignore[no-untyped-call]
             torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
     except (KeyError, ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
         raise CheckpointCorrupt(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -37,7 +38,7 @@ from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
-from verl_slurm.trainer.orchestration import check_or_write, describe, topology_of
+from verl_slurm.trainer.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.parallel.grid import make_grid
 from verl_slurm.trainer.position import StepShape
@@ -297,7 +298,8 @@ def _first_look(
     if config.data.eval_root is not None:  # decides what does not train
         frozen["eval_data"] = fingerprint(config.data.eval_root).digest
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
-    check_or_write(paths, describe(config, data_root, data, backend))
+    if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
+        _notice(line, said, topic="device")
     return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
 
 
@@ -328,8 +330,8 @@ def _read_back(paths: RunPaths, used: set[str], line: RankLine) -> None:
     _beside(size, work)
 
 
-def _notice(line: RankLine, text: str) -> None:
-    line.send(Notice(rank=0, topic="frozen", text=text[:2000], loud=True))
+def _notice(line: RankLine, text: str, topic: Literal["frozen", "device"] = "frozen") -> None:
+    line.send(Notice(rank=0, topic=topic, text=text[:2000], loud=True))
     console.complain(text)
 
 

@@ -32,6 +32,7 @@ from verl_slurm.errors import ConfigError
 from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.determinism import warned_only
 from verl_slurm.trainer.parallel.weights import whole_parameters
 
 __all__ = ["VLLMRollout"]
@@ -89,11 +90,12 @@ class VLLMRollout:
         ranks: Collective,
     ) -> None:
         self._config, self._eos_id, self._pad_id, self._ranks = config, eos_id, pad_id, ranks
+        self._device = device
         self._group_size = config.rollout.tensor_parallel_size
         os.environ.update(_ENVIRONMENT)
         for name, value in _GENTLE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        with _process_as_before():
+        with _process_as_before(), warned_only(device):
             try:
                 from vllm import LLM
 
@@ -199,12 +201,14 @@ class VLLMRollout:
 
     @contextmanager
     def _manner(self) -> Iterator[None]:
-        """Without torch.compile where `enforce_eager` says so: vLLM compiles a part of its sampler even then."""
-        if not self._config.rollout.enforce_eager:
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        """With vLLM's own kernels as they are, and without torch.compile where `enforce_eager` says so: vLLM compiles a
+        part of its sampler even then."""
+        with warned_only(self._device):
+            if not self._config.rollout.enforce_eager:
+                yield
+                return
+            with torch.compiler.set_stance("force_eager"):
+                yield
 
 
 def _without_shared_memory() -> None:

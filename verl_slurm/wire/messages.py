@@ -215,7 +215,7 @@ class Notice(_Message, frozen=True, kw_only=True):
     """Rank 0: something about saving, an evaluation or the reward that people should hear, and that stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward"]
+    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
     text: Annotated[str, msgspec.Meta(max_length=2000)]
     loud: bool
     """Something is wrong."""

@@ -1,0 +1,80 @@
+"""Runs of one rank on a device, made and given their lives as tests/trainer does it."""
+
+from pathlib import Path
+
+from tests.trainer import test_grpo, test_loop
+from verl_slurm.config import load
+from verl_slurm.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SlurmConfig,
+    TrainConfig,
+)
+from verl_slurm.dcp.compare import compare
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.ledger import stats
+
+STEPS = test_grpo.STEPS
+
+
+class Runs(test_grpo.Runs):
+    """`live` gives many lives in one process, `start` one in processes of its own.
+
+    The safe points of each: 0 step 0, 1 generate, 2-3 score, 4 advantage, 5-8 update; 9 step 1, ... 18 the end.
+    """
+
+    start = test_loop.Runs.start
+
+    def make_on(
+        self,
+        device: str,
+        name: str,
+        train: TrainConfig,
+        *,
+        mixed_precision: str = "none",
+        engine: str = "hf",
+        every_steps: int = STEPS,
+    ) -> RunPaths:
+        paths = RunPaths(private_dir(self._root / f"{device}-{name}"))
+        config = RunConfig(
+            name=name,
+            run_dir=str(paths.root),
+            model=ModelConfig(path=str(self._model)),
+            data=DataConfig(root=str(self._data)),
+            rollout=RolloutConfig(
+                engine=engine,  # type: ignore[arg-type]
+                micro_batch_size_per_device=8,
+                max_new_tokens=5,
+                samples_per_prompt=test_grpo.GROUP,
+                gpu_memory_utilization=0.2,
+            ),
+            train=train,
+            distributed=DistributedConfig(
+                dp_size=1,
+                nodes=1,
+                device=device,  # type: ignore[arg-type]
+                mixed_precision=mixed_precision,  # type: ignore[arg-type]
+            ),
+            checkpoint=CheckpointConfig(every_steps=every_steps, keep_last=3),
+            slurm=SlurmConfig(gpus_per_node=int(device == "cuda")),
+        )
+        write_file(paths.run_yaml, load.dump(config))
+        return paths
+
+
+def final(paths: RunPaths) -> Path:
+    return paths.checkpoint(STEPS)
+
+
+def assert_same(paths: RunPaths, twin: RunPaths) -> None:
+    """Every bit of both ends, and no rollout sampled twice."""
+    result = compare(final(twin), final(paths))
+    assert result.same, result.differing
+    assert result.num_tensors > 60
+    journal = stats(paths)
+    assert (journal.duplicates, journal.problems) == ((), ())

@@ -1,0 +1,45 @@
+"""What is said of GPUs before anything is queued."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.submit import gpus
+from verl_slurm.submit.gpus import gpu_note
+
+CUDA = msgspec.structs.replace(RunConfig(), distributed=DistributedConfig(device="cuda"))
+
+
+def _torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(gpus, "version", lambda _: version)
+
+
+def test_a_torch_for_cpus_is_said_wherever_the_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _torch(monkeypatch, "2.13.0+cpu")
+    for cluster in ("slurm", "local"):
+        note = gpu_note(CUDA, cluster, signs=())
+        assert note is not None
+        assert "torch 2.13.0+cpu of this environment is built without CUDA" in note
+        assert "constraints/cuda.txt" in note
+
+
+def test_a_machine_without_a_driver_is_said_where_the_run_is_to_stay_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _torch(monkeypatch, "2.13.0")
+    driver = tmp_path / "version"
+    note = gpu_note(CUDA, "local", signs=[driver])
+    assert note is not None
+    assert "no NVIDIA driver" in note
+    assert gpu_note(CUDA, "slurm", signs=[driver]) is None, "a login node need not have one"
+    driver.touch()
+    assert gpu_note(CUDA, "local", signs=[driver]) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_who_asks_for_no_gpu_hears_nothing(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    _torch(monkeypatch, "2.13.0+cpu")
+    config = msgspec.structs.replace(RunConfig(), distributed=DistributedConfig(device=device))  # type: ignore[arg-type]
+    assert gpu_note(config, "local", signs=()) is None

@@ -1,0 +1,78 @@
+"""Which device a rank works on: decided at its start, before anything is loaded.
+
+What was configured wrongly is refused for good. A node that has lost a GPU which the run had before is another matter:
+that is a crash, and a later start, or another node, may mend it. `device: auto` is not taken for a wish to go on a
+thousand times slower on the CPU.
+"""
+
+import os
+
+import torch
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.trainer.orchestration import began_on_gpus
+
+__all__ = ["DeviceLost", "choose_device"]
+
+
+class DeviceLost(VerlSlurmError):
+    """This run has worked on GPUs, and here there is none for this rank: a crash that another start may mend."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+def choose_device(config: RunConfig, local_rank: int) -> torch.device:
+    """The device of a rank. Called by: trainer.place.
+
+    Args:
+        local_rank: among the ranks of this node.
+
+    Raises:
+        ConfigError: no GPU, or not one for each rank of this node, where one is asked for.
+        DeviceLost: the same, where there was one before.
+    """
+    wanted = config.distributed.device
+    if wanted == "cpu":
+        return torch.device("cpu")
+    available = torch.cuda.is_available()
+    if wanted == "auto" and not available and not _had_gpus(config):
+        return torch.device("cpu")
+    if available and local_rank < torch.cuda.device_count():
+        return torch.device("cuda", local_rank)
+    if _had_gpus(config):
+        raise DeviceLost(
+            "this run began on GPUs, and there is none for this rank here",
+            where="distributed.device",
+            found=f"local rank {local_rank}, {_what_is_there()}",
+            remedy="see nvidia-smi on this node; to go on without GPUs on purpose, set it to cpu",
+        )
+    if available:
+        # NCCL would refuse two ranks on one GPU, in words that name neither.
+        raise ConfigError(
+            "this node has fewer GPUs than ranks",
+            where="distributed.device",
+            found=f"local rank {local_rank}, {_what_is_there()}",
+            expected="a GPU for each rank of a node",
+            remedy="set slurm.gpus_per_node, distributed.nodes or the shape, so that they fit",
+        )
+    raise ConfigError(
+        "there is no GPU that torch could use here",
+        where="distributed.device",
+        found=f"cuda, {_what_is_there()}",
+        remedy="ask Slurm for GPUs (slurm.gpus_per_node), install torch for CUDA, or set it to cpu",
+    )
+
+
+def _had_gpus(config: RunConfig) -> bool:
+    return began_on_gpus(RunPaths(config.run_dir))
+
+
+def _what_is_there() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__}, which is built without CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    return f"{torch.cuda.device_count()} GPUs for torch {torch.__version__}{hidden}"
