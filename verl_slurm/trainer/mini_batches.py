@@ -1,19 +1,19 @@
 """Which responses an update trains on, whatever the number of ranks, and how they come to who trains on them.
 
-A step's responses have one order, that of their sample ids. For each epoch of a step they are put into a random order of
-their own, a function of (seed, step, epoch); it is cut into mini-batches, and each mini-batch into as many equal pieces
-as there are data-parallel ranks, the first for rank 0. So an update is the same one in every shape that has the same
-global batch and the same global mini-batch (`config.layout`): other shapes add the same terms in another order, no more.
+A step's responses have one order, that of their sample ids. For each epoch of a step they are put into a random order
+of their own, a function of (seed, step, epoch). It is cut into mini-batches, and each mini-batch into as many equal
+pieces as there are data-parallel ranks, the first for rank 0. So an update is the same one in every shape that has the
+same global batch and the same global mini-batch (`config.layout`): other shapes add the same terms in another order.
 
-What a rank trains on is then mostly what others have sampled. Once a step, before the first update, or the first one
-after a start, each rank sends each other one the rows which that one will need in any epoch: one all-to-all. The buffers
-stay as they were sampled, so what is saved in the middle of the updates is saved as before, and a start exchanges again.
+What a rank trains on is then mostly what others have sampled. Once a step, before the first update or the first one
+after a start, each rank sends each other one the rows which that one will need in any epoch: one all-to-all. The
+buffers stay as they were sampled, so a save among the updates is what it was, and a start exchanges again.
 
 What it costs, with N responses to a rank and step, `dp` ranks and E epochs: a rank holds at most min(E, dp) x N rows
-more on its host until the step ends, and twice that during the exchange; nothing at all where dp is 1. A row has 17 bytes
-a response token and 9 a prompt token, 8 more a response token with a critic and 4 with the KL in the loss. A step of 1024
-responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB more on each for every epoch. The ranks of a
-replica, which hold the same rows, exchange them in as many groups side by side.
+more on its host until the step ends, twice that during the exchange, and nothing at all where dp is 1. A row has 17
+bytes a response token and 9 a prompt token, with a critic 8 more a response token, with the KL in the loss 4. A step of
+1024 responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB more on each for every epoch. The
+ranks of a replica, which hold the same rows, exchange them in as many groups side by side.
 """
 
 from collections.abc import Iterable, Mapping
