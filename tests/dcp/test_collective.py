@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from verl_slurm.dcp.collective import Collective, RanksFailed
@@ -53,6 +54,10 @@ def plain_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_gather(outputs: list[Any], tensor: Any, *, group: Any) -> None:
         group.allgather([outputs], [tensor]).wait()
 
+    def all_to_all_single(output: Any, given: Any, coming: Any, going: Any, *, group: Any) -> None:
+        group.alltoall_base(output, given, coming, going, dist.AllToAllOptions()).wait()
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_gather", all_gather)
 
@@ -68,6 +73,23 @@ def test_bytes_of_any_length_are_gathered_in_rank_order() -> None:
         expected = [bytes([rank]) * size for rank, size in enumerate(sizes)]
         gathered = _on_all_ranks(lambda ranks, parts=expected: ranks.gather(parts[ranks.rank]))  # type: ignore[misc]
         assert gathered == [expected] * WORLD
+
+
+def test_rows_go_to_whom_they_are_for() -> None:
+    """Rank r has r rows for each other rank, and none for itself: (r, to whom)."""
+
+    def work(ranks: Collective) -> list[list[int]]:
+        going = [0 if rank == ranks.rank else ranks.rank for rank in range(WORLD)]
+        coming = [0 if rank == ranks.rank else rank for rank in range(WORLD)]
+        rows = [[ranks.rank, to] for to, num in enumerate(going) for _ in range(num)]
+        given = torch.tensor(rows, dtype=torch.uint8).reshape(len(rows), 2)
+        return ranks.exchange(given, going, coming).tolist()  # type: ignore[no-any-return]
+
+    assert _on_all_ranks(work) == [
+        [[1, 0], [2, 0], [2, 0]],
+        [[2, 1], [2, 1]],
+        [[1, 2]],
+    ]
 
 
 def test_when_one_rank_fails_all_raise_and_name_it() -> None:
@@ -98,5 +120,6 @@ def test_the_first_rank_works_for_all() -> None:
 def test_a_single_process_needs_no_group() -> None:
     alone = Collective(None)
     assert (alone.max([3]), alone.sum([0.5]), alone.gather(b"x")) == ([3], [0.5], [b"x"])
+    assert alone.exchange(torch.ones(2, 1), [2], [2]).tolist() == [[1.0], [1.0]]
     with pytest.raises(RanksFailed, match="rank 0: ValueError"):
         alone.together("it", lambda: int("no"))

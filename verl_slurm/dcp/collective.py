@@ -44,7 +44,7 @@ class Collective:
     """
 
     waited_s: float = 0.0
-    """Seconds in `max`, `sum`, `gather` and `share` so far, with what was waited there for slower ranks."""
+    """Seconds in `max`, `sum`, `gather`, `share` and `exchange` so far, with what was waited there for slower ranks."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self._group = group
@@ -120,6 +120,25 @@ class Collective:
             with self._waiting():
                 dist.broadcast(data, group=self._group, group_src=source)
         return data.numpy().tobytes()
+
+    def exchange(self, rows: torch.Tensor, going: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
+        """Rows of a matrix to those for whom they are; one all-to-all.
+
+        Args:
+            rows: [sum of `going`, W] on the CPU: those for rank 0, then those for rank 1, ...; the same type and W on
+                every rank.
+            going: how many of them are for each rank.
+            coming: how many each rank has for this one; the ranks know it of each other.
+
+        Returns:
+            [sum of `coming`, W]: those of rank 0, then those of rank 1, ...
+        """
+        if self._group is None:
+            return rows
+        found = rows.new_empty((sum(coming), *rows.shape[1:]))
+        with self._waiting():
+            dist.all_to_all_single(found, rows, list(coming), list(going), group=self._group)
+        return found
 
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Do `work` on this rank; return its result only if no rank's raised.

@@ -67,7 +67,7 @@ def permutation(seed: int, purpose: Purpose, counter: Sequence[int], size: int) 
 
     Args:
         seed: the run's seed.
-        purpose: `DATA_ORDER` (counter: epoch) or `MINI_BATCH_ORDER` (counter: step, PPO epoch, rank).
+        purpose: `DATA_ORDER` (counter: epoch) or `MINI_BATCH_ORDER` (counter: step, PPO epoch).
         counter: at most three non-negative integers.
         size: how many positions.
     """

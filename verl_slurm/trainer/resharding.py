@@ -6,8 +6,8 @@ so those of all former ranks, put back into their global order, are dealt out ag
 
 * generating: a number that all new ranks can have the same share of is kept, the rest is replayed from the ledger;
 * scoring: begins again, with the very weights it began with;
-* advantage and update: every rank gets its share of the scored and whitened rows. Mini-batches of the epoch that
-  runs are drawn anew, so an update in the middle of a step need not be the one that the former ranks would have done.
+* advantage and update: every rank gets its share of the scored and whitened rows. Which rows an update trains on does
+  not depend on the number of ranks (`trainer.mini_batches`), so the updates still to be done are the same ones.
 
 What a step consumes of the data must stay the same, or positions and prompts would no longer fit together: the
 global batch, the global mini-batch and the size of a generation micro-batch (`config.layout`).

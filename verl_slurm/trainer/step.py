@@ -20,7 +20,6 @@ from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer.advantages import token_kl
 from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
-from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.estimates import estimate
@@ -28,6 +27,7 @@ from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.journaling import record, take_back
 from verl_slurm.trainer.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
 from verl_slurm.trainer.measures import step_measures
+from verl_slurm.trainer.mini_batches import MiniBatches
 from verl_slurm.trainer.models import (
     Models,
     clip_gradients,
@@ -91,6 +91,7 @@ class Learner:
         self._ledger, self._replay = ledger, replay
         self._evaluator = evaluator
         self._synced_step = -1
+        self._mini_batches: MiniBatches | None = None
         self.watch = Stopwatch(_device(models.actor))
         """Seconds of the running step's updates and of what it communicates."""
         watch_collectives((models.actor, models.critic, models.reference), self.watch)
@@ -214,19 +215,13 @@ class Learner:
     # ---- update
 
     def _update(self, state: TrainState) -> None:
-        train, position = self._config.train, state.position
-        step, buffers = position.step, state.buffers
-        mini_batches = train.batch_size_per_device // train.mini_batch_size_per_device
-        epoch, mini_batch = divmod(position.index, mini_batches)
-        order = permutation(
-            self._config.seed,
-            Purpose.MINI_BATCH_ORDER,
-            (step, epoch, self._ranks.rank),
-            train.batch_size_per_device,
-        )
-        size = train.mini_batch_size_per_device
-        rows = torch.from_numpy(order)[mini_batch * size : (mini_batch + 1) * size]
-        batch = _rows(stacked(buffers.rollouts) | stacked(buffers.scored) | buffers.estimates, rows)
+        train, step, buffers = self._config.train, state.position.step, state.buffers
+        if self._mini_batches is None or self._mini_batches.step != step:
+            # Stacked for good, as a start finds them: what is kept to train on is no second copy of it.
+            buffers.rollouts, buffers.scored = [stacked(buffers.rollouts)], [stacked(buffers.scored)]
+            batch = buffers.rollouts[0] | buffers.scored[0] | buffers.estimates
+            self._mini_batches = MiniBatches(self._config, step, batch, self._ranks)
+        batch = self._mini_batches.piece(state.position.index)
         # Mean over the mini-batch's tokens on all ranks; FSDP averages over ranks (losses.py says why).
         tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
         names = update_metrics(train)
@@ -378,7 +373,7 @@ class Learner:
             row |= self._evaluator.take()
         state.kl = state.kl.update(row["kl"])
         state.reward = state.reward.remember(rollouts, scored)
-        state.buffers = type(buffers)()
+        state.buffers, self._mini_batches = type(buffers)(), None
         state.remember(row)
         return row
 
