@@ -16,7 +16,8 @@ import msgspec
 import psutil
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import NotFound, VerlSlurmError
+from verl_slurm.errors import NotFound, SlurmMissing, VerlSlurmError
+from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
@@ -26,6 +27,7 @@ from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import step_argv
+from verl_slurm_daemon.successor import predecessor, queue_successor
 
 __all__ = [
     "Allocation",
@@ -78,6 +80,9 @@ class Allocation(Protocol):
 
     async def requeue(self) -> RequeueAnswered | str:
         """Ask for another life of this run. A text: no answer that counts; ask again while there is time."""
+
+    async def cancelled_before(self) -> str:
+        """Why this job must not go on with the run: its user has ended the one it follows. Empty: it may."""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         """Keep the next life of this run away from these nodes, and from no others of ours; what came of it."""
@@ -153,8 +158,29 @@ class SlurmAllocation:
             return said
         if outcome.kind == "cancelled":
             return RequeueAnswered(ExitCode.CANCELLED, said)
+        if outcome.kind == "forbidden" and self._config.slurm.successor and self._job.array_job_id is None:
+            return await self._follow(said)
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
         return RequeueAnswered(code, said)
+
+    async def _follow(self, why: str) -> RequeueAnswered | str:
+        try:
+            number = await queue_successor(self._paths, self._config, self.job_id)
+        except SlurmMissing as error:
+            return f"{why}; {error}"
+        except (VerlSlurmError, OSError) as error:
+            return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
+        return RequeueAnswered(ExitCode.REQUEUED, f"job {number} follows this one: {why}")
+
+    async def cancelled_before(self) -> str:
+        former = predecessor(read_events(self._paths), self.job_id)
+        if not former.isdigit():
+            return ""
+        try:
+            state = (await self._client.job(int(former))).state
+        except VerlSlurmError:
+            return ""  # forgotten, or no answer: then the journal's word counts, and it says to go on
+        return f"job {former}, which this one follows, is {state}" if state.startswith("CANCELLED") else ""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         own = str(self._config.slurm.extra.get("exclude") or "")
@@ -242,6 +268,9 @@ class LocalAllocation:
         return RequeueAnswered(
             ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
         )
+
+    async def cancelled_before(self) -> str:
+        return ""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         return ""  # there are no others

@@ -113,6 +113,8 @@ class Lead:
             )
 
     async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
+        if cancelled := await self._allocation.cancelled_before():
+            return ExitCode.CANCELLED, cancelled
         stuck = stuck_starts(read_events(self._paths))
         if stuck >= self._config.daemon.no_progress_limit:
             journal.event("held", stuck=stuck, reason="every start crashed at the same place")

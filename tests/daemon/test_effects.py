@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ class Scripted:
     def __init__(self, *answers: ev.RequeueAnswered | str) -> None:
         self.answers = list(answers)
         self.steps = 0
+        self.avoided: list[tuple[str, ...]] = []
         self.step_started = asyncio.Event()
 
     async def address(self) -> str:
@@ -48,6 +50,13 @@ class Scripted:
 
     async def still_alive(self, owner: Epoch) -> str:
         return ""
+
+    async def cancelled_before(self) -> str:
+        return ""
+
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        self.avoided.append(tuple(nodes))
+        return f"avoids {len(nodes)}"
 
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         self.steps += 1
@@ -75,6 +84,25 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
     assert asyncio.run(story()) == REQUEUED
     said = [e["accepted"] for e in read_events(RunPaths(tmp_path)) if e["event"] == "requeue"]
     assert said == [False, False, True]
+
+
+def test_a_node_to_avoid_is_named_once_the_requeue_is_taken_and_remembered_for_the_next(
+    tmp_path: Path,
+) -> None:
+    async def story(allocation: Scripted, action: act.Requeue) -> None:
+        effects, posted = effects_of(tmp_path, allocation)
+        effects.perform(action)
+        await posted.get()
+
+    allocation = Scripted(REQUEUED, REQUEUED, ev.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no"))
+    asyncio.run(story(allocation, act.Requeue()))
+    assert allocation.avoided == []  # a run that never had such a node asks Slurm nothing more
+    asyncio.run(story(allocation, act.Requeue(("n2",))))
+    asyncio.run(story(allocation, act.Requeue(("n3",))))  # refused: there is no next start
+    assert allocation.avoided == [("n2",)]
+    allocation.answers = [REQUEUED]
+    asyncio.run(story(allocation, act.Requeue()))
+    assert allocation.avoided[-1] == ("n2",)
 
 
 @pytest.mark.parametrize("moment", ["while looking for a checkpoint", "after the step was started"])

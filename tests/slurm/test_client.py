@@ -104,7 +104,7 @@ def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_p
         ("scancel_over", 0, "cancelled"),
         ("scancel_in_grace_completing", 0, "cancelled"),
         ("preempted_completing", 0, "already_requeued"),
-        ("norequeue_preempted_in_grace", 0, "refused"),
+        ("norequeue_preempted_in_grace", 0, "forbidden"),
         ("suspended", 0, "refused"),
         ("running", 0, None),
         ("preempted_in_grace", 0, None),
@@ -130,6 +130,14 @@ def test_a_requeue_that_changes_nothing_is_unconfirmed(stub: Stub) -> None:
     outcome = asyncio.run(stub(f"cat {golden}").requeue(1, 10, own_restarts=0))
     assert outcome.kind == "unconfirmed"
     assert not outcome.will_run_again
+
+
+def test_a_job_that_slurm_may_not_requeue_is_told_from_one_that_it_will_not(stub: Stub) -> None:
+    golden = shlex.quote(str(GOLDEN / "running.txt"))
+    words = "Requested operation is presently disabled"
+    script = f'[ "$1" = show ] && exec cat {golden}; echo "{words}" >&2; exit 1'
+    outcome = asyncio.run(stub(script).requeue(1, 10, own_restarts=0))
+    assert (outcome.kind, outcome.detail) == ("forbidden", words)
 
 
 def test_slurms_refusal_is_passed_on(stub: Stub) -> None:

@@ -93,6 +93,22 @@ def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
     assert same, said
 
 
+def test_a_job_that_may_not_be_requeued_is_followed_by_another(cluster: DevCluster, tmp_path: Path) -> None:
+    run = LiveRun(cluster, tmp_path / "run", *SHORT)
+    sbatch(run, "--no-requeue", "multi_node.sbatch")
+    run.wait_phase("generate", step=0, index=3)
+    preempt(cluster, int(run.job_id), hold_s=1)
+    followed = run.wait_event("successor")
+    assert followed["after"] == run.job_id
+    run.job_id = followed["job_id"]
+    try:
+        run.wait_end()
+    finally:
+        run.cancel()
+    assert [event["job_id"] for event in run.events("started")] == [followed["after"], followed["job_id"]]
+    assert any(event["resume"] for event in run.events("generation"))
+
+
 def test_the_agents_of_an_apptainer_run_are_started_by_apptainer(cluster: DevCluster, tmp_path: Path) -> None:
     """There is no container runtime here: a stand-in notes its command line and runs what stands behind the image."""
     stand_in = tmp_path / "bin" / "apptainer"

@@ -8,6 +8,7 @@ from verl_slurm.config.layout import LAYOUT_KEYS, keep_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
+from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_environment
 from verl_slurm.slurm.parse import PartitionFacts
 from verl_slurm.submit.inputs import (
     BUILTIN_DATA,
@@ -18,7 +19,7 @@ from verl_slurm.submit.inputs import (
     cache_dir,
     needs_building,
 )
-from verl_slurm.submit.plan import refuse_changes, sbatch_options, sbatch_parameters, unwanted_environment
+from verl_slurm.submit.plan import refuse_changes
 from verl_slurm.submit.preflight import choose_cluster, partition_complaint
 from verl_slurm.submit.rewards import RULES
 

@@ -132,7 +132,8 @@ def _corrupt(event: Event) -> str:
 
 
 def _crash(event: Event) -> str:
-    return f"CRASH {event.get('crashes')} of {event.get('budget')}{_because(event, 'detail')}"
+    kind = str(event.get("kind", "crash")).upper()
+    return f"{kind} {event.get('crashes')} of {event.get('budget')}{_because(event, 'detail')}"
 
 
 def _because(event: Event, key: str = "reason") -> str:
@@ -204,6 +205,10 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
     "orphaned": _orphaned,
     "held": _held,
+    "hang": lambda event: f"HANG: {event.get('detail')}",
+    "stacks": lambda event: f"the stacks of {event.get('node')}'s ranks are in {event.get('log')}",
+    "avoid": lambda event: f"nodes: {event.get('detail')}",
+    "successor": lambda event: f"job {event.get('job_id')} is queued to follow job {event.get('after')}",
     "fenced": _fenced,
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",

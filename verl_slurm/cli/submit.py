@@ -172,7 +172,7 @@ def _beginning(plan: "SubmissionPlan") -> str:
 
 def _sbatch_line(plan: "SubmissionPlan", paths: RunPaths) -> str:
     from verl_slurm.config.load import shipped
-    from verl_slurm.submit.plan import sbatch_options
+    from verl_slurm.slurm.batch import sbatch_options
 
     template = shipped("sbatch/multi_node.sbatch")
     return shlex.join(["sbatch", *sbatch_options(plan.config), template, str(paths.root)])

@@ -304,6 +304,8 @@ class SlurmConfig(_Section, frozen=True):
     """0: the partition's default."""
     extra: dict[str, str | int | bool] = {}
     """Further sbatch options by their long names, e.g. {constraint: a100}."""
+    successor: bool = True
+    """Where Slurm may not requeue the job (--no-requeue, or the site's rule): queue another one that follows it."""
     container: ContainerConfig | None = None
     """null: ranks run in the environment that submits."""
 

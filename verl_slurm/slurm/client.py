@@ -44,9 +44,10 @@ class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Called by: the lead's journal and exit code.
     """
 
-    kind: Literal["requeued", "already_requeued", "cancelled", "refused", "unconfirmed"]
+    kind: Literal["requeued", "already_requeued", "cancelled", "forbidden", "refused", "unconfirmed"]
     """`requeued`: by us. `already_requeued`: Slurm or somebody was first. `cancelled`: the user has ended the
-    job, and it stays so. `refused`: Slurm said no. `unconfirmed`: Slurm said yes, but reading back fails."""
+    job, and it stays so. `forbidden`: this job may not be requeued, another one may follow it.
+    `refused`: Slurm said no. `unconfirmed`: Slurm said yes, but reading back fails."""
     detail: str
     start_time: datetime | None = None
     """The earliest start of the next run, as Slurm has it. It holds only if the job has left all its nodes by
@@ -94,7 +95,7 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
         return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
     if not facts.requeue:
         return RequeueOutcome(
-            kind="refused", detail="Requeue=0 (submitted with --no-requeue): submit again to go on"
+            kind="forbidden", detail="Requeue=0 (submitted with --no-requeue): submit again to go on"
         )
     return None
 
@@ -273,7 +274,9 @@ class SlurmClient:
             kind = "requeued"
             done = await self.run(commands.requeue(job_id))
             if done.exit_code != 0:
-                return RequeueOutcome(kind="refused", detail=done.stderr.strip() or f"exit {done.exit_code}")
+                said = done.stderr.strip() or f"exit {done.exit_code}"
+                disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
+                return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
         outcome = await self._shorten(job_id, delay_s, kind, own_restarts)
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 

@@ -22,8 +22,9 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import SlurmMissing, SlurmRefused
 from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.batch import sbatch_parameters, unwanted_environment
 from verl_slurm.submit.entry import BecomeLead
-from verl_slurm.submit.plan import Cluster, SubmissionPlan, sbatch_parameters, unwanted_environment
+from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
 __all__ = ["local_command", "main", "render_script", "submit_job"]
 

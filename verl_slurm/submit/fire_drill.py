@@ -24,8 +24,8 @@ from verl_slurm.doctor.findings import Finding, bad
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.slurm.batch import sbatch_options, unwanted_environment
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.submit.plan import sbatch_options, unwanted_environment
 
 __all__ = ["fire_drill"]
 

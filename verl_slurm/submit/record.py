@@ -105,9 +105,17 @@ def last_job(paths: RunPaths) -> Submission:
     cluster: Cluster = "slurm"
     host = ""
     found: Submission | None = None
+    followed: set[object] = set()
     for event in read_events(paths):
+        if event["event"] == "successor":
+            followed.add(event.get("after"))
+        elif event.get("job_id") in followed:
+            continue  # the last words of the job that another one follows
         # A lead says so too: a run may have been started by hand, through the sbatch template.
-        if event["event"] in ("submitted", "started") and event.get("cluster") in ("slurm", "local"):
+        if event["event"] in ("submitted", "successor", "started") and event.get("cluster") in (
+            "slurm",
+            "local",
+        ):
             cluster, host = event["cluster"], str(event.get("host", ""))
         job_id = event.get("job_id")
         if isinstance(job_id, str) and job_id and (found is None or job_id != found.job_id):

@@ -1,0 +1,74 @@
+"""Where Slurm may not requeue this job: another one that follows it (`--dependency=afterany`).
+
+The new job runs the same lead on the same run, asked for with the options of the run's configuration. It is queued
+once for each job (the journal remembers), and not for a task of an array, which has its next task. A cancel stays
+final: a successor whose predecessor was cancelled in its last seconds says so and ends.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import SlurmRefused
+from verl_slurm.events import Event, append_event, read_events
+from verl_slurm.files import write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.batch import sbatch_options, unwanted_environment
+from verl_slurm.slurm.client import SlurmClient
+
+__all__ = ["predecessor", "queue_successor", "successor_script", "was_queued"]
+
+
+def predecessor(events: Sequence[Event], job_id: str) -> str:
+    """The job that `job_id` was queued to follow; empty: none. Pure."""
+    for event in events:
+        if event["event"] == "successor" and event.get("job_id") == job_id:
+            return str(event.get("after", ""))
+    return ""
+
+
+def was_queued(events: Sequence[Event], job_id: str) -> str:
+    """The job that follows `job_id` already; empty: none. Pure."""
+    for event in events:
+        if event["event"] == "successor" and event.get("after") == job_id:
+            return str(event.get("job_id", ""))
+    return ""
+
+
+def successor_script(python: str, paths: RunPaths) -> str:
+    """The batch script. Every word of ours that a shell reads is quoted. Pure."""
+    lead = shlex.join([python, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)])
+    return f"#!/bin/bash\numask 077\ntrap '' USR1 TERM CONT\nexec {lead}\n"
+
+
+async def queue_successor(paths: RunPaths, config: RunConfig, job_id: str) -> str:
+    """Queue it, or name the one that is queued already; its job id.
+
+    Raises:
+        SlurmRefused: sbatch said no.
+        SlurmMissing: no answer; it may have been queued all the same, and then finds the run at work, or done.
+        OSError: the script cannot be written.
+
+    Called by: allocation.
+    """
+    there = was_queued(read_events(paths), job_id)
+    if there:
+        return there
+    script = paths.logs / f"successor_of_{job_id}.sh"
+    write_file(script, successor_script(sys.executable, paths).encode())
+    gone = unwanted_environment(list(os.environ), config)
+    client = SlurmClient({name: value for name, value in os.environ.items() if name not in gone})
+    mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={paths.logs}/%j_0_log.out"]
+    done = await client.run(["sbatch", "--parsable", *sbatch_options(config), *mine, str(script)])
+    number = done.stdout.strip().split(";")[0]
+    if done.exit_code != 0 or not (number.isascii() and number.isdigit()):
+        raise SlurmRefused(
+            "the job that was to follow this one was not accepted",
+            where=job_id,
+            found=(done.stderr or done.stdout).strip(),
+            remedy=f"verl-slurm submit {paths.root}",
+        )
+    append_event(paths, "successor", job_id=number, cluster="slurm", after=job_id)
+    return number

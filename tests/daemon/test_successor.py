@@ -1,0 +1,135 @@
+"""Another job where Slurm may not requeue this one: queued once, as the run asks, and never after a cancel."""
+
+import asyncio
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon import allocation as module
+from verl_slurm_daemon.allocation import SlurmAllocation
+from verl_slurm_daemon.successor import predecessor, queue_successor, successor_script, was_queued
+
+from verl_slurm.config.load import parse_config
+from verl_slurm.errors import SlurmRefused
+from verl_slurm.events import append_event, read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.client import RequeueOutcome
+from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.submit.record import last_job
+
+CONFIG = parse_config(b"", "my.yaml", ("slurm.partition=gpu",))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(private_dir(tmp_path / "my run"))
+    private_dir(paths.logs)
+    return paths
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An sbatch that notes its words and answers 38."""
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >>{tmp_path}/said\n${{ANSWER:-echo 38}}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return tmp_path / "said"
+
+
+def test_the_job_that_follows_is_asked_for_as_the_run_is_and_once(run: RunPaths, said: Path) -> None:
+    assert asyncio.run(queue_successor(run, CONFIG, "37")) == "38"
+    assert asyncio.run(queue_successor(run, CONFIG, "37")) == "38"  # the agents of a dead lead ask, too
+    words = said.read_text().splitlines()
+    assert words.count("--parsable") == 1
+    assert {"--dependency=afterany:37", "--partition=gpu", "--requeue", "--signal=B:USR1@120"} <= set(words)
+    assert Path(words[-1]).stat().st_mode & 0o777 == 0o600
+    events = read_events(run)
+    assert (predecessor(events, "38"), was_queued(events, "37"), predecessor(events, "37")) == (
+        "37",
+        "38",
+        "",
+    )
+
+
+def test_what_sbatch_refuses_is_an_error_with_a_remedy(
+    run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANSWER", "exit 1")
+    with pytest.raises(SlurmRefused, match="verl-slurm submit"):
+        asyncio.run(queue_successor(run, CONFIG, "37"))
+    assert read_events(run) == []
+
+
+def test_the_script_quotes_what_a_shell_would_read_otherwise(run: RunPaths) -> None:
+    odd = RunPaths(run.root.parent / "a b; touch $HOME 'x'")
+    text = successor_script("/opt/my python/bin/python", odd)
+    last = text.splitlines()[-1].removeprefix("exec ")
+    assert shlex.split(last) == [
+        "/opt/my python/bin/python",
+        *["-P", "-m", "verl_slurm_daemon", "lead", "--run"],
+        str(odd.root),
+    ]
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_the_last_words_of_the_job_before_do_not_make_it_the_runs_job_again(run: RunPaths) -> None:
+    append_event(run, "submitted", job_id="37", cluster="slurm")
+    append_event(run, "successor", job_id="38", cluster="slurm", after="37")
+    append_event(run, "ended", job_id="37", exit_code=25)
+    assert last_job(run).job_id == "38"
+
+
+def mine(run: RunPaths, number: str, **more: str) -> SlurmAllocation:
+    environment = {
+        "SLURM_JOB_ID": number,
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURMD_NODENAME": "n1",
+    }
+    job = SlurmJob.from_environ(environment | more)
+    assert job is not None
+    return SlurmAllocation(job, CONFIG, run)
+
+
+class Forbidding:
+    """A Slurm that may not requeue; the job before this one is in `state`."""
+
+    def __init__(self, state: str = "TIMEOUT") -> None:
+        self.state = state
+
+    async def requeue(self, *_: object, **__: object) -> RequeueOutcome:
+        return RequeueOutcome(kind="forbidden", detail="Requeue=0")
+
+    async def job(self, job_id: int) -> object:
+        assert job_id == 37
+        return self
+
+
+def test_a_job_that_may_not_be_requeued_is_followed_and_a_task_of_an_array_is_not(
+    run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SlurmClient", Forbidding)
+    in_array = mine(run, "37", SLURM_ARRAY_JOB_ID="36", SLURM_ARRAY_TASK_ID="1")
+    answer = asyncio.run(in_array.requeue())
+    assert not isinstance(answer, str)
+    assert answer.exit_code is ExitCode.REQUEUE_FAILED
+    answer = asyncio.run(mine(run, "37").requeue())
+    assert not isinstance(answer, str)
+    assert answer.exit_code is ExitCode.REQUEUED
+    assert answer.detail.startswith("job 38 follows this one")
+
+
+@pytest.mark.parametrize(("state", "stops"), [("CANCELLED", True), ("TIMEOUT", False), ("PREEMPTED", False)])
+def test_a_cancel_of_the_job_before_is_final(
+    run: RunPaths, state: str, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append_event(run, "successor", job_id="38", cluster="slurm", after="37")
+    monkeypatch.setattr(module, "SlurmClient", lambda: Forbidding(state))
+    assert bool(asyncio.run(mine(run, "38").cancelled_before())) is stops
+    assert not asyncio.run(mine(run, "39").cancelled_before())  # nobody's successor
