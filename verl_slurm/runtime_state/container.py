@@ -6,6 +6,7 @@ Bytes in, structs and arrays out; knows nothing of files, steps or ranks.
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -50,18 +51,22 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
     """
     specs = []
     for name, blob in blobs.items():
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{group}: {name!r} is no name for an array")
         if isinstance(blob, bytes):
-            specs.append(ArraySpec(group=group, name=name, dtype="bytes", shape=[len(blob)], bits=8))
+            specs.append(_spec(group, name, "bytes", (len(blob),), 8))
             continue
         dtype = _DTYPE_NAMES.get(blob.dtype) or blob.dtype.name  # the other byte order has the same name
         if dtype not in DTYPES:
             raise ValueError(f"{group}.{name}: dtype {blob.dtype} is not one of {', '.join(DTYPES)}")
-        specs.append(
-            ArraySpec(group=group, name=name, dtype=dtype, shape=list(blob.shape), bits=used_bits(blob))
-        )
+        specs.append(_spec(group, name, dtype, blob.shape, used_bits(blob)))
     return specs
+
+
+@lru_cache(maxsize=MAX_ARRAYS)
+def _spec(group: str, name: str, dtype: str, shape: tuple[int, ...], bits: int) -> ArraySpec:
+    """The batches of a run are all alike."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{group}: {name!r} is no name for an array")
+    return ArraySpec(group=group, name=name, dtype=dtype, shape=list(shape), bits=bits)
 
 
 def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONTENT_BYTES) -> bytes:

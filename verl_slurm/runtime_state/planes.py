@@ -24,7 +24,8 @@ def used_bits(array: np.ndarray) -> int:
         return 1 if array.any() else 0
     if not array.size:
         return 0
-    return rounded(int(np.bitwise_or.reduce(_unsigned(array))).bit_length())
+    items = array.view(_UINT[array.itemsize]) if array.dtype.isnative else _unsigned(array)
+    return rounded(int(np.bitwise_or.reduce(items, axis=None)).bit_length())
 
 
 def small_planes(array: np.ndarray, bits: int) -> bytes | None:
