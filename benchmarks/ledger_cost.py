@@ -201,11 +201,10 @@ def _said(run: Path, rank: int) -> Path:
 
 def _rank(run: Path, epoch: int) -> None:
     """The trainer's own entry, watched. Leaves as the trainer does: see `run_and_leave` there."""
-    from verl_slurm.trainer import journaling
     from verl_slurm.trainer.__main__ import main as trainer
+    from verl_slurm.trainer.state import to_arrays
 
     spent: list[tuple[float, float]] = []
-    to_arrays = journaling.to_arrays
 
     def timed(batch: Any) -> Arrays:
         began, cpu = time.perf_counter(), time.thread_time()
@@ -213,7 +212,7 @@ def _rank(run: Path, epoch: int) -> None:
         spent.append((time.perf_counter() - began, time.thread_time() - cpu))
         return arrays
 
-    with watched() as seen, patch.object(journaling, "to_arrays", timed):
+    with watched() as seen, patch("verl_slurm.trainer.journaling.to_arrays", timed):
         code = trainer(["--run", str(run), "--epoch", str(epoch)])
     for append, (seconds, cpu_s) in zip(
         seen.appends, spent, strict=True
