@@ -3,10 +3,12 @@
     python benchmarks/ledger_cost.py [--steps 5] [--ranks 2] [--directory DIR ...] [--json] [KEY=VALUE ...]
 
 The quick start trains for real, without a daemon, once for each DIR (memory and the disk of temporary files); its
-ledger and all else that it writes is there. `Ledger.append` is wrapped in every rank, which adds two looks at the
-clock. Each append is one generation micro-batch (4 responses), durable (fdatasync) before the next is sampled. Of the
-ranks the slowest counts; the first step is left out, of the appends and of the step time alike. `compact`, which drops
-what a checkpoint has made needless, runs in the background and is shown by itself.
+ledger and all else that it writes is there. `Ledger.append` and `settle` are wrapped in every rank, and what turns
+tensors into arrays for them; that adds looks at the clock. Each append is one generation micro-batch (4 responses); its
+fdatasync goes on, in a thread of its own, while the next is sampled. What the training waits for it is in the seconds;
+what that thread takes of the CPU is not, and may be somebody's: `percent_with_sync_cpu` adds it. Of the ranks the
+slowest counts; the first step is left out, of the appends and of the step time alike. `compact`, which drops what a
+checkpoint has made needless, runs in the background and is shown by itself.
 """
 
 import argparse
@@ -34,47 +36,76 @@ from verl_slurm.fence import take_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.runtime_state.syncing import BackgroundSync
 from verl_slurm.step_log import last_steps
 
 
 class Append(msgspec.Struct):
-    """One call: seconds by the clock, of which in fdatasync; CPU seconds of the thread; what was written."""
+    """One call: seconds of the training by the clock, of which waiting for the sync of the record before; CPU seconds
+    of its thread; what was written; and the sync of this record, behind the training's back."""
 
     step: int
     responses: int
     bytes: int
     seconds: float
-    sync_s: float
+    wait_s: float
     cpu_s: float
     syncs: int
+    sync_s: float
+    sync_cpu_s: float
+
+
+class Settled(msgspec.Struct):
+    """The wait for the last sync of a step."""
+
+    step: int
+    seconds: float
 
 
 class Watched(msgspec.Struct):
     """All calls of one rank."""
 
     appends: list[Append]
+    settled: list[Settled]
     compact_s: list[float]
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
     """Within it, every ledger of this process is watched; syncs of others (the save path's) are not counted."""
-    seen = Watched(appends=[], compact_s=[])
+    seen = Watched(appends=[], settled=[], compact_s=[])
     running = threading.local()
-    append, compact, fdatasync = Ledger.append, Ledger.compact, os.fdatasync
+    under_way: dict[int, Append] = {}
+    append, settle, compact, fdatasync = Ledger.append, Ledger.settle, Ledger.compact, os.fdatasync
+    begin, wait = BackgroundSync.begin, BackgroundSync.wait
 
     def timed_sync(fd: int) -> None:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         try:
             fdatasync(fd)
         finally:
-            now: Append | None = getattr(running, "append", None)
+            now = under_way.pop(fd, None)
             if now is not None:
                 now.syncs += 1
-                now.sync_s += time.perf_counter() - began
+                now.sync_s = time.perf_counter() - began
+                now.sync_cpu_s = time.thread_time() - cpu
+
+    def noted_begin(self: BackgroundSync, fd: int) -> None:
+        under_way[fd] = running.append
+        begin(self, fd)
+
+    def timed_wait(self: BackgroundSync) -> None:
+        began = time.perf_counter()
+        try:
+            wait(self)
+        finally:
+            now: Append | None = getattr(running, "append", None)
+            if now is not None:
+                now.wait_s += time.perf_counter() - began
 
     def timed_append(self: Ledger, step: int, micro_batch: int, arrays: Arrays) -> int:
-        now = running.append = Append(step, len(next(iter(arrays.values()), ())), 0, 0.0, 0.0, 0.0, 0)
+        now = Append(step, len(next(iter(arrays.values()), ())), 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0)
+        running.append = now
         began, cpu = time.perf_counter(), time.thread_time()
         try:
             now.bytes = append(self, step, micro_batch, arrays)
@@ -83,6 +114,14 @@ def watched() -> Iterator[Watched]:
             now.seconds, now.cpu_s = time.perf_counter() - began, time.thread_time() - cpu
             running.append = None
             seen.appends.append(now)
+
+    def timed_settle(self: Ledger) -> None:
+        began = time.perf_counter()
+        try:
+            settle(self)
+        finally:
+            step = seen.appends[-1].step if seen.appends else 0
+            seen.settled.append(Settled(step, time.perf_counter() - began))
 
     def timed_compact(self: Ledger, before_step: int) -> int:
         began = time.perf_counter()
@@ -93,7 +132,10 @@ def watched() -> Iterator[Watched]:
 
     with (
         patch.object(Ledger, "append", timed_append),
+        patch.object(Ledger, "settle", timed_settle),
         patch.object(Ledger, "compact", timed_compact),
+        patch.object(BackgroundSync, "begin", noted_begin),
+        patch.object(BackgroundSync, "wait", timed_wait),
         patch.object(os, "fdatasync", timed_sync),
     ):
         yield seen
@@ -106,17 +148,26 @@ def figures(ranks: Sequence[Watched], step_s: Sequence[float]) -> dict[str, floa
         step_s: seconds of each step, the first one included.
     """
     steps = len(step_s) - 1
-    counted = [[a for a in rank.appends if a.step > 0] for rank in ranks]
-    slowest = max(counted, key=lambda appends: sum(a.seconds for a in appends))
-    seconds, every = sum(a.seconds for a in slowest), [a for rank in counted for a in rank]
+    counted = [
+        ([a for a in rank.appends if a.step > 0], sum(w.seconds for w in rank.settled if w.step > 0))
+        for rank in ranks
+    ]
+    slowest, settled_s = max(counted, key=lambda rank: sum(a.seconds for a in rank[0]) + rank[1])
+    seconds, all_s = sum(a.seconds for a in slowest) + settled_s, sum(step_s[1:])
+    waited_s, sync_cpu_s = sum(a.wait_s for a in slowest) + settled_s, sum(a.sync_cpu_s for a in slowest)
+    every = [a for appends, _ in counted for a in appends]
     return {
-        "step_s": sum(step_s[1:]) / steps,
-        "append_s_per_step": seconds / steps,
-        "percent_of_step": 100 * seconds / sum(step_s[1:]),
-        "of_which_sync_percent": 100 * sum(a.sync_s for a in slowest) / sum(step_s[1:]),
+        "step_s": all_s / steps,
+        "ledger_s_per_step": seconds / steps,
+        "percent_of_step": 100 * seconds / all_s,
+        "of_which_waiting_percent": 100 * waited_s / all_s,
+        "percent_with_sync_cpu": 100 * (seconds + sync_cpu_s) / all_s,
         "append_cpu_s_per_step": sum(a.cpu_s for a in slowest) / steps,
+        "sync_cpu_s_per_step": sync_cpu_s / steps,
         "median_append_ms": 1e3 * statistics.median(a.seconds for a in every),
+        "median_append_cpu_ms": 1e3 * statistics.median(a.cpu_s for a in every),
         "worst_append_ms": 1e3 * max(a.seconds for a in every),
+        "median_sync_ms": 1e3 * statistics.median(a.sync_s for a in every),
         "appends_per_rank_and_step": len(slowest) / steps,
         "fsyncs_per_rank_and_step": sum(a.syncs for a in slowest) / steps,
         "bytes_per_response": sum(a.bytes for a in every) / sum(a.responses for a in every),
@@ -151,9 +202,23 @@ def _said(run: Path, rank: int) -> Path:
 def _rank(run: Path, epoch: int) -> None:
     """The trainer's own entry, watched. Leaves as the trainer does: see `run_and_leave` there."""
     from verl_slurm.trainer.__main__ import main as trainer
+    from verl_slurm.trainer.state import to_arrays
 
-    with watched() as seen:
+    spent: list[tuple[float, float]] = []
+
+    def timed(batch: Any) -> Arrays:
+        began, cpu = time.perf_counter(), time.thread_time()
+        arrays = to_arrays(batch)
+        spent.append((time.perf_counter() - began, time.thread_time() - cpu))
+        return arrays
+
+    with watched() as seen, patch("verl_slurm.trainer.journaling.to_arrays", timed):
         code = trainer(["--run", str(run), "--epoch", str(epoch)])
+    for append, (seconds, cpu_s) in zip(
+        seen.appends, spent, strict=True
+    ):  # nothing is taken back in this run
+        append.seconds += seconds
+        append.cpu_s += cpu_s
     _said(run, int(os.environ["RANK"])).write_bytes(msgspec.json.encode(seen))
     sys.stdout.flush()
     sys.stderr.flush()

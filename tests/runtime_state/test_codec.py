@@ -4,6 +4,7 @@ import struct
 import subprocess
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgpack
@@ -434,6 +435,35 @@ def test_arrays_of_any_values_come_back_over_chunks_and_frames(data: st.DataObje
         _, groups = unpack(packed, RecordHeader, where="x")
     assert same(groups["r"]["x"], array)
     assert groups["r"]["y"] == b"0123456789"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_small_arrays_are_written_in_the_same_bytes_as_large_ones(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([np.dtype(d) for d in DTYPES if d != "bytes"]))
+    array = data.draw(hnp.arrays(dtype, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6)))
+    if dtype.kind in "iu" and data.draw(st.booleans()):
+        array = array & dtype.type(data.draw(st.integers(0, 127)))  # every width that planes can have
+    array = data.draw(st.sampled_from([array, array.T, array[..., ::2] if array.ndim else array]))
+    bits = planes.used_bits(array)
+    assert planes.small_planes(array, bits) == b"".join(p.tobytes() for p in planes.split(array, bits))
+
+
+def test_an_array_is_small_up_to_a_bound_and_in_our_byte_order_only() -> None:
+    assert planes.small_planes(np.ones(2048, np.uint8), 1) == b"\xff" * 256
+    assert planes.small_planes(np.ones(2049, np.uint8), 1) is None
+    assert planes.small_planes(np.ones(2, ">i4"), 1) is None
+
+
+def test_threads_that_write_at_the_same_time_do_not_disturb_each_other() -> None:
+    def write(seed: int) -> list[bytes]:
+        arrays = {str(i): np.random.default_rng(seed).integers(0, 9, 20_000) for i in range(3)}
+        header = RecordHeader(step=seed, micro_batch=0, arrays=specify("rollouts", arrays), frames=[])
+        return [pack(header, arrays.values()) for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(write, range(4)))
+    assert made == [write(seed) for seed in range(4)]
 
 
 def test_a_bool_that_was_made_of_another_byte_is_true(state: RuntimeState) -> None:

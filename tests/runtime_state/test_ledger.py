@@ -1,5 +1,7 @@
 import errno
+import gc
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,12 @@ from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as module
+from verl_slurm.runtime_state import segment_lock
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, SegmentHeld, load, prune, stats
+from verl_slurm.runtime_state.ledger import Ledger, load, prune, stats
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm.runtime_state.segment_lock import SegmentHeld
+from verl_slurm.runtime_state.syncing import BackgroundSync
 
 Batch = Callable[..., Arrays]
 
@@ -146,7 +151,7 @@ def test_of_two_epochs_with_the_same_micro_batch_the_newest_counts_and_it_is_cou
 def test_two_living_writers_of_one_segment_are_not_allowed(
     paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(segment_lock, "_PATIENCE_S", 0.0)
     with Ledger(paths, 1, 0), pytest.raises(SegmentHeld) as caught:
         Ledger(paths, 1, 0)
     assert caught.value.exit_code is ExitCode.INTERNAL  # a crash, to be tried again: nobody fenced us off
@@ -165,7 +170,7 @@ def test_a_segment_whose_owner_is_slow_to_die_is_waited_for(
         if len(waits) == 3:
             dying.close()
 
-    monkeypatch.setattr(module.time, "sleep", wait)
+    monkeypatch.setattr(segment_lock.time, "sleep", wait)
     with Ledger(paths, 1, 0) as ledger:
         ledger.append(0, 1, batch(1))
     assert len(waits) == 3
@@ -174,8 +179,8 @@ def test_a_segment_whose_owner_is_slow_to_die_is_waited_for(
 
 def test_the_wait_for_a_segment_ends(paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(segment_lock.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(segment_lock.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     with Ledger(paths, 1, 0), pytest.raises(SegmentHeld, match="waited 10 s"):
         Ledger(paths, 1, 0)
     assert 10 <= clock[0] < 11
@@ -245,8 +250,18 @@ def test_a_write_that_fails_is_taken_back_and_the_next_append_works(
     assert load(paths, from_step=0).keys() == {(0, 0), (0, 2)}
 
 
-def test_after_a_failed_fsync_a_segment_takes_no_more_records(
-    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
+ACTS: dict[str, Callable[[Ledger, Arrays], object]] = {
+    "append": lambda ledger, arrays: ledger.append(0, 1, arrays),
+    "settle": lambda ledger, arrays: ledger.settle(),
+    "compact": lambda ledger, arrays: ledger.compact(0),
+    "close": lambda ledger, arrays: ledger.close(),
+}
+"""What is not done before the newest record is durable."""
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_failed_fsync_is_raised_by_what_comes_next_and_the_segment_takes_no_more_records(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch, act: str
 ) -> None:
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -254,10 +269,67 @@ def test_after_a_failed_fsync_a_segment_takes_no_more_records(
     with Ledger(paths, 1, 0) as ledger:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", fail)
+            ledger.append(0, 0, batch(0))
             with pytest.raises(OSError, match="Input/output"):
-                ledger.append(0, 0, batch(0))
+                ACTS[act](ledger, batch(1))
         with pytest.raises(OSError, match="no more records"):
             ledger.append(0, 1, batch(1))
+        ledger.settle()  # it was said
+    assert load(paths, from_step=0).keys() == {(0, 0)}
+    Ledger(paths, 1, 0).close()  # given back
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_record_becomes_durable_while_its_writer_goes_on_and_before_anything_else_is_done(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    log: list[str] = []
+    waited_for = threading.Event()
+    pwrite, write_file, close, wait = os.pwrite, module.write_file, os.close, BackgroundSync.wait
+
+    def slow(fd: int) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert waited_for.wait(60)  # a disk that needs until somebody wants to know
+        log.append("durable")
+
+    def tell(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (log.append(name), real(*args))[1]
+
+    def ask(sync: BackgroundSync) -> None:
+        waited_for.set()
+        wait(sync)
+
+    ledger = Ledger(paths, 1, 0)
+    monkeypatch.setattr(os, "fdatasync", slow)
+    monkeypatch.setattr(os, "pwrite", tell("write", pwrite))
+    monkeypatch.setattr(module, "write_file", tell("replace", write_file))
+    ledger.append(0, 0, batch(0))
+    assert log == ["write"]
+    monkeypatch.setattr(BackgroundSync, "wait", ask)
+    monkeypatch.setattr(os, "close", tell("close", close))
+    if act == "compact":
+        ledger.compact(1)
+    else:
+        ACTS[act](ledger, batch(1))
+    assert log[:2] == ["write", "durable"]
+    assert log.count("durable") == 1 or act == "append"
+    ledger.close()
+
+
+def test_the_thread_that_syncs_ends_with_its_ledger(paths: RunPaths, batch: Batch) -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "ledger-sync"}
+
+    before = threads()
+    ledger = Ledger(paths, 1, 0)
+    assert threads() == before  # a reader, or one that never appends, has none
+    ledger.append(0, 0, batch(0))
+    (mine,) = threads() - before
+    ledger.close()
+    del ledger
+    gc.collect()
+    mine.join(60)
+    assert not mine.is_alive()
 
 
 def test_killed_at_any_operation_every_acknowledged_record_is_there(paths: RunPaths, batch: Batch) -> None:
@@ -342,7 +414,7 @@ def test_compacting_drops_old_steps_and_appending_goes_on(
         assert ledger.compact(0) == 0
         assert ledger.compact(2) > 0
         ledger.append(4, 0, batch(4))
-        monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+        monkeypatch.setattr(segment_lock, "_PATIENCE_S", 0.0)
         with pytest.raises(SegmentHeld):
             Ledger(paths, 1, 0)
     found = load(paths, from_step=0)

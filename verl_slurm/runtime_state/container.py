@@ -6,6 +6,7 @@ Bytes in, structs and arrays out; knows nothing of files, steps or ranks.
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -24,7 +25,7 @@ from verl_slurm.runtime_state.format import (
     ArraySpec,
 )
 from verl_slurm.runtime_state.frames import FrameReader, FrameWriter, compress, decompress
-from verl_slurm.runtime_state.planes import join, rounded, split, used_bits
+from verl_slurm.runtime_state.planes import join, rounded, small_planes, split, used_bits
 
 __all__ = ["Blob", "Upgrade", "pack", "specify", "unpack"]
 
@@ -37,6 +38,9 @@ _START = struct.Struct("<II8sI")
 _START_MAGIC, _PADDING_MAGIC = 0x184D2A5B, 0x184D2A5C
 _NAME = b"VSLRTST2"
 _PADDING = struct.Struct("<II")
+_DTYPE_NAMES = {np.dtype(name): name for name in DTYPES if name != "bytes"}
+"""numpy takes longer to say a name than to hash the type."""
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()} | {"bytes": 1}
 
 
 def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
@@ -47,23 +51,22 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
     """
     specs = []
     for name, blob in blobs.items():
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{group}: {name!r} is no name for an array")
         if isinstance(blob, bytes):
-            specs.append(ArraySpec(group=group, name=name, dtype="bytes", shape=[len(blob)], bits=8))
+            specs.append(_spec(group, name, "bytes", (len(blob),), 8))
             continue
-        if blob.dtype.name not in DTYPES:
+        dtype = _DTYPE_NAMES.get(blob.dtype) or blob.dtype.name  # the other byte order has the same name
+        if dtype not in DTYPES:
             raise ValueError(f"{group}.{name}: dtype {blob.dtype} is not one of {', '.join(DTYPES)}")
-        specs.append(
-            ArraySpec(
-                group=group,
-                name=name,
-                dtype=blob.dtype.name,
-                shape=list(blob.shape),
-                bits=used_bits(blob),
-            )
-        )
+        specs.append(_spec(group, name, dtype, blob.shape, used_bits(blob)))
     return specs
+
+
+@lru_cache(maxsize=MAX_ARRAYS)
+def _spec(group: str, name: str, dtype: str, shape: tuple[int, ...], bits: int) -> ArraySpec:
+    """The batches of a run are all alike."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{group}: {name!r} is no name for an array")
+    return ArraySpec(group=group, name=name, dtype=dtype, shape=list(shape), bits=bits)
 
 
 def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONTENT_BYTES) -> bytes:
@@ -83,6 +86,10 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
     writer = FrameWriter()
     for spec, blob in zip(specs, blobs, strict=True):
         array = np.frombuffer(blob, np.uint8) if isinstance(blob, bytes) else blob
+        small = small_planes(array, spec.bits)
+        if small is not None:
+            writer.add_small(small)
+            continue
         for piece in split(array, spec.bits):
             writer.add(piece, floats=array.dtype.kind == "f")
     writer.close()
@@ -190,7 +197,7 @@ def _check_specs(specs: list[ArraySpec], limit: int) -> None:
 
 
 def _itemsize(spec: ArraySpec) -> int:
-    return 1 if spec.dtype == "bytes" else np.dtype(spec.dtype).itemsize
+    return _ITEM_BYTES[spec.dtype]
 
 
 def _num_bytes(spec: ArraySpec) -> int:

@@ -49,8 +49,8 @@ The container with `StateHeader` as its header. Groups: `rollouts`, `rewards`, `
 With a key configured the magic is "VSLE" and the payload encrypted (`sealing.py`).
 
 All little-endian. `length` counts the payload, a container with `RecordHeader`; `payload_crc` is its CRC-32
-and `header_crc` the CRC-32 of the 24 bytes before it. A record is durable (fdatasync) before `append`
-returns. `micro_batch` is the global index in its step, over all ranks.
+and `header_crc` the CRC-32 of the 24 bytes before it. A record is written before its `append` returns and
+durable (fdatasync) before the next one is written. `micro_batch` is the global index in its step, over all ranks.
 
 A region that does not parse is a *torn tail* when no whole record follows it (the writer died there; cut
 silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes

@@ -4,6 +4,7 @@ Each frame is small, says its content size and is checked before a byte is alloc
 needs the result and one frame, whatever a file claims to be.
 """
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,16 +31,24 @@ _SAMPLE = 1 << 14
 _WORTH = 7 / 8
 
 
+class _Packers(threading.local):
+    """The compressors of one thread: one must not be used by two. Kept, as making one takes longer than a record."""
+
+    def __init__(self) -> None:
+        self.ints = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+        self.floats = zstandard.ZstdCompressor(compression_params=_FLOATS)
+        self.store = zstandard.ZstdCompressor(level=_STORE_LEVEL, write_checksum=True)
+
+
+_PACKERS = _Packers()
+
+
 class FrameWriter:
-    """Gathers pieces into frames; `frames` has them once `close` was called."""
+    """Gathers pieces into frames; `frames` has them once `close` was called. For one thread."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
         self._shared = bytearray()
-        # A compressor of its own for each writer: one must not be used by two threads.
-        self._ints = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-        self._floats = zstandard.ZstdCompressor(compression_params=_FLOATS)
-        self._store = zstandard.ZstdCompressor(level=_STORE_LEVEL, write_checksum=True)
 
     def add(self, piece: np.ndarray, *, floats: bool = False) -> None:
         """Append one piece, at most MAX_FRAME_BYTES long; it is not kept.
@@ -49,22 +58,26 @@ class FrameWriter:
             floats: it holds parts of floating-point numbers.
         """
         if len(piece) < _OWN_FRAME:
-            if len(self._shared) + len(piece) > MAX_FRAME_BYTES:
-                self.close()
-            self._shared += piece.data
+            self.add_small(piece.data)
             return
         self.close()
         middle = max(len(piece) - _SAMPLE, 0) // 2
         sample = piece[middle : middle + _SAMPLE]
-        packer = self._floats if floats else self._ints
+        packer = _PACKERS.floats if floats else _PACKERS.ints
         if len(packer.compress(sample.data)) > _WORTH * len(sample):
-            packer = self._store
+            packer = _PACKERS.store
         self.frames.append(packer.compress(piece.data))
+
+    def add_small(self, pieces: bytes | memoryview) -> None:
+        """Append pieces that lie end to end, less than _OWN_FRAME in all; they share a frame with others."""
+        if len(self._shared) + len(pieces) > MAX_FRAME_BYTES:
+            self.close()
+        self._shared += pieces
 
     def close(self) -> None:
         """Write out what small pieces are still gathered."""
         if self._shared:
-            self.frames.append(self._ints.compress(self._shared))
+            self.frames.append(_PACKERS.ints.compress(self._shared))
             self._shared = bytearray()
 
 
@@ -117,7 +130,7 @@ class FrameReader:
 
 def compress(content: bytes) -> bytes:
     """One frame of `content`, at level 1."""
-    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(content)
+    return _PACKERS.ints.compress(content)
 
 
 def decompress(data: memoryview, limit: int, unpacker: zstandard.ZstdDecompressor | None = None) -> bytes:

@@ -1,17 +1,21 @@
-"""The rollout journal: every finished rollout is durable before the next one begins.
+"""The rollout journal: every finished rollout is written before the next one begins, and durable before the next one is
+written.
+
+What `append` has returned for is the kernel's: no SIGKILL, crash or OOM of this process loses it. It is on the disk
+(fdatasync) once the next `append`, or `settle`, `compact` or `close` returns: the sync of a record goes on while
+the next micro-batch is sampled. A power cut or the loss of a node therefore loses at most the newest record of a rank,
+the one whose sync is under way. A sync that fails is raised by whichever of those comes next.
 
 After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later
-steps, so nothing is generated twice. A segment belongs to one rank of one epoch; only its owner writes it,
-under a lock that the kernel drops when the owner dies.
+steps, so nothing is generated twice; after the loss of a node, at most one micro-batch of each rank is. A segment
+belongs to one rank of one epoch; only its owner writes it, under a lock that the kernel drops when the owner dies.
 
 Losing a record costs time and nothing else: sampling noise is counter-based, so a rollout that has to be
 generated again is the same rollout. That is why a reader may choose to go on over damage (and must say so).
 """
 
-import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +24,7 @@ from typing import Self
 
 import numpy as np
 
-from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
@@ -39,22 +42,14 @@ from verl_slurm.runtime_state.segment import (
     scan,
 )
 from verl_slurm.runtime_state.segment_files import owner, segments
+from verl_slurm.runtime_state.segment_lock import lock_segment
+from verl_slurm.runtime_state.syncing import BackgroundSync
 
-__all__ = ["Ledger", "LedgerStats", "SegmentHeld", "load", "prune", "stats"]
+__all__ = ["Ledger", "LedgerStats", "load", "prune", "stats"]
 
 _GROUP = "rollouts"
 
 Key = tuple[int, int]
-
-_PATIENCE_S = 10.0
-"""How long a segment's former owner, killed a moment ago, may take to die."""
-_LOOK_AGAIN_S = 0.1
-
-
-class SegmentHeld(VerlSlurmError):
-    """Another process holds the segment. It is of our own epoch, so it is about to die: try again."""
-
-    exit_code = ExitCode.INTERNAL
 
 
 class Ledger:
@@ -62,7 +57,7 @@ class Ledger:
 
     Opening an existing segment (a restart within the epoch) cuts its torn tail and appends behind it.
 
-    Called by: trainer, once a rank; `append` after every generated micro-batch.
+    Called by: trainer, once a rank; `append` after every generated micro-batch, `settle` after the last of a step.
 
     Raises:
         SegmentHeld: another process holds this segment and does not end.
@@ -75,6 +70,7 @@ class Ledger:
         self._broken = False
         # Training appends while the save path compacts in the background.
         self._writing = threading.Lock()
+        self._sync = BackgroundSync()
         private_dir(self.path.parent)
         self._fd = self._open()
         try:
@@ -85,7 +81,10 @@ class Ledger:
             raise
 
     def append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
-        """Make one finished micro-batch durable; returns the bytes written.
+        """Write one finished micro-batch, once the one before is durable, and begin to make it durable, too.
+
+        Returns:
+            The bytes written.
 
         Args:
             step: the step it belongs to (whole steps done before it).
@@ -94,11 +93,28 @@ class Ledger:
 
         Raises:
             ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
-            OSError: the disk refused. A write that failed is taken back and may be tried again; after a
-                failed fsync the segment is closed for good, since the kernel may have dropped the pages.
+            OSError: the disk refused, and this record is not written. A write that failed may be tried again; after
+                a failed fsync, of the record before, the segment is closed for good, since the kernel may have
+                dropped the pages.
         """
         with self._writing:
             return self._append(step, micro_batch, arrays)
+
+    def settle(self) -> None:
+        """Wait until every record is durable.
+
+        Raises:
+            OSError: the fsync failed; as for `append`.
+        """
+        with self._writing:
+            self._settle()
+
+    def _settle(self) -> None:
+        try:
+            self._sync.wait()
+        except OSError:
+            self._broken = True
+            raise
 
     def _append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
         if self._broken:
@@ -109,6 +125,7 @@ class Ledger:
             place = (self._epoch, self._rank, step, micro_batch)
             payload = seal_record(self._keys.current, place, payload)
         record = memoryview(frame(step, micro_batch, payload, sealed=self._keys is not None))
+        self._settle()  # not sooner: the sync goes on while all this is packed
         written = 0
         try:
             while written < len(record):
@@ -119,12 +136,8 @@ class Ledger:
             os.ftruncate(self._fd, self._end)
             self._broken = False
             raise
-        try:
-            os.fdatasync(self._fd)
-        except OSError:
-            self._broken = True
-            raise
         self._end += len(record)
+        self._sync.begin(self._fd)
         return len(record)
 
     def compact(self, before_step: int) -> int:
@@ -136,6 +149,7 @@ class Ledger:
             return self._compact(before_step)
 
     def _compact(self, before_step: int) -> int:
+        self._settle()  # of the descriptor that is closed here
         keep = [head(self._epoch, self._rank)]
         keep.extend(
             os.pread(self._fd, item.end - item.offset, item.offset)
@@ -152,8 +166,16 @@ class Ledger:
         return max(saved, 0)
 
     def close(self) -> None:
-        """Give the segment back. Every appended record is durable already."""
-        if self._fd >= 0:
+        """Give the segment back, every record durable.
+
+        Raises:
+            OSError: the fsync of the last record failed; the segment is given back all the same.
+        """
+        if self._fd < 0:
+            return
+        try:
+            self.settle()
+        finally:
             os.close(self._fd)
             self._fd = -1
 
@@ -172,33 +194,11 @@ class Ledger:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o600)
         try:
-            self._lock(fd)
+            lock_segment(fd, self.path)
         except BaseException:
             os.close(fd)
             raise
         return fd
-
-    def _lock(self, fd: int) -> None:
-        """Looks again and again: a blocking flock knows no time limit, and on NFS is a loop of its own."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(_LOOK_AGAIN_S)
-                    continue
-                raise SegmentHeld(
-                    "the ledger segment is held by a living process",
-                    where=self.path,
-                    expected=f"one writer a rank and epoch; waited {_PATIENCE_S:.0f} s for the other to end",
-                    remedy="wait for the older process to end, or start with a new epoch",
-                ) from None
-            except OSError:
-                # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
-                # two incarnations apart.
-                pass
-            return
 
     def _cut_torn_tail(self) -> int:
         """Truncate behind the last whole record; returns where the next one goes."""

@@ -6,12 +6,12 @@ from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.state import to_arrays
 
-__all__ = ["record", "take_back"]
+__all__ = ["record", "settle", "take_back"]
 
 
 def record(ledger: Ledger, dp_rank: int, step: int, micro_batch: int, batch: Batch) -> None:
-    """Make a finished micro-batch durable. Without its record it would be sampled again after a crash; no reason to
-    crash now.
+    """Write a finished micro-batch; it becomes durable while the next one is sampled. Without its record it would be
+    sampled again after a crash; no reason to crash now.
 
     Called by: trainer.step, on the leader of a replica.
     """
@@ -21,16 +21,27 @@ def record(ledger: Ledger, dp_rank: int, step: int, micro_batch: int, batch: Bat
         console.complain(f"dp rank {dp_rank}: rollout not journaled: {error}")
 
 
+def settle(ledger: Ledger, dp_rank: int) -> None:
+    """The last micro-batch of a step is written, and no other follows for a while: wait until it is durable.
+
+    Called by: trainer.step, on the leader of a replica.
+    """
+    try:
+        ledger.settle()
+    except OSError as error:
+        console.complain(f"dp rank {dp_rank}: the newest rollout may not outlast its node: {error}")
+
+
 def take_back(ledger: Ledger, dp_rank: int, step: int, shape: StepShape) -> None:
     """The rollouts of a step are refused: no start shall replay this rank's, from whichever segment.
 
     Called by: trainer.step, on the leader of a replica.
     """
-    for index in range(shape.generations):
-        try:
+    try:
+        for index in range(shape.generations):
             ledger.append(step, index * shape.dp_size + dp_rank, {})
-        except OSError as error:
-            console.complain(
-                f"dp rank {dp_rank}: what is refused stays in the ledger, move it away before the next start: {error}"
-            )
-            return
+        ledger.settle()
+    except OSError as error:
+        console.complain(
+            f"dp rank {dp_rank}: what is refused stays in the ledger, move it away before the next start: {error}"
+        )

@@ -212,7 +212,7 @@ def stacked(parts: list[Batch]) -> Batch:
 
 def to_arrays(batch: Batch) -> Arrays:
     """The same columns for numpy. Shares memory: not to be changed afterwards."""
-    return {name: tensor.detach().cpu().numpy() for name, tensor in batch.items()}
+    return {name: tensor.numpy(force=True) for name, tensor in batch.items()}
 
 
 def to_batch(arrays: Arrays) -> Batch:

@@ -24,7 +24,7 @@ from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.estimates import estimate
 from verl_slurm.trainer.evaluation import Evaluator
-from verl_slurm.trainer.journaling import record, take_back
+from verl_slurm.trainer.journaling import record, settle, take_back
 from verl_slurm.trainer.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
 from verl_slurm.trainer.measures import step_measures
 from verl_slurm.trainer.mini_batches import MiniBatches
@@ -149,6 +149,8 @@ class Learner:
                 record(self._ledger, self._ranks.rank, position.step, micro_batch, batch)
             self._my_tokens += int(batch["response_mask"].sum())
         state.buffers.rollouts.append(batch)
+        if self._replica.is_leader and position.index + 1 == self._shape.generations:
+            settle(self._ledger, self._ranks.rank)
 
     def _replayed(self, step: int, micro_batch: int, prompts: Batch) -> Batch | None:
         arrays = self._replay.pop((step, micro_batch), None)

@@ -1,0 +1,51 @@
+"""One writer for a ledger segment: the lock that the kernel drops when its holder dies."""
+
+import fcntl
+import time
+from pathlib import Path
+
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = ["SegmentHeld", "lock_segment"]
+
+_PATIENCE_S = 10.0
+"""How long a segment's former owner, killed a moment ago, may take to die."""
+_LOOK_AGAIN_S = 0.1
+
+
+class SegmentHeld(VerlSlurmError):
+    """Another process holds the segment. It is of our own epoch, so it is about to die: try again."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+def lock_segment(fd: int, path: Path) -> None:
+    """Lock an open segment; it is unlocked when the last copy of `fd` is closed.
+
+    Looks again and again: a blocking flock knows no time limit, and on NFS is a loop of its own.
+
+    Raises:
+        SegmentHeld: another process holds it and does not end.
+
+    Called by: Ledger.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            raise SegmentHeld(
+                "the ledger segment is held by a living process",
+                where=path,
+                expected=f"one writer a rank and epoch; waited {_PATIENCE_S:.0f} s for the other to end",
+                remedy="wait for the older process to end, or start with a new epoch",
+            ) from None
+        except OSError:
+            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
+            # two incarnations apart.
+            pass
+        return

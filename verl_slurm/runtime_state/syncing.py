@@ -1,0 +1,62 @@
+"""One fdatasync under way while its writer goes on. Knows descriptors, and nothing of what is written.
+
+A thread that only syncs, instead of `concurrent.futures`: a hand-over takes 12 us of CPU here and 30 us there, and
+every micro-batch has one.
+"""
+
+import os
+import threading
+import weakref
+from queue import SimpleQueue
+
+__all__ = ["BackgroundSync"]
+
+
+class BackgroundSync:
+    """Makes a file durable behind its writer's back; at most one fdatasync is under way.
+
+    Its thread is made with the first `begin`, and ends with this object. Not for several threads at a time.
+
+    Called by: ledger.
+    """
+
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[int | None] = SimpleQueue()
+        self._done: SimpleQueue[Exception | None] = SimpleQueue()
+        self._started = self._under_way = False
+
+    def begin(self, fd: int) -> None:
+        """Start to make `fd` durable as it is now; `fd` stays open until `wait` was called."""
+        assert not self._under_way, "the one before was not waited for"
+        if not self._started:
+            # It must not hold on to this object, whose end is its own.
+            threading.Thread(
+                target=_sync, args=(self._todo, self._done), name="ledger-sync", daemon=True
+            ).start()
+            weakref.finalize(self, self._todo.put, None)
+            self._started = True
+        self._under_way = True
+        self._todo.put(fd)
+
+    def wait(self) -> None:
+        """Until what was begun is done; nothing, where nothing was.
+
+        Raises:
+            OSError: it failed. Said once.
+        """
+        if not self._under_way:
+            return
+        error = self._done.get()
+        self._under_way = False
+        if error is not None:
+            raise error
+
+
+def _sync(todo: "SimpleQueue[int | None]", done: "SimpleQueue[Exception | None]") -> None:
+    while (fd := todo.get()) is not None:
+        error: Exception | None = None
+        try:
+            os.fdatasync(fd)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, it is raised where it is waited for
+            error = raised
+        done.put(error)
