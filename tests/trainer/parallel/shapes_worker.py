@@ -2,8 +2,9 @@
 
 PLAN is a JSON list of starts, done in order: `run` (a directory of ROOT), `shape` [dp, tp, pp], `stop` (the safe point,
 counted from this start, at which the last rank asks to stop; none: to the end), `kill` (the one at which it is killed,
-and the others with it), `config` (changes, as on the command line), `ask` (another reward, asked for before it). A run that exists is resumed from its newest
-checkpoint, in whatever shape, and what was loaded is held to that checkpoint, bit for bit.
+and the others with it), `config` (changes, as on the command line), `ask` (another reward, asked for before the start).
+A run that exists is resumed from its newest checkpoint, in whatever shape, and what was loaded is held to that
+checkpoint, bit for bit.
 
 Ranks are forks of one process that has imported everything: an import of torch and transformers takes longer than
 all else here.
