@@ -22,7 +22,7 @@ from verl_slurm.step_log import last_steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-STEPS, WARM_STEPS = 6, 3
+STEPS, WARM_STEPS = 5, 3
 # In another language than a rule's 0 to 1, and of another opinion.
 SOURCE = "def score(prompts, responses, answers):\n    return [40.0 + 25.0 * len(r) for r in responses]\n"
 OVERRIDES = (*SMALL, f"train.steps={STEPS}", "train.ppo_epochs=1", "train.batch_size_per_device=192")
@@ -55,7 +55,7 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
 
     # While two nodes train.
     run.submit()
-    run.wait_phase("generate", step=1)
+    run.wait_phase("generate", step=0)
     assert "takes it at the end of a step" in ask(run, new)
     asked = run.wait_event("reward_asked", reward=new)
     assert asked["warm_start_steps"] == WARM_STEPS
@@ -120,4 +120,29 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     ]
     same, said = same_weights(run.paths.root, twin.paths.root)
     assert same, said
+    assert ledger.stats(run.paths).duplicates == ()
+
+
+def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_same(
+    run: LiveRun, cluster: DevCluster, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text(SOURCE)
+    new = f"python:{judge}:score"
+    run.submit("train.steps=4")
+    run.wait_event("started")  # the ranks are not there yet
+    ask(run, new)
+    first = run.wait_event("notice", topic="reward")["text"]
+    assert first.startswith(f"rule:arithmetic -> {new} from step"), first
+
+    run.wait_phase("generate", step=1)
+    seen = len(run.events())
+    preempt(cluster, int(run.job_id), hold_s=1)
+    ask(run, "rule:arithmetic")  # in the grace time, while the job completes, or when it is queued again
+    run.wait_event("ended", after=seen, exit_code=25)
+    second = run.wait_event("notice", after=seen, topic="reward")["text"]
+    assert second.startswith(f"{new} -> rule:arithmetic from step"), second
+    run.wait_end()
+    assert [s.reward for s in read_reward_plan(run.paths).switches] == [new, "rule:arithmetic"]
+    assert run.facts().restarts == 1
     assert ledger.stats(run.paths).duplicates == ()
