@@ -22,7 +22,7 @@ from verl_slurm.step_log import last_steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
-STEPS, WARM_STEPS = 5, 3
+STEPS, WARM_STEPS = 6, 3
 # In another language than a rule's 0 to 1, and of another opinion.
 SOURCE = "def score(prompts, responses, answers):\n    return [40.0 + 25.0 * len(r) for r in responses]\n"
 OVERRIDES = (*SMALL, f"train.steps={STEPS}", "train.ppo_epochs=1", "train.batch_size_per_device=192")
