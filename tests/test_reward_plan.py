@@ -79,3 +79,16 @@ def test_a_wish_that_others_could_have_written_is_refused(tmp_path: Path) -> Non
     paths.reward_request.chmod(0o620)
     with pytest.raises(PermissionRefused):
         read_reward_request(paths)
+
+
+def test_a_record_that_others_could_have_written_is_refused_and_so_is_a_link(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write_reward_plan(paths, RewardPlan(handled=6, switches=(_switch(2),)))
+    paths.reward_plan.chmod(0o664)
+    with pytest.raises(PermissionRefused, match="chmod 600"):
+        read_reward_plan(paths)
+    paths.reward_plan.chmod(0o600)
+    theirs = paths.reward_plan.rename(tmp_path / "theirs.json")
+    paths.reward_plan.symlink_to(theirs)
+    with pytest.raises(PermissionRefused, match="a link lies where the record of replaced rewards belongs"):
+        read_reward_plan(paths)

@@ -8,6 +8,7 @@ checkpoint replaces its reward at the same step again. Where there is no such fi
 
 import errno
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -83,12 +84,15 @@ def read_reward_plan(paths: RunPaths) -> RewardPlan:
 
     Raises:
         CheckpointCorrupt: the file is not what `write_reward_plan` writes.
+        PermissionRefused: it is a link, or not ours alone: like a request, it names code to be run.
         OSError: the storage did not answer.
 
     Called by: trainer.setup (rank 0), cli.
     """
     try:
-        plan = msgspec.json.decode(paths.reward_plan.read_bytes(), type=RewardPlan)
+        plan = msgspec.json.decode(
+            _read_ours(paths.reward_plan, "the record of replaced rewards"), type=RewardPlan
+        )
     except FileNotFoundError:
         return RewardPlan()
     except UNREADABLE as error:
@@ -123,20 +127,26 @@ def read_reward_request(paths: RunPaths) -> RewardRequest | None:
     """The newest wish, answered or not; None: there never was one, or what is there is none.
 
     Raises:
-        PermissionRefused: the file is not ours alone: it names code to be run.
+        PermissionRefused: the file is a link, or not ours alone: it names code to be run.
     """
     try:
-        return msgspec.json.decode(read_private(paths.reward_request), type=RewardRequest)
+        data = _read_ours(paths.reward_request, "a request for another reward")
+        return msgspec.json.decode(data, type=RewardRequest)
     except FileNotFoundError:
         return None
     except UNREADABLE:
         return None
+
+
+def _read_ours(path: Path, what: str) -> bytes:
+    try:
+        return read_private(path)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise PermissionRefused(
-            "a link lies where a request for another reward belongs",
-            where=paths.reward_request,
+            f"a link lies where {what} belongs",
+            where=path,
             expected="a plain file of ours, mode 0600",
             remedy="remove the link",
         ) from error

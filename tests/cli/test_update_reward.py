@@ -1,17 +1,20 @@
 """`verl-slurm update-reward`, and what status says of the reward in force."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.cli.test_checkpoints import save
 from tests.cli.test_submit_local import wait_for_event
-from verl_slurm.events import read_events
+from verl_slurm.events import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan
 
 LOCAL = ("--cluster", "local")
+RUNNING_JOB = Path(__file__).parents[1] / "slurm" / "golden" / "running.txt"
 SOURCE = "def score(prompts, responses, answers): ...\n"
 
 
@@ -49,6 +52,33 @@ def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> No
     request = read_reward_request(RunPaths(run))
     assert request is not None
     assert request.reward == f"classifier:{workplace / 'model'}"
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "scancel"),
+    [("cat job.txt", "echo 'scancel: error: Access denied' >&2; exit 1"), ("exit 1", "exit 1")],
+    ids=["refused", "no answer"],
+)
+def test_a_wish_that_slurm_does_not_hand_on_is_kept_and_said_to_be(
+    workplace: Path, run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, scontrol: str, scancel: str
+) -> None:
+    (workplace / "job.txt").write_text(RUNNING_JOB.read_text())
+    monkeypatch.setenv("PATH", str(workplace / "bin"), prepend=os.pathsep)
+    (workplace / "bin").mkdir()
+    for name, script in (("scontrol", scontrol), ("scancel", scancel)):
+        program = workplace / "bin" / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o700)
+    append_event(RunPaths(run), "submitted", cluster="slurm", job_id="1")
+    result = cli("update-reward", run, "rule:arithmetic", "--json")
+    assert result.code == ExitCode.OK
+    assert "the run's job could not be told" in result.error
+    said = result.json
+    assert "taken at the next start" in said["when"]
+    assert said["problem"] in result.error
+    request = read_reward_request(RunPaths(run))
+    assert request is not None
+    assert request.number == said["request"] == 1
 
 
 @pytest.mark.parametrize(
@@ -101,6 +131,11 @@ def test_status_shows_the_reward_in_force_and_a_refusal(run: Path, cli: Cli) -> 
         "python:m:f, since step 3, warm start for 3 more steps, another one was REFUSED: trying the new reward failed"
         in out
     )
+    # A start whose ranks have said nothing yet, behind a checkpoint that has the replacement behind it.
+    RunPaths(run).status.write_text('{"step": 0, "phase": ""}')
+    assert "rule:arithmetic, another one" in cli("status", run).out
+    save(RunPaths(run), 3)
+    assert "python:m:f, since step 3, warm start for 4 more steps" in cli("status", run).out
     RunPaths(run).reward_plan.write_bytes(b"{")
     result = cli("status", run)
     assert result.code == 0

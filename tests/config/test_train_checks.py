@@ -29,7 +29,7 @@ def _wrong(text: str) -> list[str]:
         ("data: {eval_root: ' '}", "data.eval_root"),
         ("data: {eval_fraction: 1.0}", "data.eval_fraction"),
         ("checkpoint: {keep_best: 1}", "of evaluations that are never made"),
-        ("checkpoint: {keep_best: 1, best_metric: 'a b'}", "a metric's name"),
+        ("checkpoint: {keep_best: 1, best_metric: 'a b'}", "'a b', which no step of this run has"),
         ("checkpoint: {best_mode: most}", "max or min"),
     ],
 )
@@ -37,6 +37,31 @@ def test_what_does_not_go_together_is_named(text: str, part: str) -> None:
     found = _wrong(text + "\n")
     assert len(found) == 1
     assert part in found[0]
+
+
+_EVALUATED = "\ntrain: {eval_every_steps: 5}\ndata: {eval_fraction: 0.1}"
+_GRPO = "\nrollout: {samples_per_prompt: 4}\ntrain: {algorithm: grpo}"
+
+
+@pytest.mark.parametrize(
+    ("metric", "rest", "known", "unknown", "near"),
+    [
+        ("rewrad", "", "reward", "eval/reward", "reward"),
+        ("critic_grad_nrom", "", "critic_grad_norm", "kl_loss", "critic_grad_norm"),
+        ("step_s", "", "kl", "step_s", "reward"),  # a time: no checkpoint has it
+        ("eval/rewrad", _EVALUATED, "eval/reward", "kl_loss", "eval/reward"),
+        ("value_loss", _GRPO, "kl", "value_loss", "reward"),
+        ("kl_los", "\ntrain: {kl_in: loss}", "kl_loss", "eval/reward", "kl_loss"),
+    ],
+)
+def test_a_metric_that_no_step_of_the_run_will_have_is_refused_with_those_it_will_have(
+    metric: str, rest: str, known: str, unknown: str, near: str
+) -> None:
+    (found,) = _wrong(f"checkpoint: {{keep_best: 1, best_metric: {metric}}}{rest}\n")
+    listed = found.partition("expected one of ")[2].partition(")")[0].split(", ")
+    assert known in listed
+    assert unknown not in listed
+    assert found.endswith(f"e.g. checkpoint.best_metric={near}")
 
 
 @pytest.mark.parametrize(

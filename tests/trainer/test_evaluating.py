@@ -20,6 +20,7 @@ import torch
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config import load
+from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -183,6 +184,13 @@ def test_every_step_is_logged_with_times_that_the_history_does_not_have(undistur
         "explained_variance",
     }
     assert c7 <= set(rows[0])
+
+
+def test_the_names_that_a_configuration_may_rank_by_are_those_of_the_rows(undisturbed: RunPaths) -> None:
+    config = load.load_resolved(undisturbed.run_yaml)
+    first, second = (set(row) - {"step"} for row in _history(undisturbed)[:2])
+    assert first == set(step_metrics(config))
+    assert second - first == set(eval_metrics())
 
 
 def test_every_number_is_explained_in_the_document(undisturbed: RunPaths) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.config.metric_names import EVAL_PREFIX
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.config.train_checks import EVAL_PREFIX
 
 __all__ = [
     "REWARD_NUMBER",

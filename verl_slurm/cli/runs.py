@@ -40,7 +40,7 @@ def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
     from verl_slurm.step_log import last_steps
 
     facts = _facts(run, ask=True)
-    facts["reward"] = _reward_in_force(run, facts["status"].get("step", 0))
+    facts["reward"] = _reward_in_force(run, _step_of(facts))
     facts["steps"] = last_steps(run, num_steps) if num_steps else []
     if as_json:
         render.json_value(facts)
@@ -204,6 +204,14 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
         "outcome": story.outcome(ends[-1]) if ends else None,
         "ended": story.tell(ends[-1]) if ends and ends[-1]["event"] == "ended" else None,
     }
+
+
+def _step_of(facts: dict[str, Any]) -> object:
+    """Whole steps done. Of a start whose ranks have said nothing yet, what it resumes from has them."""
+    snapshot, checkpoint = facts["status"], facts["checkpoint"]
+    if checkpoint is not None and not snapshot.get("phase"):
+        return checkpoint["step"]
+    return snapshot.get("step", 0)
 
 
 def _reward_in_force(run: RunPaths, step: object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import click
 from verl_slurm.cli import render
 from verl_slurm.cli.jobs import signal_local
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option
-from verl_slurm.errors import NotFound
+from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
@@ -18,11 +18,11 @@ __all__ = ["update_reward"]
 _EXITS = exits(
     ExitCode.CONFIG,
     ExitCode.DATA,
-    ExitCode.NO_SLURM,
-    ExitCode.SLURM_REFUSED,
     ExitCode.CORRUPT,
     ExitCode.NOT_FOUND,
 )
+_LATER = "it counts from the next start on"
+_UNTOLD = "it is written down, and taken at the next start, or after the next save that anybody asks for"
 
 
 @click.command("update-reward", epilog=_EXITS)
@@ -61,7 +61,8 @@ def update_reward(
     one is let go; if anything fails it stays, and `verl-slurm status RUN` says why. The step of the replacement is
     written down first, so a run that is interrupted replaces its reward at the same step again.
 
-    A run without a living job gets NEW at its next start.
+    A run without a living job gets NEW at its next start. So does one whose job could not be told, because Slurm
+    refused that or gave no answer: the wish is written down by then, a warning says so, and the exit code is 0.
     """
     from verl_slurm.events import append_event
     from verl_slurm.reward_plan import ask_for_reward
@@ -80,10 +81,15 @@ def update_reward(
     append_event(
         run, "reward_asked", request=request.number, reward=reward, warm_start_steps=warm_start_steps
     )
-    when = _wake(run)
+    problem = None
+    try:
+        when = _wake(run)
+    except (SlurmMissing, SlurmRefused) as error:
+        when, problem = _UNTOLD, error.one_line()
+        render.warning(f"the run's job could not be told: {problem}")
     if as_json:
         said = {"run_dir": str(run.root), "request": request.number, "reward": reward, "when": when}
-        render.json_value(said | {"warm_start_steps": warm_start_steps})
+        render.json_value(said | {"warm_start_steps": warm_start_steps, "problem": problem})
     else:
         render.line(f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}")
     return ExitCode.OK
@@ -95,24 +101,27 @@ def _run_of(place: Path) -> Path:
 
 
 def _wake(run: RunPaths) -> str:
-    """Have the run look at the request, by the signal with which an operator asks for a save; when it counts."""
+    """Have the run look at the request, by the signal with which an operator asks for a save; when it counts.
+
+    Raises:
+        SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.
+    """
     from verl_slurm.slurm.client import SlurmClient
     from verl_slurm.submit.liveness import job_state
     from verl_slurm.submit.record import last_job
 
-    later = "it counts from the next start on"
     try:
         job = last_job(run)
     except NotFound:
-        return later
+        return _LATER
     state = job_state(run, job)
     if state.over or state.state != "RUNNING":
-        return later
+        return _LATER
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
     else:
         try:
             signal_local(run, signal.SIGUSR1)
         except NotFound:  # submitit's controller lives and has not started the lead yet
-            return later
+            return _LATER
     return "the run saves, tries it, and takes it at the end of a step"

@@ -1,17 +1,13 @@
 """What the types alone cannot say about learning rates, evaluation and what is kept by its results. Pure."""
 
-import re
+import difflib
 from collections.abc import Iterator
 
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["EVAL_PREFIX", "train_complaints"]
-
-EVAL_PREFIX = "eval/"
-"""What the names of an evaluation's numbers begin with."""
-
-_METRIC = re.compile(r"[A-Za-z0-9_.\-]{1,64}(?:/[A-Za-z0-9_.\-]{1,63})?")
+__all__ = ["train_complaints"]
 
 
 def train_complaints(config: RunConfig) -> list[Complaint]:
@@ -71,14 +67,20 @@ def _best(config: RunConfig) -> Iterator[Complaint]:
     checkpoint = config.checkpoint
     if not checkpoint.keep_best:
         return
-    if not _METRIC.fullmatch(checkpoint.best_metric):
-        yield Complaint(
-            "checkpoint.best_metric", repr(checkpoint.best_metric), "a metric's name", "e.g. eval/reward"
-        )
-    elif checkpoint.best_metric.startswith(EVAL_PREFIX) and not config.train.eval_every_steps:
+    metric, of_steps, of_evaluations = checkpoint.best_metric, step_metrics(config), eval_metrics()
+    if metric in of_evaluations and not config.train.eval_every_steps:
         yield Complaint(
             "checkpoint.best_metric",
-            f"{checkpoint.best_metric}, of evaluations that are never made",
+            f"{metric}, of evaluations that are never made",
             "train.eval_every_steps above 0",
             "set it, or another checkpoint.best_metric",
+        )
+    elif metric not in (*of_steps, *of_evaluations):
+        known = (*of_evaluations, *of_steps) if config.train.eval_every_steps else of_steps
+        near = difflib.get_close_matches(metric, known, n=1) or ["reward"]
+        yield Complaint(
+            "checkpoint.best_metric",
+            f"{metric!r}, which no step of this run has",
+            f"one of {', '.join(known)}",
+            f"e.g. checkpoint.best_metric={near[0]}",
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl_slurm.config.train_checks import EVAL_PREFIX
+from verl_slurm.config.metric_names import EVAL_PREFIX
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import Purpose

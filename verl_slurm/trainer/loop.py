@@ -15,8 +15,8 @@ import msgspec
 from verl_slurm.checkpoint.best import Best, is_new_best
 from verl_slurm.checkpoint.components import partial_domains
 from verl_slurm.checkpoint.notice import Notice
+from verl_slurm.config.metric_names import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.train_checks import EVAL_PREFIX
 from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.errors import Fenced, VerlSlurmError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_slurm.checkpoint.notice import Notice
-from verl_slurm.config.train_checks import EVAL_PREFIX
+from verl_slurm.config.metric_names import EVAL_PREFIX
 from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position

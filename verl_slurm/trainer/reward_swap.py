@@ -69,7 +69,7 @@ class RewardSwap:
         plan: the run's record, the same on all ranks.
         texts: (prompts, responses, answers) of a batch.
         keep: makes a copy of a model; None: no copies.
-        counts: this rank's scores count for its replica, whose ranks all have the same.
+        counts: this rank tries a new reward for its replica, whose ranks all have the same responses.
         load: (reward, digest) → the reward.
     """
 
@@ -205,10 +205,13 @@ class RewardSwap:
     # ---- the replacement
 
     def _try(self, reward: str, digest: str, state: RewardState) -> tuple[Reward, Tensor | None]:
-        """Load it, and have it score the last responses. Of a run that has done no step there are none."""
+        """Load it, and have one rank of each replica score the last responses with it. Of a run that has done no step
+        there are none."""
         new = self._load(reward, device=self._device, digest=digest)
         if not state.cached:
             return new, None
+        if not self._counts:
+            return new, torch.zeros(0)
         texts = self._texts(state.cached)
         scores = new(*texts)
         if scores.shape != (len(texts[0]),) or not bool(scores.isfinite().all()):
@@ -255,8 +258,7 @@ class RewardSwap:
         former = state.reward
         full = None
         if switch.warm_start_steps and scores is not None:
-            num = len(scores) if self._counts else 0
-            full = matching(former.cached["scores"][:num], scores[:num], self._ranks.sum)
+            full = matching(former.cached["scores"][: len(scores)], scores, self._ranks.sum)
         state.reward = RewardState(
             spec=switch.reward,
             digest=switch.digest,

@@ -28,7 +28,9 @@ __all__ = [
 
 
 class Reward(Protocol):
-    """Obligations: same texts, same scores, bit for bit; no global randomness; finite. Runs on each rank."""
+    """Obligations: same texts, same scores, bit for bit; no global randomness; finite.
+
+    Loaded on each rank; of the ranks that hold one model together, one asks it and tells the others."""
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
         """float32 [N], one score for each response."""

@@ -267,7 +267,7 @@ def build_loop(
             texts=learner.texts,
             keep=keep,
             device=device,
-            counts=grid.is_leader,
+            counts=grid.speaks,
         ),
     )
 

@@ -176,12 +176,11 @@ class Learner:
         batch = _rows(stacked(state.buffers.rollouts), slice(start, start + size))
         old, _ = logprobs_and_entropy(self._models.actor, batch, temperature=temperature)
         reference, _ = logprobs_and_entropy(self._models.reference, batch, temperature=temperature)
-        scores = state.reward.map_at(state.position.step)(self._reward(*self.texts(batch)))
-        said = {
-            "scores": scores.float().cpu(),
-            "old_logprobs": old.float().cpu(),
-            "ref_logprobs": reference.float().cpu(),
-        }
+        said: Batch = {}
+        if self._replica.speaks:  # the others are told: a judge is asked once for each response
+            scores = state.reward.map_at(state.position.step)(self._reward(*self.texts(batch)))
+            said["scores"] = scores.float().cpu()
+        said |= {"old_logprobs": old.float().cpu(), "ref_logprobs": reference.float().cpu()}
         if self._models.critic is not None:
             said["old_values"] = values(self._models.critic, batch).cpu()
         state.buffers.scored.append(self._replica.told(said))

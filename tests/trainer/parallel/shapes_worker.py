@@ -2,8 +2,9 @@
 
 PLAN is a JSON list of starts, done in order: `run` (a directory of ROOT), `shape` [dp, tp, pp], `stop` (the safe point,
 counted from this start, at which the last rank asks to stop; none: to the end), `kill` (the one at which it is killed,
-and the others with it), `config` (changes, as on the command line). A run that exists is resumed from its newest
-checkpoint, in whatever shape, and what was loaded is held to that checkpoint, bit for bit.
+and the others with it), `config` (changes, as on the command line), `ask` (another reward, asked for before the start).
+A run that exists is resumed from its newest checkpoint, in whatever shape, and what was loaded is held to that
+checkpoint, bit for bit.
 
 Ranks are forks of one process that has imported everything: an import of torch and transformers takes longer than
 all else here.
@@ -39,6 +40,7 @@ from verl_slurm.dcp.loader import read_whole
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.reward_plan import ask_for_reward
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors
@@ -97,14 +99,17 @@ def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> Run
     for key, value in start.get("config", {}).items():
         section, _, name = key.partition(".")
         value = str(root / value) if key == "model.path" else value
+        value = value.format(root=root) if key == "model.reward" else value
         changed = msgspec.structs.replace(getattr(config, section), **{name: value})
         config = msgspec.structs.replace(config, **{section: changed})
     return config
 
 
-def prepare(paths: RunPaths, config: RunConfig) -> bytes:
-    """Rank 0: what submit and the daemon do before a start."""
+def prepare(paths: RunPaths, config: RunConfig, ask: str | None) -> bytes:
+    """Rank 0: what submit, an operator and the daemon do before a start."""
     private_dir(paths.root)
+    if ask is not None:
+        ask_for_reward(paths, ask.format(root=paths.root.parent), 2)
     if paths.run_yaml.exists():
         config = keep_step(load.load_resolved(paths.run_yaml), config)
     write_file(paths.run_yaml, load.dump(config))
@@ -123,10 +128,10 @@ def require_loaded(loop: Loop, checkpoint: Path) -> None:
             assert torch.equal(local, part), f"{domain}/{name}"
 
 
-def run_rank(config: RunConfig, stop: int | None, kill: int | None) -> None:
+def run_rank(config: RunConfig, stop: int | None, kill: int | None, ask: str | None) -> None:
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
-        epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config)))
+        epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config, ask)))
         line = Line(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
         config = load.load_resolved(paths.run_yaml)
         loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
@@ -146,7 +151,7 @@ def fork_rank(rank: int, port: int, config: RunConfig, start: dict[str, Any]) ->
         os.environ.update(
             {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
         )
-        run_rank(config, start.get("stop"), start.get("kill"))
+        run_rank(config, start.get("stop"), start.get("kill"), start.get("ask"))
         code = 0
     except BaseException:  # noqa: BLE001 - the root of this process
         traceback.print_exc()

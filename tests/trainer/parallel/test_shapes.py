@@ -30,6 +30,16 @@ GRPO = {"train.algorithm": "grpo", "rollout.samples_per_prompt": 4, "train.kl_in
 TIED = {"model.path": "tied"}
 LIMITS = {"actor": 1e-4, "critic": 1e-5, "optimizer": 1e-6}
 """How far two shapes may be apart after eight updates (docs/decisions/0006-shapes.md)."""
+# The rule, and what it is asked written down.
+COUNTING = """
+import os
+from verl_slurm.trainer.rewards import arithmetic
+
+def score(prompts, responses, answers):
+    with open(__file__ + "." + os.environ["RANK"], "a") as asked:
+        asked.writelines(f"{response!r}\\n" for response in responses)
+    return [arithmetic(response, answer) for response, answer in zip(responses, answers)]
+"""
 NONE = 0
 """Stop before anything is done: the start has loaded what there was, and that is all."""
 
@@ -73,6 +83,10 @@ PLAN: list[dict[str, Any]] = [
     {"run": "mixed", "shape": PP, "config": MIXED},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 10},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED},
+    {"run": "counted", "shape": TP, "config": {"model.reward": "python:{root}/counted.py:score"}},
+    {"run": "counted-pp", "shape": PP, "config": {"model.reward": "python:{root}/counted-pp.py:score"}},
+    {"run": "asked", "shape": BOTH, "stop": 13},
+    {"run": "asked", "shape": BOTH, "ask": "python:{root}/asked.py:score"},
 ]
 
 
@@ -81,6 +95,8 @@ def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) 
     """All runs, made."""
     root = tmp_path_factory.mktemp("shapes")
     _tie(tiny, root / "tied")
+    for name in ("counted", "counted-pp", "asked"):
+        (root / f"{name}.py").write_text(COUNTING)
     argv = [sys.executable, str(WORKER), str(tiny), str(sums_root), str(root), json.dumps(PLAN)]
     environ = os.environ | {
         "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'daemon'}",
@@ -215,6 +231,25 @@ def test_a_manifest_says_the_shape_it_was_written_in(root: Path) -> None:
     assert manifest is not None
     assert (manifest.topology.dp, manifest.topology.tp, manifest.topology.pp) == (2, 2, 1)
     assert manifest.world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("run", "speaker", "times"),
+    # Two steps; a new reward is tried twice on the responses of the first, and then scores the second.
+    [("counted", 0, 2), ("counted-pp", 1, 2), ("asked", 2, 3)],
+)
+def test_a_reward_is_asked_by_one_rank_of_the_replica_and_once_for_each_response(
+    root: Path, run: str, speaker: int, times: int
+) -> None:
+    (asked,) = root.glob(f"{run}.py.*")
+    assert asked.name == f"{run}.py.{speaker}"
+    assert len(asked.read_text().splitlines()) == times * 16
+
+
+@pytest.mark.parametrize(("run", "like"), [("counted", "tp"), ("counted-pp", "pp")])
+def test_and_the_others_train_with_what_it_said(root: Path, run: str, like: str) -> None:
+    result = compare(_final(root, run), _final(root, like))
+    assert result.same, result.differing
 
 
 def test_what_is_computed_again_is_the_same_to_the_bit(root: Path) -> None:

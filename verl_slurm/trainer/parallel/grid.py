@@ -52,6 +52,11 @@ class Grid:
         """Who in the replica knows what comes out of the model: the first rank of the last stage."""
         return (self.shape.pp - 1) * self.shape.tp
 
+    @property
+    def speaks(self) -> bool:
+        """This rank is its replica's speaker; the reward is asked here, too."""
+        return self.replica.rank == self.speaker
+
 
 def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
     """Arrange all ranks. Collective: every rank makes every group, in the same order.

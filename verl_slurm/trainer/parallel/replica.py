@@ -5,7 +5,8 @@ A replica of one rank (dp alone) does nothing here that it would not do anyway. 
 * one rank, the leader, looks into the ledger, journals and counts; the others are given what it found;
 * every rank has a whole copy of the policy to sample with, takes an equal part of the micro-batch's prompts, and
   all parts are exchanged: no rank samples what another does;
-* what a forward pass says is told by one rank (the last pipeline stage's first) to all.
+* what a forward pass says, and the reward, which is asked by no other rank, is told by one rank (the last pipeline
+  stage's first) to all.
 
 So all of them hold the same buffers whatever their kernels round to. A sample's noise has its own name
 (`counter_rng`), so how the prompts are dealt out decides nothing but the batch that a matrix kernel sees: samples are
@@ -69,7 +70,7 @@ class Replica:
     def __init__(self, grid: Grid) -> None:
         self._ranks, self._speaker = grid.replica, grid.speaker
         self.is_leader = grid.is_leader
-        self.speaks = grid.replica.rank == grid.speaker
+        self.speaks = grid.speaks
         """What the model said is known here first."""
 
     def found(self, look: Callable[[], Batch | None]) -> Batch | None:

@@ -1,0 +1,276 @@
+"""What is tested one by one elsewhere, together: GRPO, evaluation, the best checkpoints, another reward, and vLLM.
+
+Each case is a run in this process, with everything but the daemon, and its twin that nobody disturbs. The run is
+stopped and killed in the middle of steps, around the step at which its reward is replaced, and must end with the same
+bits, the same best checkpoint, and no rollout sampled twice.
+"""
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from verl_slurm.checkpoint.best import Best, Rank, rank_best
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.config import load
+from verl_slurm.config.metric_names import eval_metrics, step_metrics
+from verl_slurm.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from verl_slurm.dcp.collective import Collective
+from verl_slurm.dcp.compare import compare
+from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+from verl_slurm.quickstart import model as quickstart_model
+from verl_slurm.reward_plan import ask_for_reward, read_reward_plan
+from verl_slurm.runtime_state.ledger import stats
+from verl_slurm.trainer import setup
+from verl_slurm.trainer.loop import Loop
+from verl_slurm.trainer.place import Place, process_group
+from verl_slurm.trainer.setup import build_loop
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import FromRank, Progress
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
+
+STEPS = 4
+SOURCE = "def score(prompts, responses, answers):\n    return [40.0 + 25.0 * len(r) for r in responses]\n"
+At = tuple[int, str]
+"""A step (from 0) and a phase; the first safe point there."""
+Life = tuple[At | None, str]
+"""Where a life ends, and how: `stop` saves and leaves, `kill` has the ledger alone; None: at the end."""
+
+AROUND: tuple[Life, ...] = (
+    ((1, "update"), "stop"),  # another reward is asked for, and not yet taken
+    ((2, "score"), "kill"),  # behind the replacement, thrown back to before
+    ((2, "update"), "stop"),
+    ((3, "generate"), "kill"),
+)
+EARLY: tuple[Life, ...] = (((0, "score"), "kill"), ((0, "update"), "stop"), ((3, "advantage"), "kill"))
+IN_EVALUATIONS: tuple[Life, ...] = (
+    ((1, "evaluate"), "stop"),
+    ((2, "evaluate"), "kill"),
+    ((2, "evaluate"), "stop"),
+    ((3, "evaluate"), "stop"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Attributes:
+    wish: where another reward is asked for; (0, ""): before the first start.
+    """
+
+    grpo: bool = False
+    evaluated: bool = False
+    keep_best: bool = False
+    wish: At | None = None
+    vllm: bool = False
+    lives: tuple[Life, ...] = AROUND
+
+    @property
+    def switches(self) -> list[int]:
+        """The steps at which the reward is replaced."""
+        return [] if self.wish is None else [self.wish[0] + 1 if self.wish[1] else 0]
+
+
+MIDDLE = (1, "score")
+_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="no vLLM here: make vllm, then .venv-vllm/bin/python"
+    ),
+]
+CASES = {
+    "grpo-best": Case(grpo=True, keep_best=True),
+    "grpo-swap": Case(grpo=True, wish=MIDDLE),
+    "grpo-swap-first": Case(grpo=True, wish=(0, ""), lives=EARLY),
+    "grpo-eval-best": Case(grpo=True, evaluated=True, keep_best=True, lives=IN_EVALUATIONS),
+    "best-swap": Case(keep_best=True, wish=MIDDLE),
+    "eval-best-swap": Case(evaluated=True, keep_best=True, wish=MIDDLE, lives=IN_EVALUATIONS),
+    "all": Case(grpo=True, evaluated=True, keep_best=True, wish=MIDDLE),
+    "vllm-eval-best-swap": Case(evaluated=True, keep_best=True, wish=MIDDLE, vllm=True, lives=IN_EVALUATIONS),
+    "vllm-all": Case(grpo=True, evaluated=True, keep_best=True, wish=MIDDLE, vllm=True),
+}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process; nothing of ours catches it."""
+
+
+class Script(NoDaemon):
+    """An operator's wish at one place, and the end of a life at another."""
+
+    def __init__(self, paths: RunPaths, wish: At | None, reward: str, end: At | None, how: str) -> None:
+        self._paths, self._wish, self._reward = paths, wish, reward
+        self._end, self._how, self._asked = end, how, False
+        self._here: At = (-1, "")
+        self.reached = end is None
+
+    def send(self, message: FromRank) -> None:
+        if isinstance(message, Progress):
+            self._here = (message.step, message.phase)
+
+    def request(self) -> Request | None:
+        if self._here == self._wish and not self._asked:
+            ask_for_reward(self._paths, self._reward, 2)
+            self._asked = True
+        self.reached = self.reached or self._here == self._end
+        if self._end is not None and self.reached:
+            if self._how == "kill":
+                raise Killed
+            return Request(2, True, 0)
+        return Request(1, False, 0) if self._asked else None
+
+
+@dataclass
+class Runs:
+    """Makes runs, and gives them their lives."""
+
+    root: Path
+    model: Path
+    data: Path
+    device: torch.device
+    ranks: Collective
+
+    def make(self, name: str, case: Case) -> RunPaths:
+        paths = RunPaths(self.root / name)
+        data = DataConfig(root=str(self.data))
+        best = CheckpointConfig(every_steps=1, keep_last=1)
+        if case.evaluated:
+            data = msgspec.structs.replace(data, eval_fraction=0.1)
+        if case.keep_best:
+            metric = "eval/reward" if case.evaluated else "reward"
+            best = msgspec.structs.replace(best, keep_best=1, best_metric=metric)
+        train = TrainConfig(
+            steps=STEPS,
+            batch_size_per_device=16,
+            mini_batch_size_per_device=8,
+            micro_batch_size_per_device=8,
+            ppo_epochs=1,
+        )
+        if case.grpo:
+            train = msgspec.structs.replace(train, algorithm="grpo", kl_in="loss")
+        if case.evaluated:
+            train = msgspec.structs.replace(train, eval_every_steps=1, eval_prompts=10, eval_temperature=0.7)
+        config = RunConfig(
+            name=name,
+            run_dir=str(paths.root),
+            model=ModelConfig(path=str(self._wide() if case.vllm else self.model)),
+            data=data,
+            rollout=RolloutConfig(
+                engine="vllm" if case.vllm else "hf",
+                micro_batch_size_per_device=8,
+                max_new_tokens=4,
+                samples_per_prompt=4 if case.grpo else 1,
+            ),
+            train=train,
+            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
+            checkpoint=best,
+        )
+        private_dir(paths.root)
+        write_file(paths.run_yaml, load.dump(config))
+        return paths
+
+    def _wide(self) -> Path:
+        """With heads as wide as vLLM wants them."""
+        directory = self.root / "wide"
+        if not directory.exists():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(quickstart_model, "_WARM_STEPS", 20)
+                quickstart_model.build_model(directory, head_dim=32)
+        return directory
+
+    def live(self, paths: RunPaths, case: Case, lives: tuple[Life, ...]) -> Loop:
+        """Every life in turn, and then one to the end."""
+        new = self.root / "another.py"
+        new.write_text(SOURCE)
+        reward = f"python:{new}:score"
+        if case.wish == (0, ""):
+            ask_for_reward(paths, reward, 2)
+        for number, (end, how) in enumerate((*lives, (None, ""))):
+            script = Script(paths, case.wish if number == 0 else None, reward, end, how)
+            loop = build_loop(
+                load.load_resolved(paths.run_yaml),
+                paths,
+                epoch=take_epoch(paths, job_id="test", restart=number).epoch,
+                resume=choose_resume(paths, "auto").name or "",
+                device=self.device,
+                ranks=self.ranks,
+                line=script,
+            )
+            try:
+                loop.run()
+            except Killed:
+                loop._settle()  # what is being written goes on without the process that asked for it
+                loop._checkpointer.close()
+            assert script.reached, f"life {number} never came to {end}"
+        return loop
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Runs]:
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        words = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (words | {"MASTER_PORT": port}).items():
+            patch.setenv(name, value)
+        probe.close()
+        build, kept = setup.build_engine, list[Any]()
+
+        def build_once(config: RunConfig, **rest: Any) -> Any:
+            """There can be one vLLM in a process, and it has no state but the weights that every step brings."""
+            if config.rollout.engine == "hf":
+                return build(config, **rest)
+            if not kept:
+                kept.append(build(config, **rest))
+            return kept[0]
+
+        patch.setattr(setup, "build_engine", build_once)
+        config = RunConfig(distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
+        with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
+            yield Runs(tmp_path_factory.mktemp("combinations"), tiny, sums_root, device, ranks)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _best(paths: RunPaths) -> dict[str, Rank]:
+    return rank_best(list_checkpoints(paths), Best.of(load.load_resolved(paths.run_yaml).checkpoint))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_VLLM if case.vllm else []) for name, case in CASES.items()]
+)
+def test_what_is_combined_ends_with_the_same_bits_however_it_was_interrupted(runs: Runs, name: str) -> None:
+    case = CASES[name]
+    twin, paths = runs.make(f"{name}-twin", case), runs.make(name, case)
+    undisturbed = runs.live(twin, case, ())
+    runs.live(paths, case, case.lives)
+    result = compare(twin.checkpoint(STEPS), paths.checkpoint(STEPS))
+    assert result.same, result.differing
+    for run in (twin, paths):
+        assert [switch.step for switch in read_reward_plan(run).switches] == case.switches
+    journal = stats(paths)
+    assert (journal.duplicates, journal.problems) == ((), ())
+    assert _best(paths) == _best(twin)
+    assert len(_best(twin)) == int(case.keep_best)
+    names = {*step_metrics(load.load_resolved(paths.run_yaml)), *(eval_metrics() if case.evaluated else ())}
+    for row in undisturbed._state.history:
+        assert set(row) - {"step", "reward_number"} == names
