@@ -232,9 +232,9 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
     """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
 
     Args:
-        grid: None: data parallel alone.
+        grid: None: no others, or data parallel alone.
     """
-    if grid is not None and (grid.shape.tp, grid.shape.pp) != (1, 1):
+    if grid is not None:
         return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
