@@ -45,10 +45,8 @@ def _gathered(model: nn.Module, group: FSDPModule) -> dict[str, Tensor] | None:
     """All parameters as a forward pass sees them; None: that is in another precision than their own."""
     dtypes = [parameter.dtype for parameter in model.parameters()]
     group.unshard()
-    if dtypes == [parameter.dtype for parameter in model.parameters()]:
-        return dict(model.named_parameters())
-    group.reshard()
-    return None
+    same = dtypes == [parameter.dtype for parameter in model.parameters()]
+    return dict(model.named_parameters()) if same else None
 
 
 def _whole(parameter: Tensor) -> Tensor:
