@@ -36,7 +36,7 @@ class LocalAdamW(AdamW):
 
     # Not public: what `step` collects before it calls the kernels. torch is pinned, and a test holds it to torch's own.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
-        found = super()._init_group(group, *lists)  # type: ignore[misc]
+        found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = [_local(tensor) for tensor in tensors]
         return found

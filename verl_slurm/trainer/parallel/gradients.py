@@ -27,7 +27,7 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     counted = [_local(gradient) for gradient in gradients if _counts_here(gradient, grid)]
     norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
-    mine = float(torch.stack(norms).square().sum()) if counted else 0.0
+    mine = float(torch.stack(list(norms)).square().sum()) if counted else 0.0
     norm = math.sqrt(grid.world.sum([mine])[0])
     if gradients:
         torch._foreach_mul_([_local(g) for g in gradients], min(max_norm / (norm + 1e-6), 1.0))

@@ -25,7 +25,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:
         group.reshard()  # a forward without backward leaves some gathered
-    mine = dict(model.named_parameters())
+    mine: dict[str, Tensor] = dict(model.named_parameters())
     if len(groups) == 1:
         mine = _gathered(model, groups[0]) or mine
     if not isinstance(model, Stage):
