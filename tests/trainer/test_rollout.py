@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,25 @@ def test_the_recorded_logprobs_are_those_of_the_policy_recomputed(
         logprobs, _ = logprobs_and_entropy(load_causal_lm(tiny), batch, temperature=temperature)
     mask = batch["response_mask"]
     torch.testing.assert_close(logprobs[mask], batch["logprobs"][mask], rtol=0, atol=1e-5)
+
+
+def test_without_temperature_responses_are_those_of_hugging_faces_greedy_generate(
+    tiny: Path, data: PromptData
+) -> None:
+    tokenizer, prompts = load_tokenizer(tiny), data.batch(0, 16)
+    eos = int(tokenizer("0")["input_ids"][0])  # so that there are ends
+    batch = make_rollout(tiny, eos=eos, temperature=0.0).generate(prompts, step=0)
+    model: Any = load_causal_lm(tiny)
+    expected = model.generate(
+        input_ids=prompts["prompt_ids"],
+        attention_mask=prompts["prompt_mask"].long(),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=tokenizer.pad_token_id,
+    )[:, prompts["prompt_ids"].shape[1] :]
+    assert torch.equal(batch["response_ids"][:, : expected.shape[1]], expected)
+    assert not batch["response_mask"][:, expected.shape[1] :].any()
 
 
 def test_the_end_token_ends_a_response_and_the_rest_is_padding(tiny: Path, data: PromptData) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "load_causal_lm",
     "load_critic",
     "load_pretrained",
+    "logprobs",
     "logprobs_and_entropy",
     "passage",
     "read_logprobs",
@@ -232,9 +233,9 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
     """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
 
     Args:
-        grid: None: data parallel alone.
+        grid: None: no others, or data parallel alone.
     """
-    if grid is not None and (grid.shape.tp, grid.shape.pp) != (1, 1):
+    if grid is not None:
         return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -264,13 +265,27 @@ def _call(model: nn.Module, given: Passage, **options: int) -> Tensor:
     return logits
 
 
-def read_logprobs(logits: Tensor, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`."""
-    distribution = torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
-    tokens = batch["response_ids"].to(logits.device).unsqueeze(-1)
-    logprobs = distribution.gather(-1, tokens).squeeze(-1)
-    entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return logprobs, entropy
+def _distribution(logits: Tensor, temperature: float) -> Tensor:
+    """Log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a passage."""
+    return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
+
+
+def _chosen(distribution: Tensor, batch: Batch) -> Tensor:
+    tokens = batch["response_ids"].to(distribution.device).unsqueeze(-1)
+    return distribution.gather(-1, tokens).squeeze(-1)
+
+
+def read_logprobs(
+    logits: Tensor, batch: Batch, *, temperature: float, learns_entropy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`.
+
+    Args:
+        learns_entropy: no: the entropies are for people, and carry no gradient.
+    """
+    distribution = _distribution(logits, temperature)
+    spread = distribution if learns_entropy else distribution.detach()
+    return _chosen(distribution, batch), -(spread.exp() * spread).sum(dim=-1)
 
 
 def read_values(logits: Tensor, batch: Batch) -> Tensor:
@@ -292,13 +307,24 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
         logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. Outside the
         response mask the numbers mean nothing, and on a pipeline's stages but the last none of them does.
     """
+    logits = _response_logits(model, batch)
+    if logits is None:
+        return _nothing(batch), _nothing(batch)
+    return read_logprobs(logits, batch, temperature=temperature)
+
+
+def logprobs(model: nn.Module, batch: Batch, *, temperature: float) -> Tensor:
+    """As `logprobs_and_entropy`, where nobody asks for the entropy."""
+    logits = _response_logits(model, batch)
+    return _nothing(batch) if logits is None else _chosen(_distribution(logits, temperature), batch)
+
+
+def _response_logits(model: nn.Module, batch: Batch) -> Tensor | None:
+    """Logits [N, T + 1, V]; None on a pipeline's stages but the last."""
     given = passage(batch, _device(model))
     if isinstance(model, Stage):
-        scored = model.score_pass(given)
-        if scored is None:
-            return _nothing(batch), _nothing(batch)
-        return read_logprobs(scored, batch, temperature=temperature)
-    return read_logprobs(_call(model, given, logits_to_keep=given.keep), batch, temperature=temperature)
+        return model.score_pass(given)
+    return _call(model, given, logits_to_keep=given.keep)
 
 
 def values(critic: nn.Module, batch: Batch) -> Tensor:

@@ -1,8 +1,10 @@
-"""Sampling from the policy with Hugging Face `generate`, and noise that depends on nothing but its name.
+"""Sampling from the policy with Hugging Face's models, and noise that depends on nothing but its name.
 
-`generate` is told to be greedy, and a logits processor leaves it one choice: the token that inverse-CDF
-sampling picks with a counter-based uniform (`counter_rng`). So no generator is consumed, and a sample is
-the same alone, in any batch, on any rank, and after any restart (to the rounding of the matrix kernels).
+Each token is the one that inverse-CDF sampling picks with a counter-based uniform (`counter_rng`). So no generator is
+consumed, and a sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the
+matrix kernels). The forward passes, their masks and the cache are Hugging Face's; the loop around them is ours, for
+`generate` would have to be told to be greedy and be left one choice, and prepares itself anew for each micro-batch, at
+a cost that a safe point behind each small one makes felt.
 """
 
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache
 
 from verl_slurm.config.schema import RolloutConfig
 from verl_slurm.trainer.counter_rng import Purpose, uniforms
@@ -63,19 +65,6 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
 
-class _CounterSampler(LogitsProcessor):
-    """Replaces the scores by a one-hot choice, and remembers the log probabilities it chose at."""
-
-    def __init__(self, uniform: Tensor, temperature: float) -> None:
-        self._uniform, self._temperature = uniform, temperature
-        self.logprobs: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens, logprobs = pick_tokens(scores, self._uniform[:, len(self.logprobs)], self._temperature)
-        self.logprobs.append(logprobs)
-        return torch.full_like(scores, float("-inf")).scatter_(-1, tokens.unsqueeze(-1), 0.0)
-
-
 def _plain_model(path: Path, dtype: str, device: torch.device) -> Any:
     """A Hugging Face model that only samples; Any, for its `generate` has no types."""
     return load_causal_lm(path, dtype=dtype).requires_grad_(False).to(device)
@@ -109,10 +98,6 @@ class HFRollout:
         device: torch.device | None = None,
     ) -> None:
         self._model = _plain_model(model_path, dtype, device or torch.device("cpu"))
-        # The directory's own generation settings (top_p, repetition penalty) would bend the distribution.
-        self._model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=config.max_new_tokens, do_sample=False, eos_token_id=eos_id, pad_token_id=pad_id
-        )
         self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
 
     def sync(self, actor: nn.Module) -> None:
@@ -141,23 +126,19 @@ class HFRollout:
             (true up to and including the end-of-sequence token), logprobs float32 [N, T] (0 outside the
             mask). All on the CPU; T is always `max_new_tokens`.
         """
-        num, length = prompts["prompt_ids"].shape
+        num = len(prompts["prompt_ids"])
         num_tokens = self._config.max_new_tokens
         device = next(self._model.parameters()).device
         ids: list[int] = prompts["sample_id"].tolist()
         noise = torch.from_numpy(uniforms(self._seed, step, ids, num_tokens, purpose=purpose))
         heat = self._config.temperature if temperature is None else temperature
-        sampler = _CounterSampler(noise.to(device), heat)
-        output: Tensor = self._model.generate(
-            input_ids=prompts["prompt_ids"].to(device),
-            attention_mask=prompts["prompt_mask"].long().to(device),
-            logits_processor=LogitsProcessorList([sampler]),
+        made, chosen_at = self._decode(
+            prompts["prompt_ids"].to(device), prompts["prompt_mask"].long().to(device), noise.to(device), heat
         )
-        made = output[:, length:].cpu()
         response = torch.full((num, num_tokens), self._pad_id, dtype=torch.int64)
         response[:, : made.shape[1]] = made
         logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
-        logprobs[:, : made.shape[1]] = torch.stack(sampler.logprobs, dim=1).cpu()
+        logprobs[:, : made.shape[1]] = chosen_at
         ended = (response == self._eos_id).long()
         # Not yet ended before this position; the position of the end itself still counts.
         mask = (ended.cumsum(dim=1) - ended) == 0
@@ -168,3 +149,33 @@ class HFRollout:
             "response_mask": mask,
             "logprobs": logprobs.masked_fill(~mask, 0.0),
         }
+
+    def _decode(self, ids: Tensor, mask: Tensor, uniform: Tensor, heat: float) -> tuple[Tensor, Tensor]:
+        """Tokens [N, t] and their log probabilities, on the CPU, until the last row has ended.
+
+        A row that has ended goes on with padding: fewer rows would be another shape, and so other roundings.
+        """
+        cache = DynamicCache(config=self._model.config)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        made: list[Tensor] = []
+        chosen_at: list[Tensor] = []
+        for column in uniform.unbind(dim=1):
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)
+            tokens = tokens.masked_fill(ended, self._pad_id)
+            made.append(tokens)
+            chosen_at.append(logprobs)
+            ended |= tokens == self._eos_id
+            if bool(ended.all()):
+                break
+            ids, positions = tokens.unsqueeze(-1), positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        return torch.stack(made, dim=1).cpu(), torch.stack(chosen_at, dim=1).cpu()

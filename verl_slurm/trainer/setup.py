@@ -24,7 +24,6 @@ from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
-from verl_slurm.dcp.tensors import initialise_adamw
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
@@ -38,6 +37,7 @@ from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.models import Models, build_models
+from verl_slurm.trainer.optimizers import build_optimizers
 from verl_slurm.trainer.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.parallel.grid import make_grid
@@ -55,9 +55,8 @@ from verl_slurm.trainer.reward_start import start_reward
 from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rewards import build_reward
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
-from verl_slurm.trainer.schedule import base_rates
 from verl_slurm.trainer.state import fresh_state
-from verl_slurm.trainer.step import Learner, Optimizers
+from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopping import Stopper
 from verl_slurm.wire.client import NoDaemon, RankLine
 from verl_slurm.wire.messages import Notice
@@ -125,7 +124,7 @@ def build_loop(
         shape=config.distributed,
         roles=roles,
     )
-    optimizers = _optimizers(models, config, to_be_loaded=bool(directory))
+    optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
     tokenizer = load_tokenizer(model_path)
     sampler = build_engine(
         config,
@@ -370,18 +369,3 @@ def _state_bytes(models: Models) -> int:
     """What models and AdamW's two moments come to over all ranks, about: shards count as wholes."""
     parameters = [p for model in models.trained.values() for p in model.parameters()]
     return 3 * sum(p.numel() * p.element_size() for p in parameters)
-
-
-def _optimizers(models: Models, config: RunConfig, *, to_be_loaded: bool) -> Optimizers:
-    made: Optimizers = {}
-    rates = base_rates(config.train)
-    for role, model in models.trained.items():
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=rates[role],
-            weight_decay=config.train.weight_decay,
-            foreach=False,
-        )
-        initialise_adamw(optimizer, to_be_loaded=to_be_loaded)
-        made[role] = optimizer
-    return made

@@ -31,7 +31,7 @@ from verl_slurm.trainer.mini_batches import MiniBatches
 from verl_slurm.trainer.models import (
     Models,
     clip_gradients,
-    logprobs_and_entropy,
+    logprobs,
     passage,
     read_logprobs,
     read_values,
@@ -174,8 +174,8 @@ class Learner:
         size, temperature = self._config.train.micro_batch_size_per_device, self._config.rollout.temperature
         start = state.position.index * size
         batch = _rows(stacked(state.buffers.rollouts), slice(start, start + size))
-        old, _ = logprobs_and_entropy(self._models.actor, batch, temperature=temperature)
-        reference, _ = logprobs_and_entropy(self._models.reference, batch, temperature=temperature)
+        old = logprobs(self._models.actor, batch, temperature=temperature)
+        reference = logprobs(self._models.reference, batch, temperature=temperature)
         said: Batch = {}
         if self._replica.speaks:  # the others are told: a judge is asked once for each response
             scores = state.reward.map_at(state.position.step)(self._reward(*self.texts(batch)))
@@ -248,7 +248,9 @@ class Learner:
 
         def policy(logits: Tensor, rows: Tensor) -> Tensor:
             piece = _rows(batch, rows)
-            read = read_logprobs(logits, piece, temperature=self._config.rollout.temperature)
+            learns = self._config.train.entropy_coef != 0.0
+            heat = self._config.rollout.temperature
+            read = read_logprobs(logits, piece, temperature=heat, learns_entropy=learns)
             return _counted(self._policy_terms(*read, piece, tokens, kl_coef), sums)
 
         def value(logits: Tensor, rows: Tensor) -> Tensor:
@@ -263,7 +265,7 @@ class Learner:
             self.watch.lap("critic_update_s")
 
     def _policy_terms(
-        self, logprobs: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float, kl_coef: float
+        self, logprobs_NT: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float, kl_coef: float
     ) -> _Terms:
         """The actor's loss over a micro-batch, and its share of the metrics."""
         train, mask = self._config.train, batch["response_mask"]
@@ -274,7 +276,7 @@ class Learner:
             length=self._config.rollout.max_new_tokens,
         )
         policy = policy_loss(
-            logprobs,
+            logprobs_NT,
             batch["old_logprobs"],
             batch["advantages"],
             mask,
@@ -292,7 +294,7 @@ class Learner:
             "policy_clip": policy.clip_fraction,
         }
         if train.kl_in == "loss":
-            found["kl_loss"] = kl_loss(logprobs, batch["ref_logprobs"], mask, mean)
+            found["kl_loss"] = kl_loss(logprobs_NT, batch["ref_logprobs"], mask, mean)
             loss = loss + kl_coef * found["kl_loss"]
         return loss, found
 

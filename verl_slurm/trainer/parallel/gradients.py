@@ -1,4 +1,4 @@
-"""The joint norm of gradients that lie on different meshes and stages."""
+"""The joint norm of gradients, wherever they lie: on several meshes and stages, too."""
 
 import math
 
@@ -14,8 +14,9 @@ __all__ = ["clip_over_grid"]
 def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
     """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
 
-    torch's own is for one mesh; here norms are cut over dp, projections over dp and tp, and layers over stages. So
-    every rank adds up the squares of what only it holds, in float64, and the sums are added in rank order.
+    torch's own is for one mesh, and a collective for each gradient; here norms are cut over dp, projections over dp and
+    tp, and layers over stages. So every rank adds up the squares of what only it holds, in float64, and the sums are
+    added in rank order.
 
     Args:
         model: this rank's part of it.
@@ -24,15 +25,12 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
         The same bits on every rank.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    mine = sum(
-        float(torch.linalg.vector_norm(_local(gradient), dtype=torch.float64)) ** 2
-        for gradient in gradients
-        if _counts_here(gradient, grid)
-    )
+    counted = [_local(gradient) for gradient in gradients if _counts_here(gradient, grid)]
+    norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
+    mine = float(torch.stack(list(norms)).square().sum()) if counted else 0.0
     norm = math.sqrt(grid.world.sum([mine])[0])
-    scale = min(max_norm / (norm + 1e-6), 1.0)
-    for gradient in gradients:
-        gradient.mul_(scale)
+    if gradients:
+        torch._foreach_mul_([_local(g) for g in gradients], min(max_norm / (norm + 1e-6), 1.0))
     return norm
 
 

@@ -16,15 +16,18 @@ __all__ = ["whole_parameters"]
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name, whole, one after the other, on every rank. Collective, to the end.
 
-    One at a time, so that never more than one whole parameter exists beside the model. A stage's go to the others of
-    its line by broadcast.
+    One at a time, so that never more than one whole parameter exists beside the model; but a model of one FSDP2 group
+    is gathered at once, as for a forward pass, and stays so: the passes that score what was sampled need the same
+    weights. A stage's go to the others of its line by broadcast.
 
     Called by: trainer.models (copy_weights), rollout engines.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without backward leaves some gathered
-    mine = dict(model.named_parameters())
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in groups:
+        group.reshard()  # a forward without backward leaves some gathered
+    mine: dict[str, Tensor] = dict(model.named_parameters())
+    if len(groups) == 1:
+        mine = _gathered(model, groups[0]) or mine
     if not isinstance(model, Stage):
         yield from ((name, _whole(parameter)) for name, parameter in mine.items())
         return
@@ -36,6 +39,14 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         dist.broadcast(tensor, group=model.line.group, group_src=owner)
         yield name, tensor
+
+
+def _gathered(model: nn.Module, group: FSDPModule) -> dict[str, Tensor] | None:
+    """All parameters as a forward pass sees them; None: that is in another precision than their own."""
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    group.unshard()
+    same = dtypes == [parameter.dtype for parameter in model.parameters()]
+    return dict(model.named_parameters()) if same else None
 
 
 def _whole(parameter: Tensor) -> Tensor:
