@@ -172,12 +172,9 @@ class SlurmAllocation:
             return f"nothing is avoided: {error}"
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
 
-    async def is_running(self) -> bool | None:
-        """Whether Slurm has the job as running; None: it does not say."""
-        try:
-            return (await self._client.job(self._job.job_id)).is_running
-        except VerlSlurmError:
-            return None
+    async def is_running(self) -> bool:
+        """Whether Slurm has the job as running. Raises as `SlurmClient.job`. Called by: `orphan`."""
+        return (await self._client.job(self._job.job_id)).is_running
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster or owner.job_id == self.job_id:

@@ -260,6 +260,7 @@ class Effects:
                     self._post(ev.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}"))
                 case NodeExited():
                     said_goodbye = True
+                    link.send(Shutdown())  # heard: the agent waits for it, for we might be gone
                     if message.exit_code != 0:
                         self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
                 case StacksWritten():
