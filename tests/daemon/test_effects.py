@@ -58,6 +58,9 @@ class Scripted:
         self.step_started.set()
         return [await asyncio.create_subprocess_exec("sleep", "600")]
 
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        self.kept = step
+
 
 def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[ev.Event]"]:
     paths, posted = RunPaths(tmp_path), asyncio.Queue[ev.Event]()

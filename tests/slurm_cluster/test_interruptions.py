@@ -178,6 +178,27 @@ def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: Li
     assert run.facts().restarts == 1
 
 
+def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: LiveRun, twin: LiveRun) -> None:
+    """Its shepherd would have Slurm KILL the agents of all nodes, and nobody would be left to ask."""
+    run.submit()
+    run.wait_phase("generate")
+    batch_host = run.facts().batch_host
+    assert batch_host is not None
+    agents = [p for p in run.processes(run.other_nodes()[0]) if "agent" in p.cmdline()]
+    there = run.processes(batch_host)
+    leads = [process for process in there if "lead" in process.cmdline()]
+    for process in leads:
+        process.send_signal(signal.SIGSTOP)  # it cannot start anew
+    sruns = [process for process in there if process.name() == "srun"]
+    run.kill([process for process in sruns if process.parent() not in sruns])
+    gone, _ = psutil.wait_procs(agents, timeout=5)
+    run.kill([process for process in there if process not in sruns])
+    assert not gone, run.story()
+    orphaned = run.wait_event("orphaned", timeout_s=60)
+    assert orphaned["accepted"], run.story()
+    ends_like(run, twin)
+
+
 def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
     run: LiveRun, twin: LiveRun, cluster: DevCluster
 ) -> None:
