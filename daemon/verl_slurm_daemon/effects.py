@@ -190,7 +190,9 @@ class Effects:
         watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
         watch.cancel()
-        for link in self._links.values():  # srun may have died alone: no rank lives on beside the next generation's
+        for (
+            link
+        ) in self._links.values():  # srun may have died alone: no rank lives on beside the next generation's
             link.send(Shutdown())
         if self._listeners:  # what the agents said last is still in the sockets
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
