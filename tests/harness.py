@@ -196,7 +196,7 @@ class LiveRun:
             events = [str(event) for event in read_events(self.paths)]
         except VerlSlurmError as error:
             events = [str(error)]
-        logs = sorted(self.paths.logs.glob("*.[lo]*"), key=lambda path: path.stat().st_mtime)[-3:]
+        logs = sorted(self.paths.logs.glob("*.[lo]*"), key=lambda path: path.stat().st_mtime)[-6:]
         said = [f"--- {log}\n{log.read_text()[-2000:]}" for log in logs]
         return "\n".join([*events, *said, *self.slurm_story()])
 

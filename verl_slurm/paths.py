@@ -21,7 +21,7 @@ RUN/                        0700
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: what belongs in it
   run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
-  logs/                     submitit's and the ranks' output
+  logs/                     the lead's, the agents' and the ranks' output
   tensorboard/
 ```
 """
@@ -172,6 +172,10 @@ class RunPaths:
     def rank_log(self, epoch: int, generation: int, node_id: int) -> Path:
         """What the ranks of one node print, in one generation."""
         return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
+
+    def agent_log(self, epoch: int, node_id: int) -> Path:
+        """What the agents of one node saw and did, in all generations of one incarnation."""
+        return self.logs / f"epoch_{epoch:06d}.node_{node_id:04d}.agent.log"
 
     @property
     def tensorboard(self) -> Path:

@@ -3,12 +3,15 @@
 import argparse
 import os
 import resource
+import signal
 import socket
 import sys
 from pathlib import Path
 
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm_daemon.agent_log import quiet_streams
+from verl_slurm_daemon.signals import WARNINGS
 
 __all__ = ["main"]
 
@@ -64,6 +67,9 @@ def main() -> int:
             from verl_slurm_daemon.second_copy import run_bring_home
 
             return int(run_bring_home(args.run.resolve(), args.epoch, args.after))
+        # Whatever Slurm sends from here on waits until the agent listens: by default it would be its end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
+        quiet_streams()
         from verl_slurm_daemon.agent import run_agent
 
         return int(run_agent(args.run.resolve(), args.epoch))

@@ -1,8 +1,9 @@
 """One agent a node: starts the ranks of its node, relays between them and the lead, and leaves nothing behind.
 
-An agent lives for one generation. It holds no opinion: causes are the lead's to find. On its own it does two things
-only: where the lead is gone it kills its ranks, and, because the lead's death would end the job without a requeue,
-asks Slurm for one (`orphan.py`).
+An agent lives for one generation. It holds no opinion: causes are the lead's to find. However its work ends, by the
+lead's word, by ranks that are done, by a lost link or an error of its own, it does the same: it kills what is below
+it, ends its link, and stays until it may leave (`leaving.py`), because a lead that was killed would end the job
+without a requeue, and nobody else is left to ask for one (`orphan.py`).
 """
 
 import asyncio
@@ -13,15 +14,17 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import WireError
+from verl_slurm.errors import VerlSlurmError, WireError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import (
     STACKS_SIGNAL,
@@ -37,12 +40,15 @@ from verl_slurm.wire.messages import (
     StopRequest,
     ToAgent,
 )
+from verl_slurm_daemon.agent_log import AgentLog
 from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.launcher import launcher_argv, launcher_env
-from verl_slurm_daemon.lead_address import read_lead_address
-from verl_slurm_daemon.orphan import requeue_as_orphan
+from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
+from verl_slurm_daemon.leaving import Known
+from verl_slurm_daemon.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, signal_ranks, tail
 from verl_slurm_daemon.rank_socket import RankSocket
+from verl_slurm_daemon.signals import RELAYED, WARNINGS
 
 __all__ = ["run_agent"]
 
@@ -50,89 +56,125 @@ T = TypeVar("T")
 
 _CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 _STACKS_S = 1.0
-_RELAYED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_HEARD_S = 30.0
+"""A lead answers in a millisecond; one whose disk is busy may take a while."""
 
 
 class Agent:
-    """See the module. Called by: `run_agent`."""
+    """See the module. Called by: `run_agent`, `join`."""
 
     def __init__(self, paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int) -> None:
         self._paths, self._config, self._epoch = paths, config, epoch
         self._node, self._node_id = node, node_id
-        self._ranks = RankSocket(self._from_rank, max_ranks=4 * config.distributed.ranks_per_node)
+        self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
         self._launches: asyncio.Queue[Launch] = asyncio.Queue()
         self._shutdown = asyncio.Event()
         self._lead_lost = asyncio.Event()
+        self._warned = asyncio.Event()
+        self._address: LeadAddress | None = None
         self._link: LeadLink | None = None
         self._pids: set[int] = set()
-        self._log = Path()
+        self._rank_log = Path()
         self._dumping: asyncio.Task[None] | None = None
+        self._ranks: RankSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._early_signals: list[str] = []
 
-    async def run(self) -> ExitCode:
-        self._link = await self._connect()
+    async def run(self, failed: Exception | None = None) -> ExitCode:
+        """From the first try to reach the lead until this agent may leave; what breaks is told in the logs.
+
+        Args:
+            failed: there is nothing to begin, because of this.
+        """
         loop = asyncio.get_running_loop()
-        for number in _RELAYED:
+        loop.set_exception_handler(self._note_error)
+        job = slurm_job(dict(os.environ), self._log)
+        heard = RELAYED if job is None else WARNINGS
+        for number in heard:
             loop.add_signal_handler(number, self._relay, signal.Signals(number).name)
-        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._ranks.serve())]
-        self._link.send(
+        # `__main__` blocked them, so that none was lost, or deadly, before there was somebody to hear it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
+        self._log.say("agent", pid=os.getpid(), node_id=self._node_id)
+        broken: ExitCode | None = None
+        try:
+            try:
+                if failed is not None:
+                    raise failed
+                await self._work()
+            except Exception as error:  # noqa: BLE001 - nothing may keep it from seeing its node and its job off
+                broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
+                self._report(error)
+            released = await self._leave(job)
+        finally:  # by Ctrl-C, too
+            self._clean_up()
+        code = broken or (ExitCode.OK if released else ExitCode.WIRE)
+        self._log.say("leaves", exit=code.name)
+        self._log.close()
+        return code
+
+    async def _work(self) -> None:
+        """Until there is nothing left to do here; why, is for `leaving` to see."""
+        self._ranks = RankSocket(self._from_rank, max_ranks=4 * self._config.distributed.ranks_per_node)
+        self._address = read_lead_address(self._paths)
+        self._link = link = await self._connect(self._address)
+        self._tasks = [asyncio.create_task(self._listen(link)), asyncio.create_task(self._ranks.serve())]
+        link.send(
             AgentReady(
                 node=self._node,
                 node_id=self._node_id,
-                address=self._link.own_host,
-                free_port=_free_port(self._link.own_host),
+                address=link.own_host,
+                free_port=_free_port(link.own_host),
             )
         )
-        try:
-            return await self._live()
-        finally:
-            kill_tree()
-            await self._link.close()
-            for task in tasks:
-                task.cancel()
-            self._ranks.close()
+        self._log.say("joined", lead=f"{self._address.host}:{self._address.port}")
+        for name in self._early_signals:
+            self._relay(name)
+        await self._live(link, self._ranks)
 
-    async def _connect(self) -> LeadLink:
+    async def _connect(self, address: LeadAddress) -> LeadLink:
         """Try until the lead has a place for us: strangers may hold all of them for some seconds."""
-        address = read_lead_address(self._paths)
         for pause in (*_CONNECT_PAUSES_S, None):
             try:
                 return await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                if pause is None:
+                if pause is None or self._warned.is_set():
                     raise WireError(
                         "the lead cannot be reached",
                         where=f"{address.host}:{address.port}",
                         found=f"{type(error).__name__} {error}",
                         remedy="are TCP connections between the job's nodes allowed?",
                     ) from error
-                await asyncio.sleep(pause)
+                # Slurm's TERM means that there may soon be nobody to reach, nor anybody who tries.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._warned.wait(), pause)
         raise AssertionError("unreachable")
 
-    async def _live(self) -> ExitCode:
+    async def _live(self, link: LeadLink, ranks: RankSocket) -> None:
         launch = await self._first(self._launches.get())
         if launch is None:
-            return await self._leave()
+            return
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
-        self._log = log
+        self._rank_log = log
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
-                *launcher_argv(sys.executable, self._config, self._paths, launch, self._ranks.directory),
-                env=launcher_env(dict(os.environ), self._config, self._ranks.directory),
+                *launcher_argv(sys.executable, self._config, self._paths, launch, ranks.directory),
+                env=launcher_env(dict(os.environ), self._config, ranks.directory),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 preexec_fn=child_setup,
             )
+        self._log.say("launched", generation=launch.generation, launcher=launcher.pid)
         exit_code = await self._first(launcher.wait())
-        # Ranks that end because the lead's node died are no news for a lead that is gone.
-        if exit_code is None or self._lead_lost.is_set():
-            return await self._leave()
-        await self._ranks.drain()
+        if exit_code is None:
+            return
+        self._log.say("exited", code=exit_code)
+        await ranks.drain()
         detail = "" if exit_code == 0 else _first_cause(tail(log))
-        assert self._link is not None
-        self._link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
-        return ExitCode.OK  # it has been said; the lead decides what it means
+        link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
+        # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
+        await self._first(asyncio.sleep(_HEARD_S))
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
         """The result of `wanted`, or None where a shutdown or the loss of the lead comes first."""
@@ -148,17 +190,71 @@ class Agent:
             await task
         return None
 
-    async def _leave(self) -> ExitCode:
-        kill_tree()
-        if self._shutdown.is_set():
-            return ExitCode.OK
-        await requeue_as_orphan(self._paths, self._config, self._epoch, self._node_id)
-        return ExitCode.WIRE
-
-    async def _listen(self) -> None:
-        assert self._link is not None
+    async def _leave(self, job: SlurmJob | None) -> bool:
+        """Kill what runs here, and stay until this agent may leave; whether the lead has let it go."""
+        self._kill_all()
+        for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
+            await asyncio.sleep(0)
+        known = Known(
+            in_slurm=job is not None,
+            released=self._shutdown.is_set(),
+            link_up=self._link is not None and not self._lead_lost.is_set(),
+            joined=self._link is not None,
+        )
+        if self._link is not None:
+            await self._link.close()  # a lead that lives sees it, and knows
+        self._log.detach()
+        senses = None
+        if job is not None:
+            paths, config, epoch = self._paths, self._config, self._epoch
+            senses = SlurmSenses(
+                job, config, paths, epoch=epoch, node_id=self._node_id, address=self._address
+            )
         try:
-            await self._link.messages(self._from_lead)
+            verdict = await see_off(known, senses, self._node_id, self._log)
+            self._log.say("done", released=known.released, link_up=known.link_up, reason=verdict.reason)
+        except Exception as error:  # noqa: BLE001 - the node is still to be left clean
+            self._report(error)
+        return known.released
+
+    def _clean_up(self) -> None:
+        self._kill_all()
+        for task in self._tasks:
+            task.cancel()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _kill_all(self) -> None:
+        try:
+            stubborn = kill_tree()
+        except Exception as error:  # noqa: BLE001 - /proc of a dying tree; the launcher dies with us anyway
+            self._log.say("kill", loud=True, error=f"{type(error).__name__}: {error}")
+            return
+        if stubborn:
+            self._log.say("kill", loud=True, do_not_die=stubborn)
+
+    def _report(self, error: Exception) -> None:
+        """Into this agent's log, and to whoever still reads what it prints."""
+        told = error.one_line() if isinstance(error, VerlSlurmError) else f"{type(error).__name__}: {error}"
+        places = traceback.extract_tb(error.__traceback__)
+        self._log.say("failed", loud=True, error=told, where=f"{places[-1].filename}:{places[-1].lineno}")
+        if not isinstance(error, VerlSlurmError):
+            told = "".join(traceback.format_exception(error)).rstrip()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"verl-slurmd: {told}\n")
+
+    def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What breaks in a callback or a task of its own, and ends nothing."""
+        error = context.get("exception")
+        what = f"{type(error).__name__}: {error}" if error is not None else ""
+        self._log.say("internal", loud=True, what=context.get("message"), error=what)
+
+    async def _listen(self, link: LeadLink) -> None:
+        try:
+            await link.messages(self._from_lead)
+            self._log.say("link", ended="by the other side")
+        except (OSError, VerlSlurmError) as error:
+            self._log.say("link", ended=f"{type(error).__name__}: {error}")
         finally:
             self._lead_lost.set()
 
@@ -168,10 +264,12 @@ class Agent:
                 self._launches.put_nowait(message)
             case StopRequest(request_id=request_id, stop=stop, deadline_s=deadline_s):
                 deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9) if deadline_s > 0 else 0
+                assert self._ranks is not None
                 self._ranks.page.post(Request(request_id, stop, deadline_ns))
             case DumpStacks():
                 self._dumping = asyncio.create_task(self._dump_stacks())
             case Shutdown():
+                self._log.say("shutdown")
                 self._shutdown.set()
 
     async def _dump_stacks(self) -> None:
@@ -179,7 +277,7 @@ class Agent:
         assert self._link is not None
         signal_ranks(self._pids, STACKS_SIGNAL)
         await asyncio.sleep(_STACKS_S)
-        self._link.send(StacksWritten(node=self._node, log=str(self._log)))
+        self._link.send(StacksWritten(node=self._node, log=str(self._rank_log)))
 
     def _from_rank(self, message: FromRank) -> None:
         assert self._link is not None
@@ -188,8 +286,13 @@ class Agent:
         self._link.send(message)
 
     def _relay(self, name: str) -> None:
-        assert self._link is not None
-        self._link.send(SignalSeen(node=self._node, signal=signal.Signals[name].value))
+        self._log.say("signal", name=name)
+        if self._link is None:
+            self._early_signals.append(name)
+            if name == "SIGTERM":
+                self._warned.set()
+        else:
+            self._link.send(SignalSeen(node=self._node, signal=signal.Signals[name].value))
 
 
 def _free_port(host: str) -> int:
@@ -211,11 +314,14 @@ def run_agent(root: Path, epoch: int) -> ExitCode:
     # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     paths = RunPaths(root)
-    config = load_resolved(paths.run_yaml)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     node_id = int(os.environ.get("SLURM_NODEID") or 0)
-    return asyncio.run(_run(paths, config, epoch, node, node_id))
+    return asyncio.run(_run(paths, epoch, node, node_id))
 
 
-async def _run(paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int) -> ExitCode:
-    return await Agent(paths, config, epoch, node, node_id).run()
+async def _run(paths: RunPaths, epoch: int, node: str, node_id: int) -> ExitCode:
+    try:
+        config, failed = load_resolved(paths.run_yaml), None
+    except (OSError, VerlSlurmError) as error:
+        config, failed = RunConfig(), error
+    return await Agent(paths, config, epoch, node, node_id).run(failed)

@@ -93,6 +93,9 @@ class Allocation(Protocol):
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         """Start `argv` on every node; the step is over when all these processes are."""
 
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        """The step has started: see to it that its agents outlive this node's processes, however those die."""
+
 
 class SlurmAllocation:
     """The job that this process is the batch process of."""
@@ -198,12 +201,9 @@ class SlurmAllocation:
             return f"nothing is avoided: {error}"
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
 
-    async def is_running(self) -> bool | None:
-        """Whether Slurm has the job as running; None: it does not say."""
-        try:
-            return (await self._client.job(self._job.job_id)).is_running
-        except VerlSlurmError:
-            return None
+    async def is_running(self) -> bool:
+        """Whether Slurm has the job as running. Raises as `SlurmClient.job`. Called by: `orphan`."""
+        return (await self._client.job(self._job.job_id)).is_running
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster or owner.job_id == self.job_id:
@@ -230,6 +230,18 @@ class SlurmAllocation:
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         step = step_argv("srun", self._config, argv, het_size=self._job.het_size)
         return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL)]
+
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        # srun forks a shepherd, which has Slurm KILL the whole step, on all nodes, once srun has died without a word
+        # (_shepherd_spawn in Slurm's srun_job.c). Where somebody kills all that runs here, srun a moment before its
+        # shepherd, that ends the other nodes' agents before any of them can ask for the requeue. Without it srun says
+        # "write(shepherd): Broken pipe" at the step's end, and nothing else: agents end by themselves.
+        for process in step:
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    parent = child.parent()
+                    if child.name() == "srun" and parent is not None and parent.name() == "srun":
+                        child.kill()
 
 
 class LocalAllocation:
@@ -290,6 +302,9 @@ class LocalAllocation:
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         nodes = range(self._config.distributed.nodes)
         return [await self._start(argv, node, f"local{node}") for node in nodes]
+
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        """Nothing to do: there is no requeue to ask for."""
 
     async def _start(self, argv: list[str], node: int, name: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(

@@ -190,6 +190,10 @@ class Effects:
         watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
         watch.cancel()
+        for (
+            link
+        ) in self._links.values():  # srun may have died alone: no rank lives on beside the next generation's
+            link.send(Shutdown())
         if self._listeners:  # what the agents said last is still in the sockets
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
@@ -223,6 +227,7 @@ class Effects:
             if generation == self._generation:
                 self._post(ev.StartTimedOut(generation))
             return
+        self._allocation.keep_step(self._step)
         if self._leaving.is_set():
             return
         nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
@@ -260,6 +265,7 @@ class Effects:
                     self._post(ev.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}"))
                 case NodeExited():
                     said_goodbye = True
+                    link.send(Shutdown())  # heard: the agent waits for it, for we might be gone
                     if message.exit_code != 0:
                         self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
                 case StacksWritten():

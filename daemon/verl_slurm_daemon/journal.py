@@ -5,7 +5,6 @@ anywhere is counted in it.
 """
 
 import sys
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from verl_slurm.events import Event, append_event
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm_daemon.log_line import log_line, now
 
 __all__ = ["Journal", "Status", "stuck_starts"]
 
@@ -40,10 +40,6 @@ class Status(msgspec.Struct, kw_only=True):
     updated: str = ""
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
 class Journal:
     """One lead's pen. Called by: `lead`, `effects`."""
 
@@ -59,31 +55,23 @@ class Journal:
         try:
             append_event(self._paths, event, epoch=self._epoch, job_id=self._job_id, **fields)
         except OSError as error:
-            self._say(f"cannot write {self._paths.events}: {error}", loud=True)
-        told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
-        self._say(f"{event:<10} {told}", loud=event in _LOUD)
+            self._say("no_journal", {"where": str(self._paths.events), "error": str(error)}, loud=True)
+        self._say(event, fields, loud=event in _LOUD)
 
-    def _say(self, text: str, *, loud: bool = False) -> None:
-        line = f"{_now()} verl-slurm[{self._epoch}] {'!! ' if loud else ''}{text}\n"
+    def _say(self, event: str, fields: dict[str, Any], *, loud: bool) -> None:
         try:
-            sys.stdout.write(line)
+            sys.stdout.write(log_line(str(self._epoch), event, fields, loud=loud))
             sys.stdout.flush()
         except (OSError, ValueError):
             return
 
     def status(self, status: Status) -> None:
         """Replace the snapshot. Best effort: it informs, nothing depends on it."""
-        status.updated = _now()
+        status.updated = now()
         try:
             write_file(self._paths.status, msgspec.json.encode(status))
         except OSError:
             return
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    text = "".join(c if c.isprintable() else " " for c in text)
-    return f'"{text[:300]}"' if " " in text else text[:300]
 
 
 def stuck_starts(events: list[Event]) -> int:

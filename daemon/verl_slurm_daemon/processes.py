@@ -14,9 +14,10 @@ from contextlib import suppress
 
 import psutil
 
+from verl_slurm_daemon.signals import WARNINGS
+
 __all__ = ["become_subreaper", "child_setup", "kill_tree", "signal_ranks", "tail"]
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 

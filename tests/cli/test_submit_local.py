@@ -198,6 +198,13 @@ def test_logs_are_shown_without_their_escape_sequences(workplace: Path, cli: Cli
     assert "the stub lead prints \\x1b[31mred" in result.out
     assert "\x1b" not in result.out
     assert "_0_log.out" in cli("logs", "--all", "runs/demo-quick").out
+    logs = workplace / "runs/demo-quick/logs"
+    for epoch in (1, 2):
+        (logs / f"epoch_00000{epoch}.node_0001.agent.log").write_text(f"agent of {epoch}\n")
+    assert cli("logs", "--node", "1", "--agent", "runs/demo-quick").out == "agent of 2\n"
+    assert "agent.log" in cli("logs", "--all", "runs/demo-quick").out
+    assert cli("logs", "--node", "1", "runs/demo-quick").code == 18, "the ranks' are others"
+    assert cli("logs", "--agent", "runs/demo-quick").code == 2
     missing = cli("logs", "--node", "0", "runs/demo-quick")
     assert missing.code == ExitCode.NOT_FOUND
 

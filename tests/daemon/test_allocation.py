@@ -2,8 +2,10 @@
 
 import asyncio
 import re
+import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 from verl_slurm_daemon import allocation
 from verl_slurm_daemon.allocation import SlurmAllocation
@@ -73,3 +75,31 @@ def test_a_former_job_holds_the_run_until_slurm_says_that_it_is_over(
     mine = SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
     assert asyncio.run(mine.still_alive(OWNER)) == verdict
     assert slurm.asked <= 4
+
+
+def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None:
+    """It has Slurm KILL the step when srun has died: also where the lead was killed a moment before."""
+    srun = tmp_path / "srun"
+    shutil.copy("/bin/sh", srun)
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    environ |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_PARTITION": "p"}
+    job = SlurmJob.from_environ(environ)
+    assert job is not None
+    mine = SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
+
+    async def story() -> tuple[int | None, str]:
+        script = f"exec 3<&0; '{srun}' -c 'read x <&3; :' & echo $!; wait $!; echo $?; read x"
+        process = await asyncio.create_subprocess_exec(
+            str(srun), "-c", script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        shepherd = int(await process.stdout.readline())
+        assert psutil.Process(shepherd).name() == "srun"
+        mine.keep_step([process])
+        ended = (await process.stdout.readline()).decode().strip()
+        lives = process.returncode
+        process.kill()
+        await process.wait()
+        return lives, ended
+
+    assert asyncio.run(story()) == (None, str(128 + 9))

@@ -10,15 +10,19 @@ from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import effects as module
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Outlook
+from verl_slurm_daemon.channel import connect
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.resume import ReadBack, ResumePoint
 
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
+from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.wire.messages import AgentReady, NodeExited, Shutdown, ToAgent
 
 REQUEUED = ev.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
@@ -62,6 +66,9 @@ class Scripted:
         self.steps += 1
         self.step_started.set()
         return [await asyncio.create_subprocess_exec("sleep", "600")]
+
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        self.kept = step
 
 
 def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[ev.Event]"]:
@@ -171,3 +178,32 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
 
     assert asyncio.run(story()) == (ev.Verified("step_000002", False, "removed", pruned=True), 0)
     assert not [e for e in read_events(RunPaths(tmp_path)) if e["event"] == "corrupt"]
+
+
+def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for that: what it sent to a lead that dies before reading it was told to nobody."""
+    monkeypatch.setattr(module, "scrub_forever", never)
+    private_dir(RunPaths(tmp_path).control)
+
+    async def story() -> tuple[list[ToAgent], ev.Event]:
+        effects, posted = effects_of(tmp_path, Scripted())
+        await effects.open()
+        address = read_lead_address(RunPaths(tmp_path))
+        link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
+        heard: asyncio.Queue[ToAgent] = asyncio.Queue()
+        listening = asyncio.create_task(link.messages(heard.put_nowait))
+        link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
+        link.send(NodeExited(node="n", exit_code=1, detail="killed"))
+        answers, event = [await heard.get()], await posted.get()
+        listening.cancel()
+        await link.close()
+        await effects.close()
+        return answers, event
+
+    assert asyncio.run(story()) == ([Shutdown()], ev.NodeFailed("n", "killed"))
+
+
+async def never(*_: object) -> None:
+    """No scrub in this test."""

@@ -14,8 +14,9 @@ import pytest
 
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.slurm.client import RequeueOutcome, SlurmClient, refuse_requeue
+from verl_slurm.slurm.client import RequeueOutcome, SlurmClient, is_answer, refuse_requeue
 from verl_slurm.slurm.parse import JobFacts, parse_job
+from verl_slurm.slurm.runner import Completed
 
 GOLDEN = Path(__file__).parent / "golden"
 Stub = Callable[..., SlurmClient]
@@ -62,6 +63,21 @@ def test_an_unknown_job_and_a_dead_controller_are_told_apart(stub: Stub) -> None
         asyncio.run(stub("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1").job(1))
     with pytest.raises(SlurmMissing):
         asyncio.run(stub("echo 'Unable to contact slurm controller' >&2; exit 1").job(1))
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "answered"),
+    [
+        (1, "Requested operation is presently disabled for job 7", True),
+        (1, "Access/permission denied", True),
+        (1, "Unable to contact slurm controller (connect failure)", False),
+        (1, "slurm_requeue error: Socket timed out on send/recv operation", False),
+        (1, "Zero Bytes were transmitted or received", False),
+        (-15, "", False),
+    ],
+)
+def test_a_request_that_was_lost_is_no_refusal(code: int, said: str, answered: bool) -> None:
+    assert is_answer(Completed(exit_code=code, stdout="", stderr=said, seconds=0.0)) is answered
 
 
 def test_without_slurm_the_error_says_what_to_do(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """The table of causes on a real Slurm: what was done, read back from Slurm, and weights equal bit for bit after it."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.harness import ROOT, SMALL, LiveRun, same_weights
@@ -149,6 +151,52 @@ def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
     assert orphaned["accepted"], run.story()
     ends_like(run, twin)
     assert run.facts().restarts == 1
+
+
+def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: LiveRun, twin: LiveRun) -> None:
+    """A process that waits for a busy disk dies late: long after the ranks of both nodes have ended."""
+    run.submit()
+    run.wait_phase("generate")
+    batch_host = run.facts().batch_host
+    assert batch_host is not None
+    (other,) = run.other_nodes()
+    there = run.processes(batch_host)
+    leads = [process for process in there if "lead" in process.cmdline()]
+    for process in leads:
+        process.send_signal(signal.SIGSTOP)
+    # The other node's agent has no rank left and has said so; a lead that does not run cannot have heard it.
+    launchers = [p for p in run.processes(other) if "torch.distributed.run" in p.cmdline()]
+    run.kill([process for process in there if process not in leads])
+    _, alive = psutil.wait_procs(launchers, timeout=60)
+    assert not alive, run.story()
+    # One that takes sending for being heard leaves now, and then nobody is left to ask.
+    psutil.wait_procs([p for p in run.processes(other) if "agent" in p.cmdline()], timeout=2)
+    run.kill(leads)
+    orphaned = run.wait_event("orphaned", timeout_s=60)
+    assert orphaned["accepted"], run.story()
+    ends_like(run, twin)
+    assert run.facts().restarts == 1
+
+
+def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: LiveRun, twin: LiveRun) -> None:
+    """Its shepherd would have Slurm KILL the agents of all nodes, and nobody would be left to ask."""
+    run.submit()
+    run.wait_phase("generate")
+    batch_host = run.facts().batch_host
+    assert batch_host is not None
+    agents = [p for p in run.processes(run.other_nodes()[0]) if "agent" in p.cmdline()]
+    there = run.processes(batch_host)
+    leads = [process for process in there if "lead" in process.cmdline()]
+    for process in leads:
+        process.send_signal(signal.SIGSTOP)  # it cannot start anew
+    sruns = [process for process in there if process.name() == "srun"]
+    run.kill([process for process in sruns if process.parent() not in sruns])
+    gone, _ = psutil.wait_procs(agents, timeout=5)
+    run.kill([process for process in there if process not in sruns])
+    assert not gone, run.story()
+    orphaned = run.wait_event("orphaned", timeout_s=60)
+    assert orphaned["accepted"], run.story()
+    ends_like(run, twin)
 
 
 def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(

@@ -28,7 +28,7 @@ COMMANDS: dict[str, Entry] = {
     "status": Entry("runs", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
     "list": Entry("runs", "list_runs", "The runs below a directory, or the checkpoints of a run."),
     "watch": Entry("watch", "watch", "Follow a run over all its requeues until it ends."),
-    "logs": Entry("watch", "logs", "What the daemon or the ranks of a run print."),
+    "logs": Entry("watch", "logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("jobs", "cancel", "End a run's job for good; it will not be requeued."),
     "requeue": Entry("jobs", "requeue", "Save, end this job, and have it start again."),
     "update-reward": Entry("update_reward", "update_reward", "Replace the reward while the run goes on."),

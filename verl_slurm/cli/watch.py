@@ -61,15 +61,22 @@ def watch(run: RunPaths, as_json: bool) -> int:
 @click.argument("run", type=RUN)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows; Ctrl-C ends it.")
 @click.option("--node", type=click.IntRange(min=0), help="What the ranks of this node (0, 1, ...) print.")
+@click.option("--agent", is_flag=True, help="With --node: what the daemon's agent there saw and did instead.")
 @click.option("--all", "list_all", is_flag=True, help="List the log files instead.")
-def logs(run: RunPaths, follow: bool, node: int | None, list_all: bool) -> int:
-    """What the daemon of RUN prints (its newest job), or with --node the ranks of one node (newest start)."""
+def logs(run: RunPaths, follow: bool, node: int | None, agent: bool, list_all: bool) -> int:
+    """What the daemon of RUN prints (its newest job), or with --node the ranks of one node (newest start).
+
+    With --node N --agent it is the log of the daemon's agent on that node. Agents keep their own, because what they
+    print is lost together with the node that the daemon runs on.
+    """
+    if agent and node is None:
+        raise click.UsageError("--agent wants --node N: there is one agent a node")
     files = sorted(run.logs.glob("*.log")) + sorted(run.logs.glob("*_log.out"))
     if list_all:
         for path in files:
             render.line(path)
         return ExitCode.OK
-    path = _lead_log(run) if node is None else _newest(files, f".node_{node:04d}.log", run)
+    path = _lead_log(run) if node is None else _newest(files, node, agent, run)
     if follow:
         return _follow(path)
     with path.open("rb") as file:
@@ -89,11 +96,12 @@ def _lead_log(run: RunPaths) -> Path:
     return path
 
 
-def _newest(files: list[Path], suffix: str, run: RunPaths) -> Path:
+def _newest(files: list[Path], node: int, agent: bool, run: RunPaths) -> Path:
+    suffix = f".node_{node:04d}.{'agent.' if agent else ''}log"
     mine = [path for path in files if path.name.endswith(suffix)]
     if not mine:
         raise NotFound(
-            "no ranks have printed there",
+            "no agent has written there" if agent else "no ranks have printed there",
             where=run.logs,
             expected=f"a file that ends in {suffix}",
             remedy=f"`verl-slurm logs --all {run.root}` lists what there is",

@@ -30,7 +30,7 @@ from verl_slurm.slurm.parse import (
 )
 from verl_slurm.slurm.runner import Completed, run_command
 
-__all__ = ["RequeueOutcome", "SlurmClient", "refuse_requeue"]
+__all__ = ["RequeueOutcome", "SlurmClient", "is_answer", "refuse_requeue"]
 
 # Slurm may still hand out the old start time while the job completes; looked at this often, at most so long
 _READ_BACK_STEPS = 5
@@ -47,7 +47,8 @@ class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["requeued", "already_requeued", "cancelled", "forbidden", "refused", "unconfirmed"]
     """`requeued`: by us. `already_requeued`: Slurm or somebody was first. `cancelled`: the user has ended the
     job, and it stays so. `forbidden`: this job may not be requeued, another one may follow it.
-    `refused`: Slurm said no. `unconfirmed`: Slurm said yes, but reading back fails."""
+    `refused`: Slurm said no. `unconfirmed`: the request died on its way (it may have arrived), or Slurm said yes,
+    but reading back fails."""
     detail: str
     start_time: datetime | None = None
     """The earliest start of the next run, as Slurm has it. It holds only if the job has left all its nodes by
@@ -98,6 +99,16 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
             kind="forbidden", detail="Requeue=0 (submitted with --no-requeue): submit again to go on"
         )
     return None
+
+
+_NO_ANSWER = ("unable to contact", "timed out", "connection", "communication", "zero bytes", "standby mode")
+"""Words of Slurm's errors that say: slurmctld was not reached, or its answer was not (slurm_errno.c)."""
+
+
+def is_answer(done: Completed) -> bool:
+    """Whether a request that failed was answered by slurmctld, and not killed or lost on its way. Pure."""
+    said = done.stderr.lower()
+    return done.exit_code >= 0 and not any(words in said for words in _NO_ANSWER)
 
 
 class SlurmClient:
@@ -275,6 +286,8 @@ class SlurmClient:
             done = await self.run(commands.requeue(job_id))
             if done.exit_code != 0:
                 said = done.stderr.strip() or f"exit {done.exit_code}"
+                if not is_answer(done):
+                    return RequeueOutcome(kind="unconfirmed", detail=said)
                 disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
                 return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
         outcome = await self._shorten(job_id, delay_s, kind, own_restarts)

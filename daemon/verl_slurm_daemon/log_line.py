@@ -1,0 +1,34 @@
+"""One line of the lead's and the agents' logs: when, whose, what, and the facts. Pure but for the clock."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+__all__ = ["log_line", "now"]
+
+_MAX_VALUE = 300
+"""Characters of one fact; the rest of a long story is in the journal or in the ranks' own log."""
+
+
+def now() -> str:
+    """UTC, ISO 8601, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = False) -> str:
+    """`TIME verl-slurm[WHO] EVENT key=value ...`, always one line. Called by: `journal`, `agent_log`.
+
+    Args:
+        who: the epoch, for an agent also its node.
+        loud: something is wrong.
+    """
+    told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
+    return f"{now()} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip() + "\n"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return f'"{text[:_MAX_VALUE]}"' if " " in text else text[:_MAX_VALUE]
