@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -44,6 +44,9 @@ from verl_slurm_daemon.orphan import requeue_as_orphan
 from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, signal_ranks, tail
 from verl_slurm_daemon.rank_socket import RankSocket
 
+if TYPE_CHECKING:
+    from verl_slurm_daemon.agent_metrics import AgentMetrics
+
 __all__ = ["run_agent"]
 
 T = TypeVar("T")
@@ -67,6 +70,7 @@ class Agent:
         self._pids: set[int] = set()
         self._log = Path()
         self._dumping: asyncio.Task[None] | None = None
+        self._metrics: AgentMetrics | None = None
 
     async def run(self) -> ExitCode:
         self._link = await self._connect()
@@ -82,14 +86,28 @@ class Agent:
                 free_port=_free_port(self._link.own_host),
             )
         )
+        await self._open_metrics(self._link.own_host)
         try:
             return await self._live()
         finally:
             kill_tree()
+            if self._metrics is not None:
+                self._metrics.close()
             await self._link.close()
             for task in tasks:
                 task.cancel()
             self._ranks.close()
+
+    async def _open_metrics(self, own_host: str) -> None:
+        if self._config.observability.metrics_port is None:
+            return
+        from verl_slurm_daemon import agent_metrics  # 2 MB, and only here
+
+        self._metrics = agent_metrics.AgentMetrics(
+            self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()
+        )
+        if problem := await self._metrics.open(own_host):
+            sys.stderr.write(f"verl-slurmd: {problem}\n")
 
     async def _connect(self) -> LeadLink:
         """Try until the lead has a place for us: strangers may hold all of them for some seconds."""
@@ -186,6 +204,8 @@ class Agent:
         if isinstance(message, RankStarted):
             self._pids.add(message.pid)
         self._link.send(message)
+        if self._metrics is not None:
+            self._metrics.heard(message)
 
     def _relay(self, name: str) -> None:
         assert self._link is not None

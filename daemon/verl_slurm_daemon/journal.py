@@ -5,6 +5,7 @@ anywhere is counted in it.
 """
 
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -45,10 +46,22 @@ def _now() -> str:
 
 
 class Journal:
-    """One lead's pen. Called by: `lead`, `effects`."""
+    """One lead's pen. Called by: `lead`, `effects`.
 
-    def __init__(self, paths: RunPaths, *, epoch: int, job_id: str) -> None:
+    Args:
+        heard: is told each event, too.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        epoch: int,
+        job_id: str,
+        heard: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> None:
         self._paths, self._epoch, self._job_id = paths, epoch, job_id
+        self._heard = heard
 
     def event(self, event: str, **fields: Any) -> None:
         """Write one event down, durably, and say it in the log.
@@ -60,6 +73,8 @@ class Journal:
             append_event(self._paths, event, epoch=self._epoch, job_id=self._job_id, **fields)
         except OSError as error:
             self._say(f"cannot write {self._paths.events}: {error}", loud=True)
+        if self._heard is not None:
+            self._heard(event, {"job_id": self._job_id, **fields})
         told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
         self._say(f"{event:<10} {told}", loud=event in _LOUD)
 
