@@ -2,7 +2,7 @@
 
 The server of prometheus_client (wsgiref, a thread a connection) takes request lines of 64 KiB and up to a hundred
 headers of that size, has no time-out, and as many threads as there are connections. So the port is served here, from
-the daemon's own loop: a head of at most 8 KiB, all of a connection within 5 s, at most 16 connections, and no byte of a
+the daemon's own loop: a head of at most 8 KiB, the request within 5 s, at most 16 connections, and no byte of a
 body unless the caller allows one. What does not fit is answered with its status where it can be, and closed.
 """
 
@@ -63,7 +63,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes: int = 8192
     body_bytes: int = 0
     patience_s: float = 5.0
-    """For all of a connection."""
+    """For the request, and once more for taking the reply."""
     connections: int = 16
 
 
@@ -149,7 +149,9 @@ async def serve_http(host: str, port: int, handle: Handler, caps: Caps) -> tuple
         held += 1
         try:
             async with asyncio.timeout(caps.patience_s):
-                reply = await _answer(reader, handle, caps)
+                read = await _read(reader, caps)
+            reply = read if isinstance(read, HttpReply) else await _handled(handle, read)
+            async with asyncio.timeout(caps.patience_s):
                 writer.write(_rendered(reply, caps))
                 await writer.drain()
                 writer.close()
@@ -166,7 +168,8 @@ async def serve_http(host: str, port: int, handle: Handler, caps: Caps) -> tuple
     return server, int(server.sockets[0].getsockname()[1])
 
 
-async def _answer(reader: asyncio.StreamReader, handle: Handler, caps: Caps) -> HttpReply:
+async def _read(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpReply:
+    """A request, or what is answered to something that is none."""
     try:
         head = await reader.readuntil(_END)
     except asyncio.LimitOverrunError:
@@ -188,6 +191,10 @@ async def _answer(reader: asyncio.StreamReader, handle: Handler, caps: Caps) -> 
         if int(length) > caps.body_bytes:
             return HttpReply(413)
         request = msgspec.structs.replace(request, body=await reader.readexactly(int(length)))
+    return request
+
+
+async def _handled(handle: Handler, request: HttpRequest) -> HttpReply:
     try:
         return await handle(request)
     except Exception:  # noqa: BLE001 - a bug behind the port must not become words of a traceback on it
