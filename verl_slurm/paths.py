@@ -117,9 +117,6 @@ class RunPaths:
         """Where Prometheus looks for what it may scrape (`file_sd_configs`)."""
         return self.control / "metrics"
 
-    def metrics_target(self, name: str) -> Path:
-        return self.metrics / f"{name}.json"
-
     @property
     def frozen(self) -> Path:
         return self.root / "frozen"

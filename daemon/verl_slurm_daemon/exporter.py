@@ -1,13 +1,14 @@
 """The metrics port of a lead or an agent: `GET /metrics` and `GET /healthz`, and nothing that changes anything.
 
-Where it listens is written into RUN/control/metrics, as Prometheus' file-based service discovery has it; the run's name
-and id are there, too, for what the port itself shows is everybody's to read. A port that cannot be had stops no run:
-another one is taken, or none, and it is said.
+Where it listens is written into a file (`observability.targets_dir`), as Prometheus' file-based service discovery has
+it; the run's name and id are there, too, for what the port itself shows is everybody's to read. A port that cannot be
+had stops no run: another one is taken, or none, and it is said.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 
@@ -27,7 +28,7 @@ class Exporter:
     """One open port. Called by: lead_metrics, agent_metrics.
 
     Args:
-        name: `lead`, or `node_0003`: of the file in RUN/control/metrics, and the series' label `instance`.
+        name: `lead`, or `node_0003`: in the name of that file, and the series' label `instance`.
         page: makes the text of /metrics.
         up: whether this part of the run is at work.
     """
@@ -45,6 +46,7 @@ class Exporter:
         self._page, self._up = page, up
         self._token: str | None = None
         self._server: asyncio.Server | None = None
+        self._target_file: Path | None = None
         self._written = b""
 
     async def open(self, own_host: Callable[[], Awaitable[str]], port: int) -> str:
@@ -85,16 +87,21 @@ class Exporter:
         return found, problem
 
     def _publish(self, host: str, port: int) -> None:
+        number = run_id(self._paths)
         labels = {
             "run": self._config.name,
-            "run_id": run_id(self._paths),
+            "run_id": number,
             "role": "lead" if self._name == "lead" else "agent",
             "instance": self._name,  # a port changes with each start; the series goes on
         }
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._written = msgspec.json.encode([{"targets": [target], "labels": labels}])
-        private_dir(self._paths.metrics)
-        write_file(self._paths.metrics_target(self._name), self._written)
+        directory = self._config.observability.targets_dir
+        target_file = (
+            private_dir(Path(directory) if directory else self._paths.metrics) / f"{number}.{self._name}.json"
+        )
+        write_file(target_file, self._written)
+        self._target_file = target_file
 
     async def _answer(self, request: HttpRequest) -> HttpReply:
         if request.path == "/healthz":
@@ -111,7 +118,6 @@ class Exporter:
             self._server.close()
             self._server = None
         with contextlib.suppress(OSError):
-            path = self._paths.metrics_target(self._name)
-            if self._written and path.read_bytes() == self._written:
-                path.unlink()
-        self._written = b""
+            if self._target_file is not None and self._target_file.read_bytes() == self._written:
+                self._target_file.unlink()
+        self._target_file = None

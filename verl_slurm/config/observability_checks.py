@@ -27,6 +27,6 @@ def observability_complaints(wanted: ObservabilityConfig) -> Iterator[Complaint]
             "observability.token_file, that not everybody reads how the run is doing",
             "umask 077; openssl rand -hex 32 > FILE, on storage that all nodes see",
         )
-    file = wanted.token_file
-    if file is not None and not (file.startswith("/") and file.isprintable()):
-        yield Complaint("observability.token_file", repr(file), "an absolute path", "give the whole path")
+    for key, path in (("token_file", wanted.token_file), ("targets_dir", wanted.targets_dir)):
+        if path is not None and not (path.startswith("/") and path.isprintable()):
+            yield Complaint(f"observability.{key}", repr(path), "an absolute path", "give the whole path")

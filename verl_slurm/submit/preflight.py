@@ -60,6 +60,8 @@ def check_written(config: RunConfig) -> None:
         ("model.path", config.model.path),
         ("data.root", config.data.root),
         ("data.eval_root", config.data.eval_root or ""),
+        ("observability.token_file", config.observability.token_file or ""),
+        ("observability.targets_dir", config.observability.targets_dir or ""),
     ):
         if "$" in text:
             raise ConfigError(
