@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from verl_slurm_daemon.agent_metrics import AgentMetrics
 from verl_slurm_daemon.journal import Journal, Status
 from verl_slurm_daemon.lead_metrics import LeadMetrics
 
+from tests.harness import ROOT
 from verl_slurm.config.schema import DistributedConfig, ObservabilityConfig, RunConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
@@ -215,6 +217,20 @@ def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> N
     assert value(page, "verl_agent_safe_point_age_seconds", rank="1") == pytest.approx(4)
     assert value(page, "verl_agent_ranks_heard") == 1
     assert (value(page, "process_resident_memory_bytes") or 0) > 1e6
+
+
+def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -> None:
+    documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/observability.md").read_text()))
+    lead, journal, status = lead_of(paths, clock, learning_numbers=True)
+    journal.event("started", restart=0)
+    journal.event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True)
+    clock.now += 1
+    status.metrics = {"reward": 0.5, "tokens_per_second": 1.0, "step_s": 1.0}
+    agent = AgentMetrics(paths, config(), 0, lambda: True, clock)
+    for told in (lead, agent):
+        told.heard(progress(gpu_memory_percent=50.0))
+    found = {name for page in (page_of(lead), page_of(agent)) for name, _ in samples(page)}
+    assert {name for name in found if not name.startswith("process_")} == documented
 
 
 # ---- who may look, and what else the port does
