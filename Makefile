@@ -53,7 +53,7 @@ slurm:
 	else echo "installing Slurm's Debian packages ..."; $(SUDO) apt-get update -qq && \
 	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; fi
 
-# The same for Prometheus and its Alertmanager, which the tests of metrics and alerts want; verl-slurm does without. They
+# The same for Prometheus and its Alertmanager, which the tests of metrics and alerts want; a run does without. They
 # are disabled as services: the packages would have them listen to the network from the next boot on.
 prometheus:
 	@if { command -v prometheus && command -v promtool && command -v prometheus-alertmanager; } >/dev/null; then :; \
@@ -67,7 +67,7 @@ prometheus:
 demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
 	$(BIN)/verl-slurm demo
 
-test: setup ## all tests, the real-Slurm ones included
+test: setup prometheus ## all tests, the real-Slurm ones included
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -65,10 +65,10 @@ class Exporter:
                 self._token = read_token(wanted.token_file)
             reached: str = wanted.metrics_host
             if reached != "127.0.0.1":
+                # Its name may mean 127.0.1.1 on the node itself, so it is not what is listened on.
                 reached = await own_host()
-            found, problem = await self._listen(
-                reached if wanted.metrics_host == "node" else wanted.metrics_host, port
-            )
+            host = "::" if ":" in reached else wanted.metrics_host
+            found, problem = await self._listen(host, port)
             self._publish(reached, found)
         except (OSError, VerlSlurmError) as error:
             self.close()

@@ -87,7 +87,7 @@ class RunNumbers:
             case "saved":
                 self._saved(now, name, event)
             case "verified":
-                self.last_save = self._saved_at.setdefault(name, now)
+                self.last_save = self._saved_at.get(name, now)
         if self._living and kind != "submitted":
             self._last = max(self._last, now)
 

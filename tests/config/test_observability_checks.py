@@ -26,7 +26,6 @@ def test_the_section_of_the_documentation_is_accepted() -> None:
     [
         ({"metrics_port": 80}, "metrics_port"),
         ({"metrics_port": 0, "metrics_host": "0.0.0.0"}, "metrics_host"),
-        ({"metrics_port": 0, "metrics_host": "node"}, "metrics_host"),
         ({"metrics_port": 0, "token_file": "token"}, "token_file"),
         ({"metrics_port": 0, "targets_dir": "targets\n"}, "targets_dir"),
     ],

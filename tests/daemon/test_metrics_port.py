@@ -312,6 +312,27 @@ def test_where_it_listens_is_told_to_prometheus_and_taken_back(paths: RunPaths, 
     assert list(paths.metrics.iterdir()) == []
 
 
+@pytest.mark.parametrize("own", ["10.1.2.3", "fe80::1"])
+def test_a_port_for_others_is_told_with_the_nodes_own_address(
+    paths: RunPaths, clock: Clock, tmp_path: Path, own: str
+) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 64)
+    agent = AgentMetrics(paths, config(metrics_host="0.0.0.0", token_file=str(token)), 1, lambda: True, clock)
+
+    async def told() -> str:
+        assert await agent.open(own) == ""
+        (file,) = paths.metrics.iterdir()
+        target: str = json.loads(file.read_bytes())[0]["targets"][0]
+        agent.close()
+        return target
+
+    host, _, port = asyncio.run(told()).rpartition(":")
+    assert host == (f"[{own}]" if ":" in own else own)
+    assert int(port) > 0
+
+
 def test_what_a_successor_has_published_stays(paths: RunPaths, clock: Clock) -> None:
     metrics, _, _ = lead_of(paths, clock)
 

@@ -345,8 +345,8 @@ class ObservabilityConfig(_Section, frozen=True):
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65534)] | None = None
     """Where the lead answers `GET /metrics` and `/healthz`; each node's agent does so at this port + 1. Where a port is
     taken, another one is. 0: any free ones. Where they are stands in `targets_dir`. null: no port is open."""
-    metrics_host: Literal["127.0.0.1", "node", "0.0.0.0"] = "127.0.0.1"  # noqa: S104 - with a token
-    """`node`: each node's own address on the job's network. `0.0.0.0`: every interface. Both want a `token_file`."""
+    metrics_host: Literal["127.0.0.1", "0.0.0.0"] = "127.0.0.1"  # noqa: S104 - with a token
+    """`0.0.0.0`: every interface of each node, for a Prometheus elsewhere; wants a `token_file`."""
     token_file: str | None = None
     """An absolute path of a 0600 file: who asks for /metrics must bring its content (`Authorization: Bearer`). Other
     users of a node reach 127.0.0.1, too."""
