@@ -165,6 +165,7 @@ class LeadMetrics:
             CounterMetricFamily, "verl_requeues", "Requeues that were asked for.", "outcome", run.requeues
         )
         yield counter("verl_crashes", "Generations that crashed.", run.counts["crash"])
+        yield counter("verl_hangs", "Generations that hung; they are among the crashes.", run.counts["hang"])
         yield gauge("verl_useful_seconds", "Of the steps that count.", run.useful_seconds)
         yield counter("verl_allocated_seconds", "From each start to its end.", run.allocated_seconds(now))
         yield gauge("verl_goodput_ratio", "Useful of allocated seconds.", run.goodput(now))

@@ -25,6 +25,8 @@ RESTART_CAUSES = (
 )
 """Why ranks were started again. Closed, so that no text of an event becomes a label."""
 
+_OF_KIND = {"hang": "hang", "node": "node_lost"}
+"""The kinds of a `crash` that have a cause of their own (`model.FailureKind`)."""
 _MOST_NAMES = 64
 """Checkpoints whose time is remembered: far more than a run keeps."""
 _MOST_STEPS = 10_000_000
@@ -74,10 +76,8 @@ class RunNumbers:
                 self._why = "submitted"
             case "cause" if event.get("cause") in RESTART_CAUSES:
                 self._why = str(event["cause"])
-            case "crash" if self._why != "hang":
-                self._why = "crash"
-            case "hang":
-                self._why = "hang"
+            case "crash":
+                self._why = _OF_KIND.get(str(event.get("kind")), "crash")
             case "orphaned":
                 self._why = "lead_lost"
             case "generation":
@@ -155,6 +155,7 @@ _COUNTED = (
     "degraded",
     "save_failed",
     "crash",
+    "hang",
     "warning",
     "link",
     "second_copy",

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from verl_slurm.config.load import parse_config
+from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.observability_checks import observability_complaints
-from verl_slurm.config.schema import ObservabilityConfig
 from verl_slurm.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ from verl_slurm_daemon.journal import Journal, Status
 from verl_slurm_daemon.lead_metrics import LeadMetrics
 
 from tests.harness import ROOT
-from verl_slurm.config.schema import DistributedConfig, ObservabilityConfig, RunConfig
+from verl_slurm.config.observability import ObservabilityConfig
+from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.step_log import append_step

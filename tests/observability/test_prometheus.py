@@ -16,7 +16,8 @@ from verl_slurm_daemon.lead_metrics import LeadMetrics
 
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.observability.conftest import RULES, Server, fetch, free_port
-from verl_slurm.config.schema import ObservabilityConfig, RunConfig
+from verl_slurm.config.observability import ObservabilityConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.events import read_events
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths

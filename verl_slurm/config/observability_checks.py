@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_slurm.config.complaint import Complaint
-from verl_slurm.config.schema import ObservabilityConfig
+from verl_slurm.config.observability import ObservabilityConfig
 
 __all__ = ["observability_complaints"]
 
