@@ -23,7 +23,7 @@ VLLM := .venv-vllm
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm vllm demo test test-slurm test-rest test-vllm check campaign fuzz faults gpu bench bench-step s3 clean
+.PHONY: help setup slurm prometheus vllm demo test test-slurm test-rest test-vllm check campaign fuzz faults gpu bench bench-step s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -53,10 +53,21 @@ slurm:
 	else echo "installing Slurm's Debian packages ..."; $(SUDO) apt-get update -qq && \
 	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge >/dev/null; fi
 
+# The same for Prometheus and its Alertmanager, which the tests of metrics and alerts want; a run does without. They
+# are disabled as services: the packages would have them listen to the network from the next boot on.
+prometheus:
+	@if { command -v prometheus && command -v promtool && command -v prometheus-alertmanager; } >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
+	  echo "Prometheus is not here and cannot be installed (no apt-get, or neither root nor sudo): its tests are NOT RUN."; \
+	else echo "installing Debian's Prometheus and Alertmanager ..."; { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    prometheus prometheus-alertmanager >/dev/null && \
+	  { $(SUDO) systemctl disable -q prometheus prometheus-alertmanager 2>/dev/null || true; }; } || echo "Prometheus could not be installed: its tests are NOT RUN."; fi
+
 demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
 	$(BIN)/verl-slurm demo
 
-test: setup ## all tests, the real-Slurm ones included
+test: setup prometheus ## all tests, the real-Slurm ones included
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -82,8 +93,9 @@ check: $(READY) ## the quick part: linters, types, import contracts, tests witho
 campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms and shapes, too
 	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
-fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again
+fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again; and for the metrics port
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
+	VERL_SLURM_HTTP_FUZZ=$(or $(HTTP),100000) $(BIN)/python -m pytest -q tests/wire/test_http_fuzz.py
 
 faults: $(READY) ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
 	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults

@@ -63,6 +63,16 @@ def test_the_time_that_help_takes_is_reported(record_property: pytest.FixtureReq
     sys.stdout.write(f"verl-slurm --help: {min(times):.3f} s\n")
 
 
+def test_without_a_metrics_port_nothing_imports_prometheus() -> None:
+    """It is 2 MB, and only who asked for a port pays them."""
+    probe = (
+        "import sys, verl_slurm_daemon.lead, verl_slurm_daemon.agent; "
+        "print([m for m in sys.modules if m.startswith('prometheus')])"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_without_a_key_nothing_imports_cryptography() -> None:
     """A daemon of 40 MB that verifies has no use for it."""
     probe = (

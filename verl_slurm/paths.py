@@ -15,7 +15,8 @@ RUN/                        0700
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
   control/                  lead.json (address and token of the living lead), claims of epochs, resume_once,
                             parts_since, tiers.json (what the mover read back in each tier), tiers.lock,
-                            reward_request.json (another reward, as an operator asked for it)
+                            reward_request.json (another reward, as an operator asked for it),
+                            metrics/ (where Prometheus finds the lead and the agents)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
@@ -110,6 +111,11 @@ class RunPaths:
     def reward_snapshot(self, number: int) -> Path:
         """What is kept of the reward that the `number`-th replacement let go."""
         return self.root / "rewards" / f"switch_{number:04d}"
+
+    @property
+    def metrics(self) -> Path:
+        """Where Prometheus looks for what it may scrape (`file_sd_configs`)."""
+        return self.control / "metrics"
 
     @property
     def frozen(self) -> Path:

@@ -11,8 +11,9 @@ in its own history.
 """
 
 import os
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,7 +21,7 @@ from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import append_line
 from verl_slurm.paths import RunPaths
 
-__all__ = ["StepRow", "append_step", "last_steps"]
+__all__ = ["StepRow", "append_step", "last_steps", "step_seconds"]
 
 StepRow = dict[str, Any]
 
@@ -29,6 +30,14 @@ _MOST = 4 << 20
 _ROW = msgspec.json.Decoder(dict[str, float | int | str | bool | None])
 _LARGEST = 1 << 53
 """JSON has integers that no float can hold, and no number of a step is one."""
+
+
+class _Duration(msgspec.Struct):
+    step: Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
+    step_s: float
+
+
+_DURATION = msgspec.json.Decoder(_Duration)
 
 
 def append_step(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
@@ -59,6 +68,23 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
         if len(rows) == count:
             break
     return rows[::-1]
+
+
+def step_seconds(paths: RunPaths) -> Iterator[tuple[int, float]]:
+    """(step, seconds it took), of every line in its order, those of steps done again included. No file, none.
+
+    Called by: verl_slurm_daemon.lead_metrics.
+    """
+    try:
+        with paths.steps.open("rb") as file:
+            for line in file:
+                try:
+                    row = _DURATION.decode(line)
+                except UNREADABLE:
+                    continue
+                yield int(row.step), row.step_s
+    except OSError:
+        return
 
 
 def _from_the_end(paths: RunPaths) -> list[bytes]:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -50,6 +50,9 @@ from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree
 from verl_slurm_daemon.rank_socket import RankSocket
 from verl_slurm_daemon.signals import RELAYED, WARNINGS
 
+if TYPE_CHECKING:
+    from verl_slurm_daemon.agent_metrics import AgentMetrics
+
 __all__ = ["run_agent"]
 
 T = TypeVar("T")
@@ -79,6 +82,7 @@ class Agent:
         self._ranks: RankSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._early_signals: list[str] = []
+        self._metrics: AgentMetrics | None = None
 
     async def run(self, failed: Exception | None = None) -> ExitCode:
         """From the first try to reach the lead until this agent may leave; what breaks is told in the logs.
@@ -126,10 +130,22 @@ class Agent:
                 free_port=_free_port(link.own_host),
             )
         )
+        await self._open_metrics(link.own_host)
         self._log.say("joined", lead=f"{self._address.host}:{self._address.port}")
         for name in self._early_signals:
             self._relay(name)
         await self._live(link, self._ranks)
+
+    async def _open_metrics(self, own_host: str) -> None:
+        if self._config.observability.metrics_port is None:
+            return
+        from verl_slurm_daemon import agent_metrics  # 2 MB, and only here
+
+        self._metrics = agent_metrics.AgentMetrics(
+            self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()
+        )
+        if problem := await self._metrics.open(own_host):
+            self._log.say("metrics", loud=True, problem=problem)
 
     async def _connect(self, address: LeadAddress) -> LeadLink:
         """Try until the lead has a place for us: strangers may hold all of them for some seconds."""
@@ -219,6 +235,8 @@ class Agent:
 
     def _clean_up(self) -> None:
         self._kill_all()
+        if self._metrics is not None:
+            self._metrics.close()
         for task in self._tasks:
             task.cancel()
         if self._ranks is not None:
@@ -284,6 +302,8 @@ class Agent:
         if isinstance(message, RankStarted):
             self._pids.add(message.pid)
         self._link.send(message)
+        if self._metrics is not None:
+            self._metrics.heard(message)
 
     def _relay(self, name: str) -> None:
         self._log.say("signal", name=name)

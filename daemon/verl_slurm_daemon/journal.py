@@ -5,6 +5,7 @@ anywhere is counted in it.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -41,10 +42,22 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 class Journal:
-    """One lead's pen. Called by: `lead`, `effects`."""
+    """One lead's pen. Called by: `lead`, `effects`.
 
-    def __init__(self, paths: RunPaths, *, epoch: int, job_id: str) -> None:
+    Args:
+        heard: is told each event, too.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        epoch: int,
+        job_id: str,
+        heard: Callable[[str, dict[str, Any]], None] | None = None,
+    ) -> None:
         self._paths, self._epoch, self._job_id = paths, epoch, job_id
+        self._heard = heard
 
     def event(self, event: str, **fields: Any) -> None:
         """Write one event down, durably, and say it in the log.
@@ -56,6 +69,8 @@ class Journal:
             append_event(self._paths, event, epoch=self._epoch, job_id=self._job_id, **fields)
         except OSError as error:
             self._say("no_journal", {"where": str(self._paths.events), "error": str(error)}, loud=True)
+        if self._heard is not None:
+            self._heard(event, {"job_id": self._job_id, **fields})
         self._say(event, fields, loud=event in _LOUD)
 
     def _say(self, event: str, fields: dict[str, Any], *, loud: bool) -> None:

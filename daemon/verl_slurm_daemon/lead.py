@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from verl_slurm.checkpoint.fingerprint import check_dataset
 from verl_slurm.config.load import load_resolved
@@ -31,6 +31,9 @@ from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.states import State
+
+if TYPE_CHECKING:
+    from verl_slurm_daemon.lead_metrics import LeadMetrics
 
 __all__ = ["run_lead"]
 
@@ -58,6 +61,11 @@ class Lead:
         self._model = Model(limits)
         self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)
         self._status_due = 0.0
+        self._metrics: LeadMetrics | None = None
+        if config.observability.metrics_port is not None:
+            from verl_slurm_daemon import lead_metrics  # 2 MB, and only here
+
+            self._metrics = lead_metrics.LeadMetrics(paths, config, self._status, lead_metrics.steady_clock())
 
     async def run(self) -> ExitCode:
         loop = asyncio.get_running_loop()
@@ -73,7 +81,11 @@ class Lead:
             restart=self._allocation.restart,
             cluster=self._allocation.cluster,
         )
-        journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id)
+        heard = None
+        if self._metrics is not None:
+            await self._metrics.read_back()
+            heard = self._metrics.journaled
+        journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id, heard=heard)
         self._status.epoch = mine.epoch
         nodes = os.environ.get("SLURM_JOB_NODELIST", mine.host)
         journal.event(
@@ -93,6 +105,8 @@ class Lead:
             code, reason = error.exit_code, str(error)
         finally:
             await effects.close()
+            if self._metrics is not None:
+                self._metrics.close()
         if read_epoch(self._paths) == mine:
             self._status.state = State.ENDED
             journal.event("ended", exit_code=int(code), exit=code.name, reason=reason)
@@ -125,6 +139,8 @@ class Lead:
         for text in notices:
             journal.event("notice", reason=text)
         await effects.open()
+        if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
+            journal.event("warning", topic="metrics", text=problem)
         clock = asyncio.create_task(self._watch_the_clock())
         self._events.put_nowait(ev.Ready(self._config.distributed.world_size))
         try:
@@ -157,6 +173,8 @@ class Lead:
     def _note(self, event: ev.Event, journal: Journal) -> None:
         """Keep the snapshot for `verl-slurm status`."""
         status, model = self._status, self._model
+        if self._metrics is not None and isinstance(event, ev.RankSaid):
+            self._metrics.heard(event.message)
         changed = status.state != model.state or status.generation != model.generation
         status.state, status.generation, status.cause = model.state, model.generation, model.cause
         match event:

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import msgspec
@@ -136,6 +138,25 @@ def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
     assert "another job works on this run" in out
     assert finish(first) == 0
     assert same_weights(paths.root, straight.root)[0]
+
+
+def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> None:
+    one = ("distributed.nodes=1", "distributed.dp_size=1", "observability.metrics_port=0")
+    paths = prepared(tmp_path / "run", *one)
+    process = lead(paths)
+    until(process, "first_rollout")
+    pages = {}
+    for file in paths.metrics.iterdir():
+        (entry,) = json.loads(file.read_bytes())
+        with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=30) as answer:
+            pages[entry["labels"]["instance"]] = answer.read().decode()
+    assert set(pages) == {"lead", "node_0000"}
+    assert 'verl_run_state{state="running"} 1.0' in pages["lead"]
+    assert re.search(r"^verl_rollout_queue_length [1-9]", pages["lead"], re.MULTILINE)
+    assert re.search(r"^verl_runtime_state_age_seconds \d", pages["lead"], re.MULTILINE)
+    assert "verl_agent_ranks_heard 1.0" in pages["node_0000"]
+    assert finish(process) == 0
+    assert list(paths.metrics.iterdir()) == []
 
 
 def _reseal(checkpoint: Path, name: str, data: bytes) -> None:

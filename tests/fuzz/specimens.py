@@ -329,6 +329,7 @@ def step_rows() -> Sequence[bytes]:
         "step": 7.0,
         "reward": 0.25,
         "eval/reward": 0.5,
+        "step_s": 1.5,
     }
     return [
         json.dumps(row).encode(),
@@ -399,6 +400,19 @@ def events() -> Sequence[bytes]:
     ]
     # One line each as well: a tree can be made of those.
     return [*lines, b"\n".join(lines) + b"\n", b"\n".join(lines)[:-30]]
+
+
+def http_heads() -> Sequence[bytes]:
+    return [
+        b"GET /metrics?x=1 HTTP/1.1\r\nHost: localhost:9464\r\nAccept: text/plain\r\n\r\n",
+        b"POST /alert HTTP/1.0\r\nContent-Length: 12\r\nAuthorization: Bearer abcdef\r\n\r\n",
+    ]
+
+
+def alerts() -> Sequence[bytes]:
+    labels = {"alertname": "A", "action": "emergency_checkpoint", "run_id": "0123456789abcdef"}
+    told = [{"status": status, "labels": labels, "annotations": {}} for status in ("firing", "resolved")]
+    return [msgspec.json.encode({"version": "4", "status": "firing", "alerts": told})]
 
 
 def orchestrations() -> Sequence[bytes]:

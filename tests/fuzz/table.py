@@ -14,6 +14,7 @@ from verl_slurm_daemon.hostfile import parse_hostfile
 from verl_slurm_daemon.journal import stuck_starts
 from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.rank_socket import parse_packet
+from verl_slurm_daemon.run_numbers import RunNumbers
 
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
@@ -43,13 +44,15 @@ from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
-from verl_slurm.step_log import last_steps
+from verl_slurm.step_log import last_steps, step_seconds
+from verl_slurm.submit.alerts import runs_to_save
 from verl_slurm.submit.inputs import check_row
 from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.record import has_ended, last_job, read_status, steps_done
 from verl_slurm.trainer.orchestration import Orchestration, check_or_write
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.framing import Framer
+from verl_slurm.wire.http import parse_head
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
 __all__ = ["TARGETS"]
@@ -112,6 +115,7 @@ def _events(paths: RunPaths) -> object:
         story.tell(event)
         outcome(event)
     stuck_starts(events)
+    RunNumbers(events).goodput(1e9)
     job = last_job(paths)
     return has_ended(paths, job)
 
@@ -119,6 +123,9 @@ def _events(paths: RunPaths) -> object:
 def _steps(paths: RunPaths) -> object:
     rows = last_steps(paths, 5)
     msgspec.json.encode(rows)
+    numbers = RunNumbers()
+    for step, seconds in step_seconds(paths):
+        numbers.step_took(step, seconds)
     return steps_table(rows, 80)
 
 
@@ -442,6 +449,10 @@ TARGETS = (
         specimens=of.from_rank,
         form="msgpack",
     ),
+    Target(
+        name="requests to the metrics port", parse=parse_head, raises=(WireError,), specimens=of.http_heads
+    ),
+    Target(name="alerts", parse=runs_to_save, raises=(WireError,), specimens=of.alerts, form="json"),
     Target(
         name="control page",
         parse=_in_run("page", lambda paths: _control_page(paths.root / "page")),

@@ -8,8 +8,9 @@ from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.submit.preflight import check_resume_from
+from verl_slurm.errors import ConfigError, KeyRefused, PermissionRefused
+from verl_slurm.files import write_file
+from verl_slurm.submit.preflight import check_metrics_port, check_resume_from
 
 
 def _checkpoint(directory: Path, *, critic: bool) -> None:
@@ -59,3 +60,25 @@ def test_a_checkpoint_that_cannot_be_read_is_left_to_who_verifies_it(tmp_path: P
     tmp_path.chmod(0o700)
     (tmp_path / "manifest.json").write_bytes(b"?")
     check_resume_from(_config(tmp_path, "grpo"))
+
+
+def test_a_metrics_port_has_its_token_before_anything_is_queued(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    words = ["observability.metrics_port=0", f"observability.token_file={token}"]
+    config = parse_config(b"", "my.yaml", words)
+    with pytest.raises(KeyRefused):
+        check_metrics_port(config)
+    write_file(token, b"t" * 64)
+    assert check_metrics_port(config) is None
+    token.chmod(0o644)
+    with pytest.raises(PermissionRefused):
+        check_metrics_port(config)
+
+
+def test_a_port_that_the_network_reaches_is_said(tmp_path: Path) -> None:
+    write_file(tmp_path / "token", b"t" * 64)
+    words = [f"observability.token_file={tmp_path / 'token'}", "observability.metrics_host=0.0.0.0"]
+    assert check_metrics_port(parse_config(b"", "my.yaml", words)) is None  # no port at all
+    note = check_metrics_port(parse_config(b"", "my.yaml", [*words, "observability.metrics_port=9464"]))
+    assert note is not None
+    assert "the whole network reaches" in note

@@ -22,11 +22,12 @@ from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.schema import RunConfig, TierConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.run_id import run_id
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.layout import run_prefix
-from verl_slurm.tiers.opening import open_backend, run_id
+from verl_slurm.tiers.opening import open_backend
 
 _LOADER = botocore.session.create_loader()  # reading what S3 is takes half a second each time
 NOW = datetime(2026, 1, 31, tzinfo=UTC)

@@ -12,7 +12,7 @@ from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["cancel", "requeue", "signal_local"]
+__all__ = ["ask_for_save", "cancel", "requeue"]
 
 _EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 
@@ -36,7 +36,7 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
     else:
-        signal_local(run, signal.SIGTERM)
+        _signal_local(run, signal.SIGTERM)
     _say(
         as_json, run, job.job_id, "cancelled", f"job {job.job_id} is being cancelled; it will not be requeued"
     )
@@ -79,7 +79,7 @@ def requeue(run: RunPaths, as_json: bool) -> int:
                 remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
             )
     else:
-        signal_local(run, signal.SIGUSR2)
+        _signal_local(run, signal.SIGUSR2)
     _say(as_json, run, job.job_id, "requeued", f"job {job.job_id} is being requeued: {detail}")
     return ExitCode.OK
 
@@ -99,8 +99,40 @@ def _require_living(run: RunPaths) -> None:
         )
 
 
-def signal_local(run: RunPaths, number: signal.Signals) -> None:
-    """Signal the lead: the one child of submitit's local controller. Called by: cli.update_reward too."""
+def ask_for_save(run: RunPaths) -> str:
+    """Have the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`).
+
+    Returns:
+        The job's id; empty: no job of the run is running, so nothing was asked.
+
+    Raises:
+        SlurmMissing, SlurmRefused: it could not be asked.
+
+    Called by: cli.update_reward, cli.alert_receiver.
+    """
+    from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.liveness import job_state
+    from verl_slurm.submit.record import last_job
+
+    try:
+        job = last_job(run)
+    except NotFound:
+        return ""
+    state = job_state(run, job)
+    if state.over or state.state != "RUNNING":
+        return ""
+    if job.cluster == "slurm":
+        asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
+    else:
+        try:
+            _signal_local(run, signal.SIGUSR1)
+        except NotFound:  # submitit's controller lives and has not started the lead yet
+            return ""
+    return job.job_id
+
+
+def _signal_local(run: RunPaths, number: signal.Signals) -> None:
+    """Signal the lead: the one child of submitit's local controller."""
     from verl_slurm.submit.liveness import controller
     from verl_slurm.submit.record import last_job
 

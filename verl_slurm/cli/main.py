@@ -31,6 +31,9 @@ COMMANDS: dict[str, Entry] = {
     "logs": Entry("watch", "logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("jobs", "cancel", "End a run's job for good; it will not be requeued."),
     "requeue": Entry("jobs", "requeue", "Save, end this job, and have it start again."),
+    "alert-receiver": Entry(
+        "alert_receiver", "alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."
+    ),
     "update-reward": Entry("update_reward", "update_reward", "Replace the reward while the run goes on."),
     "checkpoints": Entry("checkpoints", "checkpoints", "The checkpoints of a run, newest first."),
     "verify": Entry("checkpoints", "verify", "Read checkpoints back, every byte, against their SHA-256."),

@@ -213,6 +213,7 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "cancel_asked": lambda event: "cancel asked for",
     "requeue_asked": lambda event: "requeue asked for",
     "reward_asked": lambda event: f"another reward asked for: {event.get('reward')}",
+    "alert_save_asked": lambda event: "an alert asked for a save",
     "resume": lambda event: f"resume: {event.get('reason')}",
     "scrubbed": _scrubbed,
     "second_copy": lambda event: f"second copy: {event.get('reason')}",

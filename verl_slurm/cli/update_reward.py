@@ -1,15 +1,13 @@
 """`verl-slurm update-reward`: another reward for a run that goes on."""
 
-import asyncio
-import signal
 from pathlib import Path
 
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.jobs import signal_local
+from verl_slurm.cli.jobs import ask_for_save
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option
-from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.errors import SlurmMissing, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
@@ -106,22 +104,4 @@ def _wake(run: RunPaths) -> str:
     Raises:
         SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.
     """
-    from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.record import last_job
-
-    try:
-        job = last_job(run)
-    except NotFound:
-        return _LATER
-    state = job_state(run, job)
-    if state.over or state.state != "RUNNING":
-        return _LATER
-    if job.cluster == "slurm":
-        asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
-    else:
-        try:
-            signal_local(run, signal.SIGUSR1)
-        except NotFound:  # submitit's controller lives and has not started the lead yet
-            return _LATER
-    return "the run saves, tries it, and takes it at the end of a step"
+    return "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl_slurm.config.algorithm_checks import algorithm_complaints
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.observability_checks import observability_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.rollout_checks import rollout_complaints
@@ -70,6 +71,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
     parts = (_names, _shape, _batches, rollout_complaints, _times, _cadence, _partial_saves, _keys, _slurm)
     found = [complaint for part in parts for complaint in part(config)]
+    found += observability_complaints(config.observability)
     return [*found, *train_complaints(config), *tier_complaints(config.tiers)]
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from verl_slurm.config.observability import ObservabilityConfig
+
 __all__ = [
     "CheckpointConfig",
     "DaemonConfig",
@@ -388,6 +390,8 @@ class RunConfig(_Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     slurm: SlurmConfig = SlurmConfig()
     daemon: DaemonConfig = DaemonConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+    """`config/observability.py`."""
     tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
     """Where verified checkpoints move by themselves, nearest first, e.g. node NVMe, object store, archive."""
     tiers_every_min: Positive = 15

@@ -20,7 +20,7 @@ __all__ = [
 Cluster = Literal["slurm", "local"]
 
 # What may differ between the submissions of one run: it does not touch what is computed.
-_FREE_SECTIONS = ("slurm.", "daemon.", "checkpoint.", "train.eval_")
+_FREE_SECTIONS = ("slurm.", "daemon.", "observability.", "checkpoint.", "train.eval_")
 _FREE_KEYS = {"rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 
 
@@ -87,7 +87,8 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected=f"the same values (only slurm, daemon, checkpoint and the shape of the ranks may change{steps})",
+            expected="the same values (only slurm, daemon, observability, checkpoint and the shape of the ranks may "
+            f"change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]

@@ -33,11 +33,13 @@ from verl_slurm.submit.model_files import check_model, read_model_config
 from verl_slurm.submit.model_shape import check_model_shape
 from verl_slurm.submit.plan import Cluster
 from verl_slurm.submit.rewards import check_reward
+from verl_slurm.wire.http import read_token
 
 __all__ = [
     "SlurmSays",
     "check_inputs",
     "check_keys",
+    "check_metrics_port",
     "check_resume_from",
     "check_run_dir",
     "check_slurm",
@@ -58,6 +60,8 @@ def check_written(config: RunConfig) -> None:
         ("model.path", config.model.path),
         ("data.root", config.data.root),
         ("data.eval_root", config.data.eval_root or ""),
+        ("observability.token_file", config.observability.token_file or ""),
+        ("observability.targets_dir", config.observability.targets_dir or ""),
     ):
         if "$" in text:
             raise ConfigError(
@@ -85,6 +89,25 @@ def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
             "(and in the accounting database with AccountingStoreFlags=job_env); key_file does not travel"
         )
     return None
+
+
+def check_metrics_port(config: RunConfig) -> str | None:
+    """The port's token is there and private; returns what the user should know of a port that others reach.
+
+    Raises:
+        KeyRefused, PermissionRefused: `wire.http.read_token`.
+    """
+    wanted = config.observability
+    if wanted.metrics_port is None:
+        return None
+    if wanted.token_file is not None:
+        read_token(wanted.token_file)
+    if wanted.metrics_host == "127.0.0.1":
+        return None
+    return (
+        f"observability.metrics_host {wanted.metrics_host}: the whole network reaches the metrics of this run; the "
+        "token keeps others out, and travels in the clear"
+    )
 
 
 def check_resume_from(config: RunConfig) -> None:

@@ -36,6 +36,7 @@ from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
 from verl_slurm.submit.preflight import (
     check_inputs,
     check_keys,
+    check_metrics_port,
     check_resume_from,
     check_run_dir,
     check_slurm,
@@ -108,7 +109,8 @@ def plan_submission(
     if chosen == "slurm" and ask_slurm:
         slurm = check_slurm(config)
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
-    notes = [text for text in (note, check_keys(config, chosen), gpu_note(config, chosen)) if text]
+    asked = (check_keys(config, chosen), gpu_note(config, chosen), check_metrics_port(config))
+    notes = [text for text in (note, *asked) if text]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     new_run, begun = not paths.run_yaml.exists(), False

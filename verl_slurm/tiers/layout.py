@@ -47,16 +47,15 @@ costs one reading of everything, nothing else.
 (`backend.Backend` says what it must promise; `tests/tiers/test_backends.py` holds it to that).
 """
 
-import re
 from typing import Annotated, Literal
 
 import msgspec
 
 from verl_slurm.checkpoint.format import MANIFEST, path_problem
 from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.run_id import RUN_ID
 
 __all__ = [
-    "RUN_ID",
     "TierRecord",
     "TierRecords",
     "checkpoint_prefix",
@@ -65,8 +64,6 @@ __all__ = [
     "parse_key",
     "run_prefix",
 ]
-
-RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -1,8 +1,7 @@
-"""From a run to its tiers: the run's id, the storages, the lock that keeps movers apart."""
+"""From a run to its tiers: the storages, the lock that keeps movers apart."""
 
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -10,52 +9,16 @@ from importlib.metadata import entry_points
 from verl_slurm.config.schema import RunConfig, TierConfig
 from verl_slurm.config.tier_checks import is_s3
 from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
-from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.run_id import run_id
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
-from verl_slurm.tiers.layout import RUN_ID, run_prefix
+from verl_slurm.tiers.layout import run_prefix
 
-__all__ = ["ENTRY_POINTS", "mover_lock", "open_backend", "open_tiers", "run_id"]
+__all__ = ["ENTRY_POINTS", "mover_lock", "open_backend", "open_tiers"]
 
 ENTRY_POINTS = "verl_slurm.tiers"
-
-
-def run_id(paths: RunPaths) -> str:
-    """The 16 hex digits that tell this run from others of its name; made at the first call.
-
-    To bring a lost run directory back from its tiers, write the id (a part of every key) into a new `RUN/run_id`.
-
-    Raises:
-        TierError: the file is no id.
-    """
-    if not paths.run_id.exists():
-        temp = paths.root / f".{paths.run_id.name}.{secrets.token_hex(4)}.tmp"
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(secrets.token_hex(8).encode() + b"\n")
-                file.flush()
-                os.fsync(fd)
-            try:
-                os.link(temp, paths.run_id)  # one winner, and never half a file
-            except FileExistsError:
-                pass
-            except OSError:
-                os.rename(temp, paths.run_id)  # a file system without links
-        finally:
-            temp.unlink(missing_ok=True)
-        fsync_path(paths.root)
-    text = paths.run_id.read_text(encoding="ascii", errors="replace").strip()
-    if not RUN_ID.fullmatch(text):
-        raise TierError(
-            "not a run's id",
-            where=paths.run_id,
-            found=text[:40],
-            expected="16 hex digits",
-            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again",
-        )
-    return text
 
 
 def open_backend(tier: TierConfig) -> Backend:

@@ -50,6 +50,7 @@ class Reporter:
         first_step: whole steps done at the start. Curves of an earlier life from there on are purged: they
             show steps that are done again.
         log_step: writes a step's row into `steps.jsonl`; None: nobody does.
+        gpu_memory: percent of this rank's GPU in use; None without one.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Reporter:
         tensorboard: Path,
         first_step: int,
         log_step: Callable[[dict[str, float]], None] | None = None,
+        gpu_memory: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._rank, self._line, self._total_steps = rank, line, total_steps
+        self._gpu_memory = gpu_memory
         self._safe_points = 0
         self._step, self._stall_s = first_step, 0.0
         self._num_failed = 0
@@ -83,6 +86,7 @@ class Reporter:
                 safe_points=self._safe_points,
                 new_rollouts=new_rollouts,
                 metrics=metrics or {},
+                gpu_memory_percent=self._gpu_memory(),
             )
         )
 

@@ -58,6 +58,7 @@ from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopping import Stopper
+from verl_slurm.trainer.stopwatch import GpuMemory
 from verl_slurm.wire.client import NoDaemon, RankLine
 from verl_slurm.wire.messages import Notice
 
@@ -185,6 +186,7 @@ def build_loop(
         tensorboard=paths.tensorboard,
         first_step=state.position.step,
         log_step=partial(append_step, paths, epoch),
+        gpu_memory=GpuMemory(device).percent,
     )
     if state.position != loaded:
         reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")

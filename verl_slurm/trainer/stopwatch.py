@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stopwatch", "memory_bytes"]
+__all__ = ["GpuMemory", "Stopwatch", "memory_bytes"]
 
 _Mark = Any
 """Seconds of the clock, or a `torch.cuda.Event`, which has no types."""
@@ -82,3 +82,34 @@ def memory_bytes(device: torch.device) -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+class GpuMemory:
+    """How full this rank's GPU is, looked at once a second at most: the driver takes some ten microseconds to say.
+
+    Called by: trainer.report, at every safe point.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        look: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+    ) -> None:
+        self._device, self._clock, self._look = device, clock, look
+        self._due, self._percent = 0.0, 0.0
+
+    def percent(self) -> float | None:
+        """Memory in use, of all there is: also what allocators keep, and what other processes have. None: no GPU."""
+        if self._device.type != "cuda":
+            return None
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + 1.0
+            try:
+                free, total = self._look(self._device)
+            except RuntimeError:  # of the driver; whatever it is, training finds it out by itself
+                return None
+            self._percent = 100.0 * (total - free) / total
+        return self._percent

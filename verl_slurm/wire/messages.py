@@ -166,6 +166,8 @@ class Progress(_Message, frozen=True, kw_only=True):
     """Rollouts sampled (not replayed) since the start of this generation."""
     metrics: dict[str, float] = {}
     """At a step's end: reward, kl, loss, tokens per second."""
+    gpu_memory_percent: float | None = None
+    """Of this rank's GPU, in use by whomever; None without one."""
 
 
 class SaveStarted(_Message, frozen=True, kw_only=True):

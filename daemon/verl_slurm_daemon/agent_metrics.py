@@ -1,0 +1,72 @@
+"""An agent's page for Prometheus: the ranks of its node, one by one."""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.paths import RunPaths
+from verl_slurm.wire.messages import FromRank
+from verl_slurm_daemon.exporter import Exporter
+from verl_slurm_daemon.exposition import gauge, labelled, renderer
+from verl_slurm_daemon.live_numbers import LiveNumbers
+
+__all__ = ["AgentMetrics"]
+
+
+class AgentMetrics:
+    """Gathers and shows. Called by: agent.
+
+    Args:
+        up: whether the lead is heard.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        node_id: int,
+        up: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._up, self._clock = config, up, clock
+        self._live = LiveNumbers(range(config.distributed.world_size))
+        self._exporter = Exporter(paths, config, f"node_{node_id:04d}", page=renderer(self.families), up=up)
+
+    async def open(self, own_host: str) -> str:
+        """As `Exporter.open`, at the port behind the lead's: both are on the first node."""
+        port = self._config.observability.metrics_port
+
+        async def host() -> str:
+            return own_host
+
+        return await self._exporter.open(host, port + 1 if port else 0)
+
+    def heard(self, message: FromRank) -> None:
+        """A rank of this node said this now."""
+        self._live.feed(message, self._clock())
+
+    def close(self) -> None:
+        self._exporter.close()
+
+    def families(self) -> Iterator[Metric]:
+        """All of the page, but the process' own."""
+        now, live, expected = self._clock(), self._live, self._config.distributed.ranks_per_node
+        yield gauge("verl_agent_lead_link", "1 while the lead is heard.", float(self._up()))
+        yield gauge("verl_agent_ranks_expected", "Ranks of this node.", expected)
+        yield gauge("verl_agent_ranks_heard", "Ranks of this node that have said something.", len(live.heard))
+        yield labelled(
+            GaugeMetricFamily,
+            "verl_agent_safe_point_age_seconds",
+            "Since the last safe point of each rank.",
+            "rank",
+            {str(rank): max(now - at, 0.0) for rank, at in sorted(live.heard.items())},
+        )
+        yield labelled(
+            GaugeMetricFamily,
+            "verl_gpu_memory_utilization_percent",
+            "Memory in use of each rank's GPU, by whomever. Absent without GPUs.",
+            "rank",
+            {str(rank): percent for rank, percent in sorted(live.gpu_percent.items())},
+        )

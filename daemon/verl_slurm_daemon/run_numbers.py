@@ -1,0 +1,177 @@
+"""What the journal adds up to: pure, and the same whether it is read back at a start or told event by event.
+
+The journal outlives the lead, so these numbers are the run's, not the process's: a counter goes on where the former
+incarnation left it. Times are seconds since the epoch, as the events have them.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+__all__ = ["RESTART_CAUSES", "RunNumbers"]
+
+RESTART_CAUSES = (
+    "preemption",
+    "time_limit",
+    "node_lost",
+    "requeued",
+    "crash",
+    "hang",
+    "lead_lost",
+    "cancel",
+    "submitted",
+    "other",
+)
+"""Why ranks were started again. Closed, so that no text of an event becomes a label."""
+
+_OF_KIND = {"hang": "hang", "node": "node_lost"}
+"""The kinds of a `crash` that have a cause of their own (`model.FailureKind`)."""
+_MOST_NAMES = 64
+"""Checkpoints whose time is remembered: far more than a run keeps."""
+_MOST_STEPS = 10_000_000
+_LARGEST = 1e18
+
+
+class RunNumbers:
+    """Counts and times of one run. Called by: lead_metrics."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.first_started: float | None = None
+        self.last_save: float | None = None
+        """When the newest checkpoint was written that was then read back; None: there is none."""
+        self.last_durable: float | None = None
+        """When a save of any kind was last on a medium."""
+        self.restarts = dict.fromkeys(RESTART_CAUSES, 0)
+        self.counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
+        self.requeues = {"accepted": 0, "refused": 0}
+        self.saves = {"periodic": 0, "emergency": 0}
+        self.save_seconds = self.save_bytes = 0.0
+        """Sums over all saves."""
+        self.last_save_seconds: float | None = None
+        self.last_save_bytes: float | None = None
+        self._saved_at: dict[str, float] = {}
+        self._lived, self._began, self._last = 0.0, 0.0, 0.0
+        self._job_id, self._living, self._generations, self._why = "", False, 0, ""
+        self._step_seconds = array("d")
+        self.useful_seconds = 0.0
+        """Of the steps that count; a step that was interrupted in its middle counts with its last part."""
+        for event in events:
+            self.feed(event)
+
+    def feed(self, event: Mapping[str, Any]) -> None:
+        """Add one event. What makes no sense is passed over: the journal is a file, it decides nothing alone."""
+        now, kind = _seconds(event.get("time")), event.get("event")
+        if now is None or not isinstance(kind, str):
+            return
+        if kind in self.counts:
+            self.counts[kind] += 1
+        name = str(event.get("name") or "")
+        match kind:
+            case "started":
+                self._start(now, str(event.get("job_id")))
+            case "ended" | "fenced":
+                self._end(now)
+            case "submitted" if event.get("job_id") != self._job_id:
+                self._why = "submitted"
+            case "cause" if event.get("cause") in RESTART_CAUSES:
+                self._why = str(event["cause"])
+            case "crash":
+                self._why = _OF_KIND.get(str(event.get("kind")), "crash")
+            case "orphaned":
+                self._why = "lead_lost"
+            case "generation":
+                self._generation(str(event.get("resume") or ""))
+            case "requeue":
+                self.requeues["accepted" if event.get("accepted") is True else "refused"] += 1
+            case "saved":
+                self._saved(now, name, event)
+            case "verified":
+                self.last_save = self._saved_at.get(name, now)
+        if self._living and kind != "submitted":
+            self._last = max(self._last, now)
+
+    def step_took(self, step: int, seconds: float) -> None:
+        """The `step`-th step is done, counted from 1. What was done beyond it before is no part of the run any more."""
+        if 1 <= step <= _MOST_STEPS and 0.0 <= seconds < float("inf"):
+            if len(self._step_seconds) >= step:
+                del self._step_seconds[step - 1 :]
+                self.useful_seconds = sum(self._step_seconds)
+            self._step_seconds.extend([0.0] * (step - 1 - len(self._step_seconds)))
+            self._step_seconds.append(seconds)
+            self.useful_seconds += seconds
+
+    def allocated_seconds(self, now: float) -> float:
+        """From each start to its end, waiting in the queue left out."""
+        return self._lived + (max(now - self._began, 0.0) if self._living else 0.0)
+
+    def goodput(self, now: float) -> float | None:
+        """Useful of allocated seconds, 0 to 1; None before the first second."""
+        allocated = self.allocated_seconds(now)
+        return min(self.useful_seconds / allocated, 1.0) if allocated > 0.0 else None
+
+    def _start(self, now: float, job_id: str) -> None:
+        if self._living:  # the one before ended without a word
+            self._end(self._last)
+            self._why = self._why or "lead_lost"
+        self.first_started = now if self.first_started is None else self.first_started
+        self._job_id, self._living, self._began, self._last = job_id, True, now, now
+
+    def _end(self, now: float) -> None:
+        if self._living:
+            self._lived += max(now - self._began, 0.0)
+        self._living = False
+
+    def _generation(self, resume: str) -> None:
+        if self._generations:
+            self.restarts[self._why or "other"] += 1
+        self._generations += 1
+        self._why = ""
+        if resume in self._saved_at:
+            self.last_save = self._saved_at[resume]  # what is newer was not found good
+        elif not resume:
+            self.last_save = None
+
+    def _saved(self, now: float, name: str, event: Mapping[str, Any]) -> None:
+        self.saves["emergency" if event.get("emergency") is True else "periodic"] += 1
+        self._saved_at.pop(name, None)
+        self._saved_at[name] = now
+        if len(self._saved_at) > _MOST_NAMES:
+            del self._saved_at[next(iter(self._saved_at))]
+        self.last_durable = now
+        if event.get("on_shared") is False:
+            self.last_save = now  # the ranks have read it back on the nodes' disks
+        seconds, size = _number(event.get("seconds")), _number(event.get("num_bytes"))
+        if seconds is not None and size is not None:
+            self.last_save_seconds, self.last_save_bytes = seconds, size
+            self.save_seconds += seconds
+            self.save_bytes += size
+
+
+_COUNTED = (
+    "verified",
+    "corrupt",
+    "one_copy",
+    "degraded",
+    "save_failed",
+    "crash",
+    "hang",
+    "warning",
+    "link",
+    "second_copy",
+    "held",
+)
+"""Events of which only the number matters."""
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if 0 <= value < _LARGEST else None
+
+
+def _seconds(time: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(time)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -1,0 +1,195 @@
+"""The small HTTP server: what it takes, what it refuses, and whom it does not wait for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.errors import KeyRefused, PermissionRefused, WireError
+from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, has_token, parse_head, read_token, serve_http
+
+GOOD = b"GET /metrics?x=1 HTTP/1.1\r\nHost: localhost:9464\r\nAccept:  text/plain \r\n\r\n"
+
+
+def test_a_request_is_read_without_its_query() -> None:
+    assert parse_head(GOOD) == HttpRequest(
+        "GET", "/metrics", {"host": "localhost:9464", "accept": "text/plain"}
+    )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n",
+        b"GET /metrics\r\n\r\n",
+        b"GET /metrics HTTP/2.0\r\n\r\n",
+        b"get /metrics HTTP/1.1\r\n\r\n",
+        b"GET metrics HTTP/1.1\r\n\r\n",
+        b"GET  /metrics HTTP/1.1\r\n\r\n",
+        b"GET /met rics HTTP/1.1\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"GET /" + b"a" * 2000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n folded\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\x00b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\x1b[31m\r\n\r\n",
+        b"GET / HTTP/1.1\r\nContent-Length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"A%d: x\r\n" % n for n in range(65)) + b"\r\n",
+    ],
+)
+def test_what_two_readers_may_take_differently_is_refused(head: bytes) -> None:
+    with pytest.raises(WireError):
+        parse_head(head)
+
+
+@pytest.mark.parametrize(
+    ("header", "good"),
+    [
+        ("Bearer " + "t" * 32, True),
+        ("bearer " + "t" * 32, True),
+        ("Bearer " + "t" * 31, False),
+        ("Basic " + "t" * 32, False),
+        ("t" * 32, False),
+        ("", False),
+    ],
+)
+def test_only_the_whole_token_opens(header: str, good: bool) -> None:
+    assert has_token(HttpRequest("GET", "/", {"authorization": header}), "t" * 32) is good
+
+
+def test_a_token_comes_from_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(KeyRefused, match="openssl rand"):
+        read_token(file)
+    file.write_text("t" * 40 + "\n")
+    file.chmod(0o600)
+    assert read_token(file) == "t" * 40
+    file.chmod(0o640)
+    with pytest.raises(PermissionRefused):
+        read_token(file)
+    file.chmod(0o600)
+    file.write_text("short")
+    with pytest.raises(KeyRefused) as refused:
+        read_token(file)
+    assert "short" not in str(refused.value)
+
+
+# ---- over a real socket
+
+
+async def _hello(request: HttpRequest) -> HttpReply:
+    return HttpReply(200, f"{request.path} {len(request.body)}".encode())
+
+
+async def _say(port: int, data: bytes, *, end: bool = False) -> bytes:
+    """What is answered, until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        if end:
+            writer.write_eof()
+        return await reader.read()
+    except ConnectionResetError:
+        return b"reset"
+    finally:
+        writer.close()
+
+
+def answered(
+    *requests: bytes,
+    caps: Caps | None = None,
+    handle: Callable[[HttpRequest], Awaitable[HttpReply]] = _hello,
+    end: bool = False,
+) -> list[bytes]:
+    async def talk() -> list[bytes]:
+        server, port = await serve_http("127.0.0.1", 0, handle, caps or Caps())
+        async with server:
+            return [await _say(port, request, end=end) for request in requests]
+
+    return asyncio.run(talk())
+
+
+def test_one_request_is_answered_and_the_connection_is_closed() -> None:
+    (reply,) = answered(GOOD + GOOD)
+    assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert reply.endswith(b"\r\n\r\n/metrics 0")
+    assert b"Connection: close\r\n" in reply
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"DELETE /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"GET / HTTP/1.1\r\nContent-Length: 1\r\n\r\nx", b"413"),
+        (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400"),
+        (b"\x16\x03\x01 TLS hello\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nA: " + b"a" * 8192 + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"a" * 100_000, b"431"),
+    ],
+)
+def test_what_does_not_fit_is_answered_with_its_status_where_it_can_be(
+    request_: bytes, status: bytes
+) -> None:
+    (reply,) = answered(request_)
+    # Unread bytes make the kernel send a reset, which may overtake the answer.
+    assert reply.startswith(b"HTTP/1.1 " + status) or (reply == b"reset" and len(request_) > 8192)
+
+
+def test_a_head_of_exactly_the_cap_is_taken() -> None:
+    head = b"GET / HTTP/1.1\r\nA: " + b"a" * (8192 - 23) + b"\r\n\r\n"
+    assert len(head) == 8192
+    assert answered(head)[0].startswith(b"HTTP/1.1 200")
+    assert b" 200 " not in answered(head.replace(b"A: ", b"A: a"))[0][:16]
+
+
+def test_a_body_is_taken_where_the_port_is_for_one_and_up_to_its_cap() -> None:
+    caps = Caps(method="POST", body_bytes=5)
+    post = b"POST /alert HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s"
+    taken, large, without, get = answered(
+        post % (5, b"12345"), post % (6, b"123456"), b"POST / HTTP/1.1\r\n\r\n", GOOD, caps=caps
+    )
+    assert taken.endswith(b"/alert 5")
+    assert [reply[9:12] for reply in (large, without, get)] == [b"413", b"411", b"405"]
+
+
+def test_whoever_is_slow_is_cut() -> None:
+    impatient = Caps(patience_s=0.05)
+    for part in (b"", b"GET /", GOOD[:-1]):
+        assert answered(part, caps=impatient) == [b""]
+
+
+def test_whoever_leaves_in_the_middle_hurts_nobody() -> None:
+    assert answered(GOOD[:-1], b"", end=True) == [b"", b""]
+
+
+def test_a_bug_behind_the_port_is_a_500_without_a_word_of_it() -> None:
+    async def broken(request: HttpRequest) -> HttpReply:
+        raise RuntimeError(f"secret {request}")
+
+    (reply,) = answered(GOOD, handle=broken)
+    assert reply.startswith(b"HTTP/1.1 500")
+    assert b"secret" not in reply
+
+
+def test_silent_strangers_hold_so_many_places_and_no_more() -> None:
+    async def talk() -> tuple[bytes, bytes]:
+        server, port = await serve_http("127.0.0.1", 0, _hello, Caps(connections=3, patience_s=30.0))
+        async with server:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            refused = await _say(port, GOOD)
+            for reader, writer in silent:
+                writer.write_eof()
+                await reader.read()  # the server has let go of this one
+                writer.close()
+            return refused, await _say(port, GOOD)
+
+    refused, taken = asyncio.run(talk())
+    assert refused in (b"", b"reset")
+    assert taken.startswith(b"HTTP/1.1 200")

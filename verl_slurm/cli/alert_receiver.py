@@ -1,0 +1,158 @@
+"""`verl-slurm alert-receiver`: from a firing alert to an emergency checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from verl_slurm.cli import render
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+
+if TYPE_CHECKING:
+    from verl_slurm.wire.http import HttpReply, HttpRequest
+
+__all__ = ["alert_receiver"]
+
+_HOST = "127.0.0.1"
+_BODY_BYTES = 256 * 1024
+"""An alert is about 1 KB; Alertmanager groups them, and `max_alerts` bounds a group."""
+
+
+@click.command("alert-receiver", epilog=exits(ExitCode.KEY, ExitCode.WIRE, ExitCode.NOT_FOUND))
+@click.argument("runs", metavar="RUN...", type=RUN, nargs=-1, required=True)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A 0600 file with the token that Alertmanager brings (umask 077; openssl rand -hex 32 > FILE).",
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=9465, show_default=True, help="0: any free one."
+)
+@click.option(
+    "--pause",
+    "pause_s",
+    type=click.FloatRange(min=1.0),
+    metavar="S",
+    default=600.0,
+    show_default=True,
+    help="Ask no run again sooner: an alert is sent again and again while it fires.",
+)
+@json_option
+def alert_receiver(
+    runs: tuple[RunPaths, ...], token_file: Path, port: int, pause_s: float, as_json: bool
+) -> int:
+    """Have each RUN save when Alertmanager says so; until Ctrl-C or TERM.
+
+    Listens on 127.0.0.1 for Alertmanager's webhook (POST /alert), where Slurm can be asked. A firing alert of a rule
+    with the label `action: emergency_checkpoint` asks the run with its `run_id` to save and to go on training: the
+    signal of an operator, `scancel --batch --signal=USR1 JOB`. It can do nothing else: without the token nothing is
+    read, a run that is not named here is refused, and no alert names a command, a job or a path.
+
+    The rules, Alertmanager's configuration and all of the way: docs/observability.md.
+
+    \b
+    verl-slurm alert-receiver runs/big runs/small --token-file ~/.config/verl-slurm/alerts.token
+    """
+    import asyncio
+
+    from verl_slurm.run_id import run_id
+    from verl_slurm.wire.http import read_token
+
+    receiver = _Receiver({run_id(run): run for run in runs}, read_token(token_file), pause_s, as_json)
+    asyncio.run(receiver.serve(port))
+    return ExitCode.OK
+
+
+class _Receiver:
+    def __init__(self, runs: dict[str, RunPaths], token: str, pause_s: float, as_json: bool) -> None:
+        self._runs, self._token, self._pause_s, self._as_json = runs, token, pause_s, as_json
+        self._asked_at: dict[str, float] = {}
+
+    async def serve(self, port: int) -> None:
+        import asyncio
+        import signal
+
+        from verl_slurm.errors import WireError
+        from verl_slurm.wire.http import Caps, serve_http
+
+        caps = Caps(method="POST", body_bytes=_BODY_BYTES, connections=8)
+        try:
+            server, port = await serve_http(_HOST, port, self._answer, caps)
+        except OSError as error:
+            raise WireError(
+                "cannot listen",
+                where=f"{_HOST}:{port}",
+                found=error.strerror,
+                remedy="choose another one with --port",
+            ) from error
+        enough = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, enough.set)
+        address = f"http://{_HOST}:{port}/alert"
+        if self._as_json:
+            render.json_value({"listening": address, "runs": sorted(self._runs)})
+        else:
+            render.line(f"listening at {address} for {len(self._runs)} runs")
+        async with server:
+            await enough.wait()
+
+    async def _answer(self, request: "HttpRequest") -> "HttpReply":
+        import time
+
+        import msgspec
+
+        from verl_slurm.errors import WireError
+        from verl_slurm.submit.alerts import decide_saves, runs_to_save
+        from verl_slurm.wire.http import HttpReply, has_token
+
+        if not has_token(request, self._token):
+            return HttpReply(401)
+        if request.path != "/alert":
+            return HttpReply(404)
+        try:
+            asked = runs_to_save(request.body)
+        except WireError:
+            return HttpReply(400)
+        now = time.monotonic()
+        verdicts = decide_saves(asked, frozenset(self._runs), self._asked_at, now, self._pause_s)
+        told: dict[str, str] = dict(verdicts)
+        failed = False
+        for run, verdict in verdicts.items():
+            if verdict == "save":
+                self._asked_at[run] = now  # before the wait: a second alert must not ask beside it
+                told[run] = await self._save(run)
+                failed |= told[run].startswith("failed")
+                if not told[run].startswith("asked"):
+                    del self._asked_at[run]
+        self._say(told)
+        return HttpReply(503 if failed else 200, msgspec.json.encode(told) + b"\n", "application/json")
+
+    async def _save(self, number: str) -> str:
+        import asyncio
+
+        from verl_slurm.cli.jobs import ask_for_save
+        from verl_slurm.errors import VerlSlurmError
+        from verl_slurm.events import append_event
+
+        run = self._runs[number]
+        try:
+            job_id = await asyncio.to_thread(ask_for_save, run)
+            if not job_id:
+                return "no job of it is running"
+            append_event(run, "alert_save_asked", job_id=job_id)
+        except VerlSlurmError as error:  # Alertmanager comes again
+            return f"failed: {error.one_line()}"
+        except OSError as error:
+            return f"asked, and not journaled: {error}"
+        return f"asked job {job_id}"
+
+    def _say(self, told: dict[str, str]) -> None:
+        if self._as_json:
+            render.json_value({"alert": told})
+            return
+        for run, text in told.items():
+            root = self._runs[run].root if run in self._runs else run
+            render.line(f"alert for {root}: {text}")
