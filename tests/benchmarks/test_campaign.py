@@ -1,0 +1,47 @@
+"""The table of campaigns in the docs is that of the rows that were kept, and rows are kept as they are said to be."""
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from benchmarks import campaign
+
+ROOT = Path(__file__).parent.parent.parent
+ROW = campaign.Row(
+    case="ppo-tp",
+    seed=7,
+    interruptions={"requeue": 2, "kill_rank": 1},
+    aside={"save": 1},
+    steps=8,
+    starts=4,
+    restarts=2,
+    rollouts=1024,
+    tokens=9417,
+    minutes=1.25,
+    twin_minutes=0.5,
+    load=3.0,
+)
+
+
+def test_a_case_has_one_row_its_latest_and_rows_stay_in_the_order_they_came(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    assert campaign.rows(file) == []
+    other = replace(ROW, case="grpo", seed=1)
+    for row in (ROW, other, replace(ROW, seed=8)):
+        campaign.add(file, row)
+    assert [(row.case, row.seed) for row in campaign.rows(file)] == [("ppo-tp", 8), ("grpo", 1)]
+
+
+def test_the_table_counts_interruptions_by_kind_and_sums_them() -> None:
+    lines = campaign.table([ROW, replace(ROW, case="grpo", interruptions={"requeue": 5})]).splitlines()
+    assert lines[2].startswith(
+        "| `ppo-tp` | 7 | 3 | 1 kill_rank, 2 requeue | 1 save | 8 | 4 | 1,024 | 9,417 |"
+    )
+    assert lines[-1].startswith(
+        "| 2 cases |  | 8 | 1 kill_rank, 7 requeue | 2 save |  | 8 | 2,048 | 18,834 |"
+    )
+
+
+def test_the_table_in_the_docs_is_that_of_the_rows_that_were_kept() -> None:
+    kept = sorted((ROOT / "benchmarks" / "results").glob("campaign-*.json"))[-1]
+    assert campaign.table(campaign.rows(kept)) in (ROOT / "docs" / "campaign.md").read_text()
