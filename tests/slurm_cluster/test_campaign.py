@@ -1,8 +1,8 @@
 """One run, interrupted again and again at random moments in every way we know, ends with the weights of its twin.
 
-`make campaign N=200` for a longer one, with a seed of its own; `CASES=all` (or names of `_CASES`) for other algorithms,
-shapes and engines, and for ways that take whole nodes. The seed is printed; `VERL_SLURM_SEED=...` repeats the choices.
-`VERL_SLURM_CAMPAIGN_RESULTS=FILE` keeps what was found: `benchmarks/campaign.py`.
+`make campaign N=200` for a longer one, with a seed of its own; `CASES=all` (or names of `cases.CASES`) for other
+algorithms, shapes and engines, and for ways that take whole nodes. The seed is printed; `VERL_SLURM_SEED=...` repeats
+the choices. `VERL_SLURM_CAMPAIGN_RESULTS=FILE` keeps what was found: `benchmarks/campaign.py`.
 """
 
 import os
@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import campaign
 from tests.harness import SMALL, LiveRun, same_weights
+from tests.slurm_cluster.cases import CASES
 from tests.slurm_cluster.ways import ASIDE, EVERY_WAY, WAYS, Mischief
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state import ledger
@@ -30,27 +31,10 @@ _STEPS_EACH = 1.2
 _PATIENCE_S = 900.0
 """For a sign of life. Four ranks that start vLLM on two busy cores take minutes."""
 
-_SHAPES = {
-    "": (),
-    "-tp": ("distributed.dp_size=1", "distributed.tp_size=2"),
-    # Four ranks: smaller batches, so that a step does not take the longer for it.
-    "-2x2": ("distributed.dp_size=2", "distributed.tp_size=2", "train.batch_size_per_device=64"),
-    # A pipeline of two wants two micro-batches to an update.
-    "-pp": ("distributed.dp_size=1", "distributed.pp_size=2", "train.micro_batch_size_per_device=8"),
-}
-_ALGORITHMS = {"ppo": (), "grpo": ("train.algorithm=grpo", "rollout.samples_per_prompt=4")}
-_ENGINES = {"": (), "-vllm": ("rollout.engine=vllm", "model.path=builtin:tiny32")}
-_CASES = {
-    f"{algorithm}{engine}{shape}": (*_ALGORITHMS[algorithm], *_ENGINES[engine], *_SHAPES[shape])
-    for engine in _ENGINES
-    for algorithm in _ALGORITHMS
-    for shape in _SHAPES
-}
-
 
 def _asked() -> list[str]:
     names = os.environ.get("VERL_SLURM_CASES") or "ppo"
-    return list(_CASES) if names == "all" else names.split(",")
+    return list(CASES) if names == "all" else names.split(",")
 
 
 def _ways() -> tuple[str, ...]:
@@ -73,7 +57,8 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
         pytest.skip("NOT RUN: no vLLM here; `make vllm`, then .venv-vllm/bin/python -m pytest")
     wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 25)
     seed = int(os.environ.get("VERL_SLURM_SEED") or _SEED)
-    dice = random.Random(seed)
+    # Each case has choices of its own; of those of `make test` its seed says which they are.
+    dice = random.Random(seed if case == "ppo" else f"{case} {seed}")
     print(f"\n{case}: campaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
     steps = max(8, round(_STEPS_EACH * wanted))
     overrides = (
@@ -89,7 +74,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
         "daemon.start_timeout_s=900",
         "slurm.time_limit_min=1000",
         "checkpoint.keep_last=1000",  # nothing is pruned from the ledger, so that it can be counted at the end
-        *_CASES[case],
+        *CASES[case],
     )
     began = time.monotonic()
     twin = LiveRun(cluster, tmp_path / "twin", *overrides).submit()
@@ -101,7 +86,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     twin_minutes = (time.monotonic() - began) / 60
     began = time.monotonic()
     run = LiveRun(cluster, tmp_path / "run", *overrides).submit()
-    mischief = Mischief(run, cluster, random.Random(f"victims {seed}"))
+    mischief = Mischief(run, cluster, random.Random(f"victims {case} {seed}"))
     done: Counter[str] = Counter()
     aside: Counter[str] = Counter()
     try:
