@@ -1,10 +1,15 @@
 """The table of campaigns in the docs is that of the rows that were kept, and rows are kept as they are said to be."""
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from benchmarks import campaign
+from tests.slurm_cluster.cases import CASES
 
 ROOT = Path(__file__).parent.parent.parent
 ROW = campaign.Row(
@@ -44,4 +49,34 @@ def test_the_table_counts_interruptions_by_kind_and_sums_them() -> None:
 
 def test_the_table_in_the_docs_is_that_of_the_rows_that_were_kept() -> None:
     kept = sorted((ROOT / "benchmarks" / "results").glob("campaign-*.json"))[-1]
-    assert campaign.table(campaign.rows(kept)) in (ROOT / "docs" / "campaign.md").read_text()
+    found = campaign.rows(kept)
+    assert {row.case for row in found} == set(CASES)
+    assert campaign.table(found) in (ROOT / "docs" / "campaign.md").read_text()
+
+
+def test_both_algorithms_meet_both_engines_in_all_four_shapes() -> None:
+    shapes = {frozenset(o for o in overrides if o.startswith("distributed.")) for overrides in CASES.values()}
+    assert (len(CASES), len(set(CASES.values())), len(shapes)) == (16, 16, 4)
+    assert sum("rollout.engine=vllm" in overrides for overrides in CASES.values()) == 8
+    assert sum("train.algorithm=grpo" in overrides for overrides in CASES.values()) == 8
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="NOT RUN: no make here")
+@pytest.mark.parametrize(
+    ("cases", "where"),
+    [("", ".venv"), ("ppo-tp,grpo", ".venv"), ("ppo,grpo-vllm-pp", ".venv-vllm"), ("all", ".venv-vllm")],
+)
+def test_make_chooses_the_environment_that_has_what_the_cases_need(cases: str, where: str) -> None:
+    argv = ["make", "-n", "--no-print-directory", "campaign", f"CASES={cases}", "FLAVOUR=cpu"]
+    # `make test` hands its own flags and variables down.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    environment.pop("VENV", None)
+    done = subprocess.run(
+        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    said = done.stdout
+    *_, last = said.splitlines()
+    assert last.split()[0] == f"{where}/bin/python"
+    assert f"VERL_SLURM_CASES={cases} " in said

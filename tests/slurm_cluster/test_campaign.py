@@ -30,6 +30,8 @@ _STEPS_EACH = 1.2
 """Steps of training that one interruption leaves room for, on average."""
 _PATIENCE_S = 900.0
 """For a sign of life. Four ranks that start vLLM on two busy cores take minutes."""
+_LOOK_S = 45.0
+"""Of silence, before Slurm is asked whether the job is there at all."""
 
 
 def _asked() -> list[str]:
@@ -60,7 +62,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     # Each case has choices of its own; of those of `make test` its seed says which they are.
     dice = random.Random(seed if case == "ppo" else f"{case} {seed}")
     print(f"\n{case}: campaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
-    steps = max(8, round(_STEPS_EACH * wanted))
+    steps = max(5, round(_STEPS_EACH * wanted))
     overrides = (
         *SMALL,
         f"train.steps={steps}",
@@ -138,6 +140,19 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
             load=round(os.getloadavg()[2], 1),
         )
         campaign.add(Path(results), row)
+
+
+def _wait_for_more(run: LiveRun, before: int) -> None:
+    """Until the ranks train again, or the run is over; patiently, while Slurm still has the job."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            run.wait(lambda: len(run.events("training")) > before or _finished(run), _LOOK_S)
+            return
+        except AssertionError:
+            facts = run.facts()
+            if facts.is_over or time.monotonic() > deadline:
+                raise
 
 
 def _same_rollouts(run: LiveRun, twin: LiveRun, what: str) -> ledger.LedgerStats:
