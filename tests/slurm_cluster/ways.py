@@ -89,11 +89,12 @@ class Mischief:
             return False
         if way == "down_node":
             self._set_node(node, "down", "reason=campaign")
-            self._mend.append(lambda: self._set_node(node, "resume"))
+            # Refused where the node has come back by itself, as it does where ReturnToService=2.
+            self._mend.append(lambda: self._set_node(node, "resume", check=False))
         else:
             fail_node(self._cluster, node)
             self._mend.append(lambda: restore_node(self._cluster, node, timeout_s=120))
         return True
 
-    def _set_node(self, node: str, state: str, *more: str) -> None:
-        self._run.slurm("scontrol", "update", f"nodename={node}", f"state={state}", *more)
+    def _set_node(self, node: str, state: str, *more: str, check: bool = True) -> None:
+        self._run.slurm("scontrol", "update", f"nodename={node}", f"state={state}", *more, check=check)
