@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks import campaign
-from tests.slurm_cluster.cases import CASES
+from tests.slurm_cluster.cases import CASES, settings
+from verl_slurm.config.load import load
 
 ROOT = Path(__file__).parent.parent.parent
 ROW = campaign.Row(
@@ -55,10 +56,20 @@ def test_the_table_in_the_docs_is_that_of_the_rows_that_were_kept() -> None:
 
 
 def test_both_algorithms_meet_both_engines_in_all_four_shapes() -> None:
-    shapes = {frozenset(o for o in overrides if o.startswith("distributed.")) for overrides in CASES.values()}
-    assert (len(CASES), len(set(CASES.values())), len(shapes)) == (16, 16, 4)
-    assert sum("rollout.engine=vllm" in overrides for overrides in CASES.values()) == 8
-    assert sum("train.algorithm=grpo" in overrides for overrides in CASES.values()) == 8
+    found = [load(ROOT / "configs" / "quickstart.yaml", settings(case, 5)) for case in CASES]
+    shapes = [(c.distributed.dp_size, c.distributed.tp_size, c.distributed.pp_size) for c in found]
+    combinations = {
+        (c.train.algorithm, c.rollout.engine, *shape) for c, shape in zip(found, shapes, strict=True)
+    }
+    assert set(shapes) == {(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)}
+    assert combinations == {
+        (algorithm, engine, *shape)
+        for algorithm in ("ppo", "grpo")
+        for engine in ("hf", "vllm")
+        for shape in shapes
+    }
+    assert len(found) == 16
+    assert all(c.distributed.nodes == 2 for c in found), "on one node there is no other to lose"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="NOT RUN: no make here")

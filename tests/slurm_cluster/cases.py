@@ -3,7 +3,9 @@
 Called by: tests/slurm_cluster/test_campaign.py, tests/benchmarks/test_campaign.py.
 """
 
-__all__ = ["CASES"]
+from tests.harness import SMALL
+
+__all__ = ["CASES", "settings"]
 
 _SHAPES: dict[str, tuple[str, ...]] = {
     "": (),  # (dp, tp, pp) = (2, 1, 1), as in configs/quickstart.yaml
@@ -26,3 +28,22 @@ CASES: dict[str, tuple[str, ...]] = {
     for shape in _SHAPES
 }
 """Name → what is set beside the campaign's own settings."""
+
+
+def settings(case: str, steps: int) -> tuple[str, ...]:
+    """Everything that a case sets in configs/quickstart.yaml."""
+    return (
+        *SMALL,
+        f"train.steps={steps}",
+        "train.batch_size_per_device=128",
+        "checkpoint.every_steps=2",
+        "checkpoint.runtime_every_steps=2",
+        "daemon.crash_budget=1000",
+        "daemon.requeue_delay_s=1",
+        "daemon.backoff_s=0.05",
+        "daemon.no_progress_limit=1000",
+        "daemon.start_timeout_s=900",
+        "slurm.time_limit_min=1000",
+        "checkpoint.keep_last=1000",  # nothing is pruned from the ledger, so that it can be counted at the end
+        *CASES[case],
+    )

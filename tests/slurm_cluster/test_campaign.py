@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks import campaign
-from tests.harness import SMALL, LiveRun, same_weights
-from tests.slurm_cluster.cases import CASES
+from tests.harness import LiveRun, same_weights
+from tests.slurm_cluster.cases import CASES, settings
 from tests.slurm_cluster.ways import ASIDE, EVERY_WAY, WAYS, Mischief
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state import ledger
@@ -63,21 +63,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     dice = random.Random(seed if case == "ppo" else f"{case} {seed}")
     print(f"\n{case}: campaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
     steps = max(5, round(_STEPS_EACH * wanted))
-    overrides = (
-        *SMALL,
-        f"train.steps={steps}",
-        "train.batch_size_per_device=128",
-        "checkpoint.every_steps=2",
-        "checkpoint.runtime_every_steps=2",
-        "daemon.crash_budget=1000",
-        "daemon.requeue_delay_s=1",
-        "daemon.backoff_s=0.05",
-        "daemon.no_progress_limit=1000",
-        "daemon.start_timeout_s=900",
-        "slurm.time_limit_min=1000",
-        "checkpoint.keep_last=1000",  # nothing is pruned from the ledger, so that it can be counted at the end
-        *CASES[case],
-    )
+    overrides = settings(case, steps)
     began = time.monotonic()
     twin = LiveRun(cluster, tmp_path / "twin", *overrides).submit()
     try:
