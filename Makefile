@@ -90,8 +90,11 @@ check: $(READY) ## the quick part: linters, types, import contracts, tests witho
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm'
 
-campaign: setup ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms and shapes, too
-	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} $(BIN)/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+# The environment with vLLM sees ours, and so runs every case. With GPUs vLLM is in ours, or its cases say NOT RUN.
+WITH_VLLM := $(and $(filter cpu,$(FLAVOUR)),$(or $(filter all,$(CASES)),$(findstring vllm,$(CASES))))
+campaign: setup $(if $(WITH_VLLM),vllm) ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms, shapes and vLLM, too
+	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} \
+	  $(if $(WITH_VLLM),$(VLLM),$(VENV))/bin/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
 fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again; and for the metrics port
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))
