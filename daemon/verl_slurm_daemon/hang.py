@@ -5,8 +5,8 @@ rank that needs `factor` times that is hung, but none is before `floor_s`: the f
 slow disk may take longer than anything before. Until a rank's first safe point (models are loaded, communicators
 made, the ledger replayed) there is no pace, and `load_s` counts.
 
-Ranks wait for one another in collectives, so where one hangs all fall silent soon. Named is the one that has passed
-the fewest safe points; that one the others wait for.
+Ranks wait for one another in collectives, so where one hangs all fall silent soon. The others wait for the one that has
+passed the fewest safe points. Where several have, nobody can tell from here who hangs and who waits: the stacks do.
 """
 
 from dataclasses import dataclass, field
@@ -16,23 +16,27 @@ __all__ = ["HangWatch", "Silence"]
 
 @dataclass(frozen=True)
 class Silence:
-    """One rank, silent for too long."""
+    """Ranks, silent for too long."""
 
-    rank: int
+    ranks: tuple[int, ...]
+    """Those with the fewest safe points. One: the others wait for it. Several: one of them hangs."""
     seconds: float
     limit_s: float
     longest_s: float
     safe_points: int
-    """It has passed so many; the foremost rank: `foremost`."""
+    """They have passed so many; the foremost rank: `foremost`."""
     foremost: int
 
     @property
     def words(self) -> str:
         pace = f"the longest before was {self.longest_s:.1f} s" if self.longest_s else "and none before"
-        return (
-            f"rank {self.rank} has passed no safe point for {self.seconds:.0f} s ({pace}, limit {self.limit_s:.0f} s); "
-            f"it is at its safe point {self.safe_points}, the foremost rank at {self.foremost}"
-        )
+        limit = f"({pace}, limit {self.limit_s:.0f} s)"
+        if len(self.ranks) == 1:
+            where = f"it is at its safe point {self.safe_points}, the foremost rank at {self.foremost}"
+            return f"rank {self.ranks[0]} has passed no safe point for {self.seconds:.0f} s {limit}; {where}"
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        where = f"all of them are at safe point {self.safe_points}: the stacks tell which one hangs"
+        return f"ranks {shown} have passed no safe point for {self.seconds:.0f} s {limit}; {where}"
 
 
 @dataclass
@@ -83,15 +87,17 @@ class HangWatch:
         return max(min([*dues, self.floor_s]), 0.0)
 
     def silence(self, now: float) -> Silence | None:
-        """The rank that the others wait for, if any has been silent for too long."""
+        """Those that are behind, if any rank has been silent for too long."""
         if not any(now - known.at >= self.limit_s(rank) for rank, known in self._ranks.items()):
             return None
-        rank, known = min(self._ranks.items(), key=lambda item: (item[1].safe_points, item[1].at, item[0]))
+        fewest = min(known.safe_points for known in self._ranks.values())
+        behind = {rank: known for rank, known in self._ranks.items() if known.safe_points == fewest}
+        first = min(behind, key=lambda rank: (behind[rank].at, rank))
         return Silence(
-            rank=rank,
-            seconds=now - known.at,
-            limit_s=self.limit_s(rank),
+            ranks=tuple(sorted(behind)),
+            seconds=now - behind[first].at,
+            limit_s=self.limit_s(first),
             longest_s=self._longest_s,
-            safe_points=known.safe_points,
-            foremost=max(other.safe_points for other in self._ranks.values()),
+            safe_points=fewest,
+            foremost=max(known.safe_points for known in self._ranks.values()),
         )

@@ -34,4 +34,5 @@ class PaceWatch:
         """Wait until a rank has been silent for too long: its node (empty: not known), and words for people."""
         while (silence := self._hang.silence(time.monotonic())) is None:  # noqa: ASYNC110 - silence is no event
             await asyncio.sleep(max(self._hang.next_look_s(time.monotonic()), _LEAST_LOOK_S))
-        return self._node_of.get(silence.rank, ""), silence.words
+        nodes = {self._node_of.get(rank, "") for rank in silence.ranks}
+        return (nodes.pop() if len(nodes) == 1 else ""), silence.words

@@ -58,7 +58,19 @@ def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it() -> No
         hang.passed(rank, 8, 1.0)
     silence = hang.silence(60.0)
     assert silence is not None
-    assert (silence.rank, silence.safe_points, silence.foremost) == (2, 7, 8)
+    assert (silence.ranks, silence.safe_points, silence.foremost) == ((2,), 7, 8)
+    assert silence.words.startswith("rank 2 has passed no safe point for 60 s")
+
+
+def test_where_all_stand_at_one_safe_point_nobody_is_blamed() -> None:
+    hang = watch()
+    for rank in range(10):
+        hang.passed(rank, 7, rank / 10)
+    silence = hang.silence(60.5)
+    assert silence is not None
+    assert silence.ranks == tuple(range(10))
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... have passed" in silence.words
+    assert "the stacks tell" in silence.words
 
 
 def test_a_rank_that_is_done_is_not_waited_for() -> None:

@@ -29,7 +29,7 @@ def waits_for_a_judge_that_never_answers():
 """
 
 
-def test_a_rank_that_hangs_is_named_its_stacks_are_written_and_the_run_goes_on(
+def test_a_hang_is_noticed_the_stacks_tell_who_and_the_run_goes_on(
     cluster: DevCluster, tmp_path: Path
 ) -> None:
     flag = tmp_path / "flag"
@@ -45,11 +45,12 @@ def test_a_rank_that_hangs_is_named_its_stacks_are_written_and_the_run_goes_on(
         run.wait_end()
     finally:
         run.cancel()
-    assert "rank 1 has passed no safe point for" in hang["detail"]
+    assert "passed no safe point for" in hang["detail"]
     stacks = run.events("stacks")
     assert len(stacks) == 2  # each node's agent had its ranks write
-    (behind,) = [event for event in stacks if event["node"] == hang["node"]]
-    assert "waits_for_a_judge_that_never_answers" in Path(behind["log"]).read_text()
+    logs = [Path(event["log"]).read_text() for event in stacks]
+    assert sum("waits_for_a_judge_that_never_answers" in log for log in logs) == 1
+    assert sum("all_reduce" in log for log in logs) >= 1  # the other one waits for it
     (crash,) = run.events("crash")
     assert (crash["kind"], crash["crashes"], crash["budget"]) == ("hang", 1, 2)
     assert len(run.events("generation")) == 2

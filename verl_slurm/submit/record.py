@@ -105,11 +105,11 @@ def last_job(paths: RunPaths) -> Submission:
     cluster: Cluster = "slurm"
     host = ""
     found: Submission | None = None
-    followed: set[object] = set()
+    followed: set[str] = set()
     for event in read_events(paths):
         if event["event"] == "successor":
-            followed.add(event.get("after"))
-        elif event.get("job_id") in followed:
+            followed.add(str(event.get("after")))
+        elif str(event.get("job_id")) in followed:
             continue  # the last words of the job that another one follows
         # A lead says so too: a run may have been started by hand, through the sbatch template.
         if event["event"] in ("submitted", "successor", "started") and event.get("cluster") in (
