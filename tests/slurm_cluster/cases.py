@@ -39,6 +39,8 @@ def settings(case: str, steps: int) -> tuple[str, ...]:
         "checkpoint.every_steps=2",
         "checkpoint.runtime_every_steps=2",
         "daemon.crash_budget=1000",
+        "daemon.hang_budget=1000",
+        "daemon.node_budget=1000",
         "daemon.requeue_delay_s=1",
         "daemon.backoff_s=0.05",
         "daemon.no_progress_limit=1000",

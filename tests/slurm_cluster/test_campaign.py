@@ -62,7 +62,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     # Each case has choices of its own; of those of `make test` its seed says which they are.
     dice = random.Random(seed if case == "ppo" else f"{case} {seed}")
     print(f"\n{case}: campaign of {wanted} interruptions, VERL_SLURM_SEED={seed}")
-    steps = max(5, round(_STEPS_EACH * wanted))
+    steps = max(8, round(_STEPS_EACH * wanted))
     overrides = settings(case, steps)
     began = time.monotonic()
     twin = LiveRun(cluster, tmp_path / "twin", *overrides).submit()
