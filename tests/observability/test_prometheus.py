@@ -32,9 +32,19 @@ def run(tmp_path: Path) -> Iterator[RunPaths]:
     """A run under submitit's local executor, with metrics; it would train for minutes."""
     paths = RunPaths(tmp_path / "run")
     argv = [sys.executable, "-m", "verl_slurm.cli", "submit", str(ROOT / "configs/quickstart.yaml"), *SMALL]
-    argv += [f"run_dir={paths.root}", "observability.metrics_port=0", "train.steps=400", "--cluster", "local"]
+    argv += [
+        f"run_dir={paths.root}",
+        "observability.metrics_port=0",
+        "train.steps=1000",
+        "--cluster",
+        "local",
+    ]
     argv += ["distributed.nodes=1", "distributed.dp_size=1"]
-    done = subprocess.run([*argv, "checkpoint.every_steps=1000"], capture_output=True, text=True, timeout=120)
+    argv += [
+        "checkpoint.every_steps=1000",
+        "checkpoint.runtime_every_steps=1000",
+    ]  # no save that nobody asked for
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     wait_event(paths, "first_rollout")
     try:
