@@ -422,6 +422,32 @@ def test_compacting_drops_old_steps_and_appending_goes_on(
     assert all(equal(arrays, batch(step)) for (step, _), arrays in found.items())
 
 
+@pytest.mark.parametrize("fails", ["the new file", "its opening"])
+def test_a_compaction_that_fails_leaves_no_writer_to_a_file_that_nobody_will_read(
+    paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Ledger(paths, 1, 0) as ledger:
+        for step in range(2):
+            ledger.append(step, 0, batch(step))
+        with monkeypatch.context() as patch:
+            if fails == "its opening":
+                patch.setattr(Ledger, "_open", fail)
+            else:
+                patch.setattr(module, "write_file", fail)
+            with pytest.raises(OSError, match="Too many"):
+                ledger.compact(1)
+        if fails == "its opening":
+            with pytest.raises(OSError, match="no more records"):
+                ledger.append(2, 0, batch(2))
+        else:  # nothing has happened
+            ledger.append(2, 0, batch(2))
+    found = load(paths, from_step=0).keys()
+    assert found == ({(1, 0)} if fails == "its opening" else {(0, 0), (1, 0), (2, 0)})
+
+
 def test_a_batch_without_a_mask_counts_rows_and_no_tokens(paths: RunPaths) -> None:
     with Ledger(paths, 1, 0) as ledger:
         ledger.append(0, 0, {"sample_id": np.arange(3)})

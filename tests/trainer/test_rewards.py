@@ -105,3 +105,10 @@ def test_two_labels_or_no_model_are_refused(tmp_path: Path, tiny: Path) -> None:
         build_reward(f"classifier:{make_classifier(tmp_path / 'two', tiny, num_labels=2)}")
     with pytest.raises(DataError, match="there is no model"):
         build_reward(f"classifier:{tmp_path / 'none'}")
+
+
+def test_a_classifier_that_gives_no_number_is_refused_with_the_response(tmp_path: Path, tiny: Path) -> None:
+    reward = ClassifierReward(make_classifier(tmp_path / "rm", tiny))
+    reward._model.score.weight.fill_(float("nan"))
+    with pytest.raises(DataError, match=r"no reward.*nan for prompt '1\+1=', response '2'"):
+        reward(["1+1="], ["2"], ["2"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl_slurm.config.schema import DataConfig, RolloutConfig
+from verl_slurm.errors import ConfigError
 from verl_slurm.trainer.counter_rng import uniforms
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
@@ -182,3 +183,16 @@ def test_the_responses_to_one_prompt_differ(tiny: Path, sums_root: Path) -> None
     # The first of them is the one that a run with a single response to each prompt samples.
     alone = make_rollout(tiny).generate(PromptData(sums_root, tokenizer, config, 0).batch(0, 1), step=0)
     assert torch.equal(batch["response_ids"][:1], alone["response_ids"])
+
+
+def test_a_model_with_a_cache_of_its_own_is_refused_before_it_samples(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_slurm.trainer.rollout.load_causal_lm", lambda path, dtype: OwnCache())
+    with pytest.raises(ConfigError, match=r"rollout.engine.*OwnCache.*vllm"):
+        make_rollout(tiny)
+
+
+class OwnCache(torch.nn.Module):
+    def _supports_default_dynamic_cache(self) -> bool:
+        return False

@@ -118,7 +118,7 @@ class Ledger:
 
     def _append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
         if self._broken:
-            raise OSError(f"{self.path}: a former fsync failed; this segment takes no more records")
+            raise OSError(f"{self.path} takes no more records: a former fsync or compaction failed")
         header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
         payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
         if self._keys is not None:
@@ -141,10 +141,8 @@ class Ledger:
         return len(record)
 
     def compact(self, before_step: int) -> int:
-        """Drop this segment's records of steps before `before_step`; returns the bytes given back.
-
-        Replaces the file by rename, so a crash leaves the old segment or the new one.
-        """
+        """Drop this segment's records of steps before `before_step`; returns the bytes given back. The file is replaced
+        by rename, so a crash leaves the old segment or the new one."""
         with self._writing:
             return self._compact(before_step)
 
@@ -159,8 +157,13 @@ class Ledger:
         data = b"".join(keep)
         saved = self._end - len(data)
         if saved > 0:
-            write_file(self.path, data)
-            old, self._fd = self._fd, self._open()
+            try:
+                write_file(self.path, data)
+                old, self._fd = self._fd, self._open()
+            except BaseException:
+                # Nobody would read a record that goes into a file without a name.
+                self._broken |= not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+                raise
             os.close(old)
             self._end = len(data)
         return max(saved, 0)

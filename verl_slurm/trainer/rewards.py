@@ -94,7 +94,7 @@ class ClassifierReward:
         device: where to score.
 
     Raises:
-        DataError: nothing to load, or more than one label.
+        DataError: nothing to load, or more than one label; when called: a score that is no finite number.
 
     Called by: build_reward.
     """
@@ -128,7 +128,17 @@ class ClassifierReward:
                 texts[start : start + self._batch_size], padding=True, return_tensors="pt"
             ).to(self._device)
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
-        return torch.cat(scores) if scores else torch.zeros(0)
+        whole = torch.cat(scores) if scores else torch.zeros(0)
+        if not bool(whole.isfinite().all()):  # one NaN would spoil the weights for good
+            wrong = int(whole.isfinite().logical_not().nonzero()[0])
+            raise DataError(
+                "the reward model gives something that is no reward",
+                where=self._directory,
+                found=f"{float(whole[wrong])} for prompt {prompts[wrong][:60]!r}, response {responses[wrong][:60]!r}",
+                expected="a finite number",
+                remedy="mend the reward model, or set model.reward",
+            )
+        return whole
 
     def light(self) -> dict[str, bytes]:
         """Files by name that tell this reward model from others on the same backbone: its head and its tokenizer's

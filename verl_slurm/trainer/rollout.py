@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from verl_slurm.config.schema import RolloutConfig
+from verl_slurm.errors import ConfigError
 from verl_slurm.trainer.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import copy_weights, load_causal_lm
@@ -66,8 +67,18 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
 
 
 def _plain_model(path: Path, dtype: str, device: torch.device) -> Any:
-    """A Hugging Face model that only samples; Any, for its `generate` has no types."""
-    return load_causal_lm(path, dtype=dtype).requires_grad_(False).to(device)
+    """A Hugging Face model that only samples; Any, for what it returns has no types."""
+    model: Any = load_causal_lm(path, dtype=dtype)
+    # What `generate` itself asks before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
+    if not model._supports_default_dynamic_cache():
+        raise ConfigError(
+            "this model keeps what it has read in a form of its own, and rollout.engine=hf knows only the usual one",
+            where="rollout.engine",
+            found=type(model).__name__,
+            expected="a model that takes a DynamicCache of transformers",
+            remedy="set rollout.engine=vllm, or another model.path",
+        )
+    return model.requires_grad_(False).to(device)
 
 
 class HFRollout:
@@ -80,6 +91,9 @@ class HFRollout:
         eos_id, pad_id: the tokenizer's.
         dtype: as the actor's.
         device: where to sample.
+
+    Raises:
+        ConfigError: a model that has a cache of its own.
 
     Called by: trainer.engines.
     """
