@@ -52,8 +52,6 @@ __all__ = ["Effects"]
 
 _GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
-
-
 _AGENTS_READY_S = 60.0
 """From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
 _ASK_AGAIN_S = 1.0
@@ -190,9 +188,8 @@ class Effects:
         watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
         watch.cancel()
-        for (
-            link
-        ) in self._links.values():  # srun may have died alone: no rank lives on beside the next generation's
+        # srun may have died alone: no rank lives on beside the next generation's
+        for link in self._links.values():
             link.send(Shutdown())
         if self._listeners:  # what the agents said last is still in the sockets
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
@@ -288,18 +285,22 @@ class Effects:
             link.send(DumpStacks())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACKS_S):
-                for _ in self._links:
+                for _ in range(len(self._links)):  # more may join meanwhile
                     written = await self._stacks.get()
                     self._journal.event("stacks", node=written.node, log=written.log)
 
     async def _take_down(self, *, stacks: bool = False) -> None:
         if stacks:
+            generation = self._generation
             await self._write_stacks()
+            if generation != self._generation:
+                return  # it ended by itself meanwhile: what runs now is the next one
         self._leaving.set()
+        step = self._step
         for link in self._links.values():
             link.send(Shutdown())
         for end in (None, signal.SIGTERM, signal.SIGKILL):
-            alive = [process for process in self._step if process.returncode is None]
+            alive = [process for process in step if process.returncode is None]
             if not alive:
                 return
             for process in alive:
@@ -319,9 +320,8 @@ class Effects:
         )
         for link in self._links.values():
             link.send(request)
-        self._journal.event(
-            "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
-        )
+        seconds_left = left and round(left, 1)
+        self._journal.event("save", request=action.request_id, stop=action.stop, seconds_left=seconds_left)
         if left is not None:
             self._mover.interrupt()
             self._arm(left)
@@ -374,7 +374,10 @@ class Effects:
         accepted = answer.exit_code is ExitCode.REQUEUED
         self._journal.event("requeue", accepted=accepted, detail=answer.detail)
         if accepted:
-            await self._avoid(avoid)
+            with contextlib.suppress(
+                OSError
+            ):  # of the journal: it has been asked for, and that is what counts
+                await self._avoid(avoid)
         self._post(answer)
 
     async def _avoid(self, new: tuple[str, ...]) -> None:
@@ -389,5 +392,7 @@ class Effects:
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
-        stuck = stuck_starts(read_events(self._paths))
+        stuck = 0
+        with contextlib.suppress(OSError):  # storage may be better by now; if not, we are here again soon
+            stuck = stuck_starts(read_events(self._paths))
         self._post(ev.BackoffOver(stuck))

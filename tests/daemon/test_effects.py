@@ -22,7 +22,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
-from verl_slurm.wire.messages import AgentReady, NodeExited, Shutdown, ToAgent
+from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
 REQUEUED = ev.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
@@ -144,6 +144,37 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
     ended, steps = asyncio.run(story())
     assert isinstance(ended, ev.GenerationEnded)
     assert steps == (0 if early else 1)
+
+
+class Heard:
+    """A link that only notes what it is to send."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToAgent] = []
+
+    def send(self, message: ToAgent) -> None:
+        self.sent.append(message)
+
+
+def test_stacks_that_come_late_do_not_end_the_generation_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STACKS_S", 0.02)
+
+    async def story(ends: bool) -> list[ToAgent]:
+        effects, _ = effects_of(tmp_path, Scripted())
+        hung, following = Heard(), Heard()
+        effects._generation, effects._links = 1, {"n1": hung}  # type: ignore[dict-item]
+        effects.perform(act.TakeDown(stacks=True))
+        await asyncio.sleep(0)
+        if ends:
+            effects._generation, effects._links = 2, {"n1": following}  # type: ignore[dict-item]
+        await asyncio.gather(*effects._tasks)
+        assert effects._leaving.is_set() is not ends
+        return [*hung.sent, *following.sent]
+
+    assert asyncio.run(story(ends=False)) == [DumpStacks(), Shutdown()]
+    assert asyncio.run(story(ends=True)) == [DumpStacks()]
 
 
 def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
