@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DatasetDrift",
+    "Diverged",
     "Fenced",
     "KeyRefused",
     "NoRoom",
@@ -174,3 +175,9 @@ class RolloutMismatch(VerlSlurmError):
     """The rollout engine's log probabilities are not those of the policy it should have sampled from."""
 
     exit_code = ExitCode.ROLLOUT
+
+
+class Diverged(VerlSlurmError):
+    """A gradient is not finite: to go on would spoil the weights, and to start again would come here again."""
+
+    exit_code = ExitCode.DIVERGED

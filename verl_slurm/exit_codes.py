@@ -45,3 +45,4 @@ class ExitCode(IntEnum):
     TIER = 29, "a storage tier did not answer, refused, or gave back other bytes"
     ROLLOUT = 30, "the rollout engine did not sample with the weights that it was given"
     UNFIT = 31, "doctor found something that would cost a run its work"
+    DIVERGED = 32, "the training diverged: a gradient is no number; the newest checkpoint is from before"

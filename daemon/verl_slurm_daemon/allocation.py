@@ -23,6 +23,7 @@ from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
@@ -187,19 +188,34 @@ class SlurmAllocation:
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         own = str(self._config.slurm.extra.get("exclude") or "")
+        if own and NODE_LIST.fullmatch(own) is None:
+            return (
+                f"nothing is avoided: slurm.extra.exclude is {own}, which is no list of nodes"
+                if nodes
+                else ""
+            )
         try:
             facts = await self._client.job(self._job.job_id)
             if not nodes and (facts.excluded or "") == own:
                 return ""
-            partition = await self._client.partition(facts.partition.split(",")[0])
-            left = partition.total_nodes - len(nodes) - (len(await self._client.expand(own)) if own else 0)
-            if nodes and left < self._config.distributed.nodes:
-                return f"nothing is avoided: partition {partition.name} has too few other nodes"
+            if nodes and not await self._can_spare(nodes, own, facts.partition.split(",")[0]):
+                return f"nothing is avoided: partition {facts.partition} has too few other nodes like that"
             wanted = ",".join(([own] if own else []) + list(nodes))
             await self._client.exclude(self._job.job_id, wanted)
         except VerlSlurmError as error:
             return f"nothing is avoided: {error}"
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
+
+    async def _can_spare(self, nodes: Sequence[str], own: str, partition: str) -> bool:
+        """Whether the run has enough nodes without these. Nobody takes the exclusion back while the job waits, so only
+        nodes count that are up and of the same kind: what a constraint or a GPU asks for, the others may not have."""
+        usable = await self._client.usable_nodes(partition)
+        bad = {*nodes, *(await self._client.expand(own) if own else ())}
+        kinds = {usable.get(node) for node in nodes}
+        if kinds == {None}:  # down already: Slurm keeps off them by itself
+            return False
+        left = sum(1 for node, kind in usable.items() if node not in bad and kind in kinds)
+        return left >= self._config.distributed.nodes
 
     async def is_running(self) -> bool:
         """Whether Slurm has the job as running. Raises as `SlurmClient.job`. Called by: `orphan`."""

@@ -10,7 +10,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, assert_never
 
@@ -37,12 +36,12 @@ from verl_slurm.wire.messages import (
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
-from verl_slurm_daemon.avoid import avoided
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.pace_watch import PaceWatch
+from verl_slurm_daemon.requeueing import requeue
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.scrubbing import scrub_forever
 from verl_slurm_daemon.second_copy import bring_home_argv, collect
@@ -52,11 +51,8 @@ __all__ = ["Effects"]
 
 _GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
-
-
 _AGENTS_READY_S = 60.0
 """From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
-_ASK_AGAIN_S = 1.0
 _STACKS_S = 5.0
 """For all agents' word that stacks are written; each takes a second."""
 
@@ -174,31 +170,48 @@ class Effects:
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self._all_ready = asyncio.Event()
         self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
-        point = await self._resume_point()
-        self._journal.event(
-            "generation", number=generation, resume=point.name or None, progress=point.progress
-        )
-        self._paths.resume_once.unlink(missing_ok=True)
-        if self._leaving.is_set():  # a cancel came while we looked, and nothing was started yet
+        try:
+            point = await self._begin(generation)
+        except (
+            OSError
+        ) as error:  # storage, or a machine without processes left: a crash, with a budget and a back-off
+            self._journal.event("internal", error=f"the step was not started: {error}")
+            self._post(ev.GenerationEnded(1))
+            return
+        if point is None:  # a cancel came while we looked, and nothing was started yet
             self._post(ev.GenerationEnded(0))
             return
-        self._announce(generation)
-        self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
         if self._leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(generation, point))
         watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
         watch.cancel()
-        for (
-            link
-        ) in self._links.values():  # srun may have died alone: no rank lives on beside the next generation's
+        # srun may have died alone: no rank lives on beside the next generation's
+        for link in self._links.values():
             link.send(Shutdown())
         if self._listeners:  # what the agents said last is still in the sockets
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
+
+    async def _begin(self, generation: int) -> ResumePoint | None:
+        """Choose where to resume and start the step with the agents; None: the end came first.
+
+        Raises:
+            OSError: nothing was started.
+        """
+        point = await self._resume_point()
+        self._journal.event(
+            "generation", number=generation, resume=point.name or None, progress=point.progress
+        )
+        self._paths.resume_once.unlink(missing_ok=True)
+        if self._leaving.is_set():
+            return None
+        self._announce(generation)
+        self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
+        return point
 
     async def _watch_pace(self, generation: int) -> None:
         node, detail = await self._pace.hang()
@@ -288,18 +301,22 @@ class Effects:
             link.send(DumpStacks())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACKS_S):
-                for _ in self._links:
+                for _ in range(len(self._links)):  # more may join meanwhile
                     written = await self._stacks.get()
                     self._journal.event("stacks", node=written.node, log=written.log)
 
     async def _take_down(self, *, stacks: bool = False) -> None:
         if stacks:
+            generation = self._generation
             await self._write_stacks()
+            if generation != self._generation:
+                return  # it ended by itself meanwhile: what runs now is the next one
         self._leaving.set()
+        step = self._step
         for link in self._links.values():
             link.send(Shutdown())
         for end in (None, signal.SIGTERM, signal.SIGKILL):
-            alive = [process for process in self._step if process.returncode is None]
+            alive = [process for process in step if process.returncode is None]
             if not alive:
                 return
             for process in alive:
@@ -319,9 +336,8 @@ class Effects:
         )
         for link in self._links.values():
             link.send(request)
-        self._journal.event(
-            "save", request=action.request_id, stop=action.stop, seconds_left=left and round(left, 1)
-        )
+        seconds_left = left and round(left, 1)
+        self._journal.event("save", request=action.request_id, stop=action.stop, seconds_left=seconds_left)
         if left is not None:
             self._mover.interrupt()
             self._arm(left)
@@ -366,28 +382,11 @@ class Effects:
         self._post(await self._allocation.cause(trigger))
 
     async def _requeue(self, avoid: tuple[str, ...]) -> None:
-        # While Slurm is away or says nothing that counts, this job stays: leaving would end it for good, and staying
-        # costs what is left of the grace time at most. Slurm's KILL ends the loop.
-        while isinstance(answer := await self._allocation.requeue(), str):
-            self._journal.event("requeue", accepted=False, detail=answer)
-            await asyncio.sleep(_ASK_AGAIN_S)
-        accepted = answer.exit_code is ExitCode.REQUEUED
-        self._journal.event("requeue", accepted=accepted, detail=answer.detail)
-        if accepted:
-            await self._avoid(avoid)
-        self._post(answer)
-
-    async def _avoid(self, new: tuple[str, ...]) -> None:
-        """Name to Slurm the nodes that failed us lately; once there were some, also that there are none any more."""
-        events = read_events(self._paths)
-        if not new and not any(event["event"] == "avoid" for event in events):
-            return
-        nodes = avoided(events, new, datetime.now(UTC), self._config.daemon.avoid_node_s)
-        said = await self._allocation.avoid(nodes)
-        if said:
-            self._journal.event("avoid", nodes=list(new), detail=said)
+        self._post(await requeue(self._allocation, self._config.daemon, self._paths, self._journal, avoid))
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
-        stuck = stuck_starts(read_events(self._paths))
+        stuck = 0
+        with contextlib.suppress(OSError):  # storage may be better by now; if not, we are here again soon
+            stuck = stuck_starts(read_events(self._paths))
         self._post(ev.BackoffOver(stuck))

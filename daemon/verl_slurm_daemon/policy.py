@@ -72,6 +72,10 @@ def _decide(model: Model, event: ev.Event) -> Decision:
         case ev.Hung(generation, node, detail):
             if generation != model.generation or model.state not in _TRAINING:
                 return Decision(model)  # a save has its own deadline
+            if _all_finished(model):  # their work is done, and counts; only their processes do not end
+                return Decision(
+                    model, (act.Note("warning", {"topic": "hang", "text": detail}), act.TakeDown(True))
+                )
             return _on_failure(model, detail, "hang", node)
         case ev.StartTimedOut(generation):
             if model.state is State.LAUNCHING and generation == model.generation and not model.started:

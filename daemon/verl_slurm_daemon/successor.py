@@ -48,7 +48,7 @@ async def queue_successor(paths: RunPaths, config: RunConfig, job_id: str) -> st
 
     Raises:
         SlurmRefused: sbatch said no.
-        SlurmMissing: no answer; it may have been queued all the same, and then finds the run at work, or done.
+        SlurmMissing: no answer; it may have been queued all the same: asked again, it is found by its script.
         OSError: the script cannot be written.
 
     Called by: allocation.
@@ -60,7 +60,12 @@ async def queue_successor(paths: RunPaths, config: RunConfig, job_id: str) -> st
     write_file(script, successor_script(sys.executable, paths).encode())
     gone = unwanted_environment(list(os.environ), config)
     client = SlurmClient({name: value for name, value in os.environ.items() if name not in gone})
-    mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={paths.logs}/%j_0_log.out"]
+    # One whose answer was late, or whose sender died before it wrote it down, is in no journal: nobody would cancel it.
+    if there := await client.own_job_with(str(script)):
+        append_event(paths, "successor", job_id=there, cluster="slurm", after=job_id)
+        return there
+    logs = str(paths.logs).replace("%", "%%")  # sbatch puts words of its own in place of %x
+    mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
     done = await client.run(["sbatch", "--parsable", *sbatch_options(config), *mine, str(script)])
     number = done.stdout.strip().split(";")[0]
     if done.exit_code != 0 or not (number.isascii() and number.isdigit()):

@@ -1,8 +1,20 @@
 """Nodes to stay away from: remembered in the journal, forgotten after their time."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
+import pytest
+from verl_slurm_daemon import allocation as module
+from verl_slurm_daemon.allocation import SlurmAllocation
 from verl_slurm_daemon.avoid import avoided
+
+from verl_slurm.config.load import parse_config
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.parse import parse_usable_nodes
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
@@ -30,3 +42,67 @@ def test_damaged_events_are_passed_over() -> None:
         {"event": "started", "time": NOW.isoformat(), "nodes": ["n1"]},
     ]
     assert avoided(events, [], NOW, 3600.0) == ()
+
+
+NODES = "\n".join(
+    [
+        "n1|mix|a100|gpu:8",
+        "n2|alloc|a100|gpu:8",
+        "n3|drain|a100|gpu:8",
+        "n4|idle*|a100|gpu:8",
+        "n5|idle||(null)",
+        "n6|idle||(null)",
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "spared"),
+    [
+        (1, "", True),
+        (2, "", False),  # n5 and n6 have no GPUs, n3 and n4 are not up
+        (1, "n2", False),
+    ],
+)
+def test_a_node_is_avoided_only_where_enough_like_it_are_up(
+    wanted: int, own: str, spared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    excluded: list[str] = []
+
+    class Client:
+        async def job(self, job_id: int) -> SimpleNamespace:
+            return SimpleNamespace(excluded=None, partition="gpu")
+
+        async def usable_nodes(self, partition: str) -> dict[str, str]:
+            assert partition == "gpu"
+            return parse_usable_nodes(NODES)
+
+        async def expand(self, nodes: str) -> list[str]:
+            return nodes.split(",")
+
+        async def exclude(self, job_id: int, nodes: str) -> None:
+            excluded.append(nodes)
+
+    config = parse_config(b"", "my.yaml", (f"distributed.nodes={wanted}", f"distributed.dp_size={wanted}"))
+    config = msgspec.structs.replace(
+        config, slurm=msgspec.structs.replace(config.slurm, extra={"exclude": own} if own else {})
+    )
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    job = SlurmJob.from_environ(environment | {"SLURMD_NODENAME": "n1"})
+    assert job is not None
+    monkeypatch.setattr(module, "SlurmClient", Client)
+    said = asyncio.run(SlurmAllocation(job, config, RunPaths(tmp_path)).avoid(["n1"]))
+    assert excluded == (["n1"] if spared else [])
+    assert said.startswith("the next start avoids n1" if spared else "nothing is avoided")
+
+
+def test_an_exclusion_of_the_users_that_is_a_file_is_left_to_slurm(tmp_path: Path) -> None:
+    config = parse_config(b"", "my.yaml")
+    config = msgspec.structs.replace(
+        config, slurm=msgspec.structs.replace(config.slurm, extra={"exclude": "/home/me/bad nodes"})
+    )
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    job = SlurmJob.from_environ(environment | {"SLURMD_NODENAME": "n1"})
+    assert job is not None
+    allocation = SlurmAllocation(job, config, RunPaths(tmp_path))
+    assert asyncio.run(allocation.avoid(["n1"])).startswith("nothing is avoided: slurm.extra.exclude")

@@ -9,6 +9,7 @@ import pytest
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import effects as module
 from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import requeueing
 from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.channel import connect
 from verl_slurm_daemon.effects import Effects
@@ -22,7 +23,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
-from verl_slurm.wire.messages import AgentReady, NodeExited, Shutdown, ToAgent
+from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
 REQUEUED = ev.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
@@ -80,7 +81,7 @@ def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.
 def test_a_requeue_that_got_no_answer_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(requeueing, "_ASK_AGAIN_S", 0.0)
 
     async def story() -> ev.Event:
         allocation = Scripted("slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED)
@@ -110,6 +111,44 @@ def test_a_node_to_avoid_is_named_once_the_requeue_is_taken_and_remembered_for_t
     allocation.answers = [REQUEUED]
     asyncio.run(story(allocation, act.Requeue()))
     assert allocation.avoided[-1] == ("n2",)
+
+
+def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*_: object) -> ResumePoint:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module, "find_resume_point", look)
+
+    async def story() -> tuple[ev.Event, object]:
+        effects, posted = effects_of(tmp_path, Scripted())
+        effects.perform(act.StartGeneration(1))
+        return await posted.get(), effects.exit
+
+    assert asyncio.run(story()) == (ev.GenerationEnded(1), None)
+    (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "internal"]
+    assert "Input/output error" in said["error"]
+
+
+def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requeueing, "_AVOID_S", 0.05)
+
+    class Slow(Scripted):
+        async def avoid(self, nodes: Sequence[str]) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+    async def story() -> ev.Event:
+        effects, posted = effects_of(tmp_path, Slow(REQUEUED))
+        effects.perform(act.Requeue(("n2",)))
+        return await posted.get()
+
+    assert asyncio.run(story()) == REQUEUED
+    (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "avoid"]
+    assert said["detail"].startswith("nothing is avoided")
 
 
 @pytest.mark.parametrize("moment", ["while looking for a checkpoint", "after the step was started"])
@@ -144,6 +183,37 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
     ended, steps = asyncio.run(story())
     assert isinstance(ended, ev.GenerationEnded)
     assert steps == (0 if early else 1)
+
+
+class Heard:
+    """A link that only notes what it is to send."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToAgent] = []
+
+    def send(self, message: ToAgent) -> None:
+        self.sent.append(message)
+
+
+def test_stacks_that_come_late_do_not_end_the_generation_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STACKS_S", 0.02)
+
+    async def story(ends: bool) -> list[ToAgent]:
+        effects, _ = effects_of(tmp_path, Scripted())
+        hung, following = Heard(), Heard()
+        effects._generation, effects._links = 1, {"n1": hung}  # type: ignore[dict-item]
+        effects.perform(act.TakeDown(stacks=True))
+        await asyncio.sleep(0)
+        if ends:
+            effects._generation, effects._links = 2, {"n1": following}  # type: ignore[dict-item]
+        await asyncio.gather(*effects._tasks)
+        assert effects._leaving.is_set() is not ends
+        return [*hung.sent, *following.sent]
+
+    assert asyncio.run(story(ends=False)) == [DumpStacks(), Shutdown()]
+    assert asyncio.run(story(ends=True)) == [DumpStacks()]
 
 
 def test_an_effect_that_breaks_ends_the_lead_with_its_reason(

@@ -1,8 +1,16 @@
 """When silence is a hang: by the run's own pace, never before the floor."""
 
+import asyncio
+
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
+from verl_slurm_daemon import pace_watch as module
 from verl_slurm_daemon.hang import HangWatch
+from verl_slurm_daemon.pace_watch import PaceWatch
+
+from verl_slurm.config.schema import DaemonConfig
+from verl_slurm.wire.messages import Progress, RankStarted, SaveStarted
 
 
 def watch() -> HangWatch:
@@ -77,9 +85,21 @@ def test_a_rank_that_is_done_is_not_waited_for() -> None:
     hang = watch()
     hang.passed(0, 9, 0.0)
     hang.passed(1, 9, 0.0)
-    hang.finished(0)
-    hang.finished(1)
-    assert hang.silence(10_000.0) is None
+    hang.finished(0, 10.0)
+    silence = hang.silence(10_000.0)
+    assert silence is not None
+    assert silence.ranks == (1,)
+
+
+def test_processes_of_ranks_that_are_all_done_have_to_end() -> None:
+    hang = watch()
+    for rank in range(2):
+        hang.passed(rank, 9, 0.0)
+        hang.finished(rank, 10.0)
+    assert hang.silence(69.0) is None
+    silence = hang.silence(70.0)
+    assert silence is not None
+    assert silence.words == "all ranks are done since 60 s, and their processes do not end"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 50.0)), max_size=30))
@@ -96,3 +116,71 @@ def test_whoever_passes_a_safe_point_within_the_floor_is_never_called_hung(
         assert hang.silence(now) is None
         counts[rank], last[rank] = counts[rank] + 1, now
         hang.passed(rank, counts[rank], now)
+
+
+def test_a_save_that_training_waits_for_has_the_patience_of_loading_and_is_no_pace() -> None:
+    hang = watch()
+    hang.passed(0, 1, 0.0)
+    hang.passed(0, 2, 1.0)
+    hang.saves(0, 2.0)
+    assert hang.silence(2.0 + 899.0) is None  # the last save of a run, on slow storage
+    assert hang.silence(2.0 + 900.0) is not None
+    hang.passed(0, 3, 500.0)
+    assert hang.limit_s(0) == 60.0
+
+
+def progress(safe_points: int) -> Progress:
+    return Progress(rank=0, step=0, phase="generate", index=0, safe_points=safe_points, new_rollouts=0)
+
+
+class Stops:
+    """A clock of a lead that sleeps as it means to, but for the naps given."""
+
+    def __init__(self, *naps: float) -> None:
+        self.now, self.naps, self.slept = 0.0, list(naps), 0
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept += 1
+        assert self.slept < 10_000
+        self.now += seconds + (self.naps.pop(0) if self.naps else 0.0)
+
+
+def hung_after(pace: PaceWatch, stops: Stops, monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(module.asyncio, "sleep", stops.sleep)
+    asyncio.run(pace.hang())
+    return stops.now
+
+
+def test_a_suspended_job_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DaemonConfig(hang_floor_s=60.0)
+    awake, suspended = Stops(), Stops(0.0, 3600.0, 0.0, 30.0)
+    ends = []
+    for stops in (awake, suspended):
+        pace = PaceWatch(config, lambda stops=stops: stops.now)  # type: ignore[misc]
+        pace.hear("n1", RankStarted(rank=0, pid=1))
+        pace.hear("n1", progress(1))
+        ends.append(hung_after(pace, stops, monkeypatch))
+    assert ends == [60.0, 60.0 + 3630.0]
+
+
+def test_what_a_rank_says_right_after_a_stop_makes_no_pace_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = Stops(3600.0)
+    pace = PaceWatch(DaemonConfig(hang_floor_s=60.0), lambda: stops.now)
+    pace.hear("n1", progress(1))
+
+    async def told_first(seconds: float) -> None:
+        await Stops.sleep(stops, seconds)
+        if stops.slept == 1:
+            pace.hear("n1", progress(2))
+
+    monkeypatch.setattr(module.asyncio, "sleep", told_first)
+    node, words = asyncio.run(pace.hang())
+    assert node == ""
+    assert "limit 60 s" in words
+
+
+def test_a_save_that_begins_is_heard() -> None:
+    pace = PaceWatch(DaemonConfig(hang_floor_s=60.0, load_timeout_s=900.0), lambda: 0.0)
+    pace.hear("n1", progress(1))
+    pace.hear("n1", SaveStarted(rank=0, request_id=0, step=1, safe_point=0))
+    assert pace._hang.limit_s(0) == 900.0

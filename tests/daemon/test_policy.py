@@ -467,6 +467,14 @@ def test_silence_during_a_save_or_of_a_former_generation_is_no_hang() -> None:
     assert story.then(hung()) == []
 
 
+def test_processes_that_do_not_end_are_ended_and_the_run_is_done() -> None:
+    story = training()
+    for rank in range(2):
+        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+    assert story.then(hung())[-1] == act.TakeDown(stacks=True)
+    assert story.then(ev.GenerationEnded(9)) == [act.Exit(ExitCode.OK, "all steps are done")]
+
+
 def test_a_node_that_is_lost_again_and_again_is_left_behind() -> None:
     story = Story(ev.Ready(2), progress())
     actions: list[act.Action] = []

@@ -38,6 +38,9 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >>{tmp_path}/said\n${{ANSWER:-echo 38}}\n")
     program.chmod(0o755)
+    jobs = program.with_name("squeue")
+    jobs.write_text('#!/bin/sh\necho "$JOBS"\n')
+    jobs.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return tmp_path / "said"
 
@@ -55,6 +58,23 @@ def test_the_job_that_follows_is_asked_for_as_the_run_is_and_once(run: RunPaths,
         "38",
         "",
     )
+
+
+def test_one_that_slurm_has_and_no_journal_knows_is_not_queued_again_but_written_down(
+    run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = run.logs / "successor_of_37.sh"
+    monkeypatch.setenv("JOBS", f"40|/home/me/after.sh\n41|{script}\n42|{run.logs}/successor_of_3.sh")
+    assert asyncio.run(queue_successor(run, CONFIG, "37")) == "41"
+    assert not said.exists()
+    assert last_job(run).job_id == "41"  # what `verl-slurm cancel` ends
+
+
+def test_a_percent_sign_in_the_runs_path_is_no_word_of_sbatch(tmp_path: Path, said: Path) -> None:
+    paths = RunPaths(private_dir(tmp_path / "lr_5%_u"))
+    private_dir(paths.logs)
+    asyncio.run(queue_successor(paths, CONFIG, "37"))
+    assert f"--output={tmp_path}/lr_5%%_u/logs/%j_0_log.out" in said.read_text().splitlines()
 
 
 def test_what_sbatch_refuses_is_an_error_with_a_remedy(

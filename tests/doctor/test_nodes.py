@@ -1,14 +1,19 @@
 """Nodes that differ, clocks that are apart, ports that are closed; and what a fire drill has shown."""
 
+import re
 import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.doctor import drill_job
 from verl_slurm.doctor.findings import Finding
 from verl_slurm.doctor.node_probe import ClockServer, NodeReport, ask_clock, look_at_node
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
+from verl_slurm.errors import SlurmRefused
+from verl_slurm.submit.fire_drill import _rival_argv
 
 FIRST = NodeReport(
     node="n1",
@@ -109,3 +114,29 @@ def test_the_two_minutes_of_slurms_own_requeue_are_explained() -> None:
     ]
     assert finding.verdict == "good"
     assert "cred_expire" in finding.remedy
+
+
+def test_a_name_that_means_loopback_on_the_node_itself_is_not_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"n1": "127.0.1.1", "10.0.0.7": "10.0.0.7"}
+
+    def resolve(name: str, *_: object, **__: object) -> list[object]:
+        if name not in known:
+            raise socket.gaierror
+        return [(2, 1, 6, "", (known[name], 0))]
+
+    monkeypatch.setattr(drill_job.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(drill_job.socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
+    assert drill_job._own_address() == "127.0.1.1"
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.7")
+    assert drill_job._own_address() == "10.0.0.7"
+
+
+def test_the_job_that_preempts_wants_the_drills_own_nodes_and_no_one_elses(tmp_path: Path) -> None:
+    assert "--nodelist=n[1-2]" in _rival_argv(RunConfig(), tmp_path, "urgent", "n[1-2]")
+    for nowhere in (None, "n1 --uid=0"):
+        with pytest.raises(SlurmRefused, match=re.escape("--preempt-by")):
+            _rival_argv(RunConfig(), tmp_path, "urgent", nowhere)

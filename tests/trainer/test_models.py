@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_slurm.errors import DataError
+from verl_slurm.errors import DataError, Diverged
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.trainer.models import (
     build_models,
     clip_gradients,
@@ -17,6 +18,7 @@ from verl_slurm.trainer.models import (
     logprobs_and_entropy,
     values,
 )
+from verl_slurm.trainer.parallel.gradients import require_finite
 
 pytestmark = pytest.mark.torch
 
@@ -83,6 +85,16 @@ def test_gradients_are_clipped_to_the_joint_norm_by_hand() -> None:
     assert clip_gradients(model, 3.5) == pytest.approx(7.0)
     torch.testing.assert_close(model.weight.grad, torch.tensor([[1.0, 1.5]]))
     torch.testing.assert_close(model.bias.grad, torch.tensor([3.0]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_is_refused_before_the_optimizer_believes_it(bad: float) -> None:
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.tensor([[2.0, bad]]), torch.tensor([6.0])
+    with pytest.raises(Diverged, match="step 4, critic") as caught:
+        require_finite(clip_gradients(model, 3.5), "critic", 3)
+    assert caught.value.exit_code is ExitCode.DIVERGED
+    assert require_finite(7.0, "actor", 3) == 7.0
 
 
 @pytest.mark.parametrize("broken", ["nothing", "no weights", "truncated", "pickle"])

@@ -333,7 +333,8 @@ class DaemonConfig(_Section, frozen=True):
     hang_floor_s: PositiveFloat = 300.0
     """But not before so many seconds."""
     load_timeout_s: PositiveFloat = 1800.0
-    """From a rank's first word to its first safe point: loading models, the first collective, replaying the ledger."""
+    """From a rank's first word to its first safe point: loading models, the first collective, replaying the ledger. And
+    from the start of a save to the next safe point, or the end: training may wait there for storage."""
     backoff_s: NonNegativeFloat = 1.0
     """Wait before a restart in place; doubles with each start in a row that sampled nothing new."""
     no_progress_limit: Positive = 4

@@ -80,14 +80,22 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
 
 
 def _own_address() -> str:
-    """What other nodes reach this one by: its name in Slurm where that resolves, else the host's."""
-    for name in (os.environ.get("SLURMD_NODENAME"), socket.gethostname()):
+    """What other nodes reach this one by: its name in Slurm where that resolves, else the host's, else what srun says,
+    which runs on this node, too. A name may mean 127.0.1.1 on the node itself: that only where there is nothing better.
+    """
+    environ = os.environ
+    found = []
+    for name in (
+        environ.get("SLURMD_NODENAME"),
+        socket.gethostname(),
+        environ.get("SLURM_LAUNCH_NODE_IPADDR"),
+    ):
         try:
             if name:
-                return socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[return-value]
+                found += [str(a[4][0]) for a in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
         except OSError:
             continue
-    return "127.0.0.1"
+    return next((a for a in found if not a.startswith("127.") and a != "::1"), (found or ["127.0.0.1"])[0])
 
 
 def _published(path: Path) -> str:

@@ -27,6 +27,7 @@ from verl_slurm.slurm.parse import (
     parse_lost_nodes,
     parse_node,
     parse_partition,
+    parse_usable_nodes,
 )
 from verl_slurm.slurm.runner import Completed, run_command
 
@@ -192,6 +193,19 @@ class SlurmClient:
         """One partition. Raises as `job`."""
         text = await self._ask(commands.show_partition(name), "Slurm has no such partition", name)
         return parse_partition(text, name)
+
+    async def usable_nodes(self, partition: str) -> dict[str, str]:
+        """As `parse_usable_nodes`. Raises as `job`."""
+        argv = commands.list_nodes(partition)
+        return parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
+
+    async def own_job_with(self, script: str) -> str:
+        """The newest job of ours, not over yet, with this batch script; empty: none. Raises as `job`."""
+        text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", script)
+        jobs = (line.strip().partition("|") for line in text.splitlines())
+        return max(
+            (number for number, _, run in jobs if run == script and number.isdigit()), key=int, default=""
+        )
 
     async def default_partition(self) -> PartitionFacts:
         """The one that jobs go to which name none. Raises as `job`."""

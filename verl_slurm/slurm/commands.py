@@ -10,6 +10,8 @@ __all__ = [
     "NAME",
     "NODE_LIST",
     "cancel",
+    "list_jobs",
+    "list_nodes",
     "requeue",
     "show_config",
     "show_hostnames",
@@ -54,6 +56,22 @@ def show_partition(name: str) -> list[str]:
 
 def show_partitions() -> list[str]:
     return ["scontrol", "show", "partition"]
+
+
+def list_nodes(partition: str) -> list[str]:
+    """One line a node: name, state, features, generic resources. Far less text than `scontrol show node`."""
+    return [
+        "sinfo",
+        "--noheader",
+        "--Node",
+        f"--partition={_checked(NAME, partition)}",
+        "--format=%N|%t|%f|%G",
+    ]
+
+
+def list_jobs() -> list[str]:
+    """One line for each of our jobs that Slurm has not done with: its number, and its batch script."""
+    return ["squeue", "--me", "--noheader", "--format=%i|%o"]
 
 
 def show_config() -> list[str]:

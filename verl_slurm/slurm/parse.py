@@ -28,6 +28,7 @@ __all__ = [
     "parse_partition",
     "parse_seconds",
     "parse_time",
+    "parse_usable_nodes",
 ]
 
 _NOTHING = frozenset({"", "None", "N/A", "Unknown", "(null)", "NONE"})
@@ -275,6 +276,25 @@ def parse_lost_nodes(text: str) -> tuple[str, ...]:
         for fields in _records(text)
         if "NodeName" in fields and _node_state(fields.get("State", "")) & {"DOWN", "NOT_RESPONDING"}
     )
+
+
+_USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", "mixed", "planned", "plnd"})
+
+
+def parse_usable_nodes(text: str) -> dict[str, str]:
+    """The output of `commands.list_nodes`: the nodes that jobs run on now or may at once, and of what kind each is.
+
+    Returns:
+        By name `features|generic resources`; nodes with the same words are taken for alike.
+    """
+    usable: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, rest = line.strip().partition("|")
+        state, _, kind = rest.partition("|")
+        # `idle*` does not respond, `idle~` is powered down: nothing to count on
+        if state in _USABLE:
+            usable[name] = kind
+    return usable
 
 
 def _node_state(text: str) -> frozenset[str]:

@@ -26,6 +26,7 @@ from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm.batch import sbatch_options, unwanted_environment
 from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.commands import NODE_LIST
 
 __all__ = ["fire_drill"]
 
@@ -81,7 +82,8 @@ async def fire_drill(
         show(f"ending it: {how}")
         ended = time.time()
         if preempt_by:
-            jobs.append(await _queue(client, _rival_argv(config, directory, preempt_by)))
+            where = (await client.job(job)).node_list
+            jobs.append(await _queue(client, _rival_argv(config, directory, preempt_by, where)))
         else:
             await client.requeue(job, config.daemon.requeue_delay_s, own_restarts=0)
         show("waiting for its second life")
@@ -105,16 +107,25 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
     )
     options = [o for o in sbatch_options(config) if o[2:].split("=")[0] not in _OURS]
     mine = ["--job-name=verl-slurm-doctor", f"--time={_LIMIT_MIN}", f"--nodes={config.distributed.nodes}"]
-    mine += ["--requeue", "--signal=B:USR1@10", "--open-mode=append", f"--output={directory}/batch.log"]
+    logs = str(directory).replace("%", "%%")  # sbatch puts words of its own in place of %x
+    mine += ["--requeue", "--signal=B:USR1@10", "--open-mode=append", f"--output={logs}/batch.log"]
     local = [config.checkpoint.local_dir] if config.checkpoint.local_dir else []
     return ["sbatch", "--parsable", *options, *mine, str(script), "batch", str(directory), *local]
 
 
-def _rival_argv(config: RunConfig, directory: Path, partition: str) -> list[str]:
+def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
+    """It wants the drill's own nodes: with any others it would end the jobs of other people."""
     script = directory / "rival.py"
     script.write_text(f"#!{sys.executable} -P\nimport time\ntime.sleep(1)\n")
     asked = ["--job-name=verl-slurm-doctor", "--time=1", f"--nodes={config.distributed.nodes}", "--exclusive"]
     asked += [f"--partition={partition}", "--output=/dev/null"]
+    if where is None or NODE_LIST.fullmatch(where) is None:
+        raise SlurmRefused(
+            "the job of the fire drill has no nodes that could be asked for",
+            found=where or "none",
+            remedy="try again; without --preempt-by it is requeued instead",
+        )
+    asked.append(f"--nodelist={where}")
     return ["sbatch", "--parsable", *asked, str(script)]
 
 

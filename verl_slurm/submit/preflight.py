@@ -247,6 +247,14 @@ def check_slurm(config: RunConfig) -> SlurmSays:
                 where=program,
                 remedy="load Slurm's module (e.g. `module load slurm`), or use --cluster local",
             )
+    if "%" in config.run_dir:
+        raise ConfigError(
+            "sbatch puts words of its own in place of %u and the like",
+            where="run_dir",
+            found=config.run_dir,
+            expected="a path without `%`, for Slurm",
+            remedy="choose another run_dir",
+        )
     return asyncio.run(_ask(config))
 
 

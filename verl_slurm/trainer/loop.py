@@ -219,6 +219,9 @@ class Loop:
 
     def _save_partial(self) -> None:
         """Begin a partial save of the present position; no run goes on from it, so the daemon has no part in it."""
+        if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
+            position = self._state.position
+            self._reporter.save_started(0, position.step, safe_point(position, self._shape))
         self._settle_first()
         components = partial_domains(self._config.checkpoint)
         self._pace.partial_starts()

@@ -38,6 +38,7 @@ from verl_slurm.trainer.models import (
     run_passes,
     values,
 )
+from verl_slurm.trainer.parallel.gradients import require_finite
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
@@ -232,7 +233,8 @@ class Learner:
         rates = base_rates(train)
         for role, model in self._models.trained.items():
             optimizer, base = self._optimizers[role], rates[role]
-            sums[f"{role}_grad_norm"] = clip_gradients(model, train.max_grad_norm, self._grid)
+            norm = clip_gradients(model, train.max_grad_norm, self._grid)
+            sums[f"{role}_grad_norm"] = require_finite(norm, role, step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(base, train, step)
             optimizer.step()

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from verl_slurm.errors import Diverged
 from verl_slurm.trainer.parallel.grid import Grid
 
-__all__ = ["clip_over_grid"]
+__all__ = ["clip_over_grid", "require_finite"]
 
 
 def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
@@ -32,6 +33,23 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
     if gradients:
         torch._foreach_mul_([_local(g) for g in gradients], min(max_norm / (norm + 1e-6), 1.0))
     return norm
+
+
+def require_finite(norm: float, role: str, step: int) -> float:
+    """The norm of a model's gradients, before its optimizer believes them. The same on every rank.
+
+    Raises:
+        Diverged: it is no number. Nothing was changed by these gradients.
+    """
+    if math.isfinite(norm):
+        return norm
+    raise Diverged(
+        "a gradient is not finite",
+        where=f"step {step + 1}, {role}",
+        found=f"norm {norm}",
+        remedy=f"lower train.{role}_lr or train.max_grad_norm, look at the rewards in steps.jsonl, and submit again, "
+        "from an earlier checkpoint if need be (checkpoint.resume_from)",
+    )
 
 
 def _local(gradient: Tensor) -> Tensor:
