@@ -98,6 +98,12 @@ def test_a_partition_is_not_preempted_where_slurm_preempts_nothing() -> None:
     assert preemption("REQUEUE", 0, 10_000.0, PreemptType="preempt/none").verdict == "good"
 
 
+def test_what_a_qos_decides_is_not_told_from_the_partition() -> None:
+    finding = preemption("OFF", 0, 1.0, PreemptType="preempt/qos")
+    assert finding.verdict == "warning"
+    assert "sacctmgr" in finding.remedy
+
+
 def test_a_warning_before_the_time_limit_that_is_too_short_names_a_better_one() -> None:
     findings = judge_deadlines(CONF, partition(), config("slurm.signal_lead_s=20"), save(19.0))
     assert of("time limit", findings).remedy == "slurm.signal_lead_s=46"

@@ -75,6 +75,12 @@ def _preemption(
     conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
 ) -> Finding:
     mode = partition.preempt_mode.upper()
+    if conf.get("PreemptType", "").endswith("qos"):
+        return warn(
+            "preemption",
+            "PreemptType=preempt/qos: mode and grace time are those of the QOS, which is not looked at here",
+            "see `sacctmgr show qos format=name,preempt,preemptmode,gracetime`; a fire drill shows what happens",
+        )
     if conf.get("PreemptType", "preempt/none").endswith("none") or mode.split(",")[0] == "OFF":
         return good("preemption", f"nothing preempts jobs of partition {partition.name}")
     if "SUSPEND" in mode:
