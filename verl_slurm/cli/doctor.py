@@ -35,8 +35,8 @@ __all__ = ["doctor"]
 @click.option(
     "--preempt-by",
     metavar="PARTITION",
-    help="With --fire-drill: end the job by a preemption: by a job of this partition, which takes the drill's nodes for a "
-    "second. What shares them with the drill is preempted, too.",
+    help="With --fire-drill: end the job by a preemption, by a job of this partition that takes the drill's nodes for "
+    "a second. What shares them with the drill is preempted, too.",
 )
 @click.option(
     "--wait",
