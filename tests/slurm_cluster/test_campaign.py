@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(0)]
 
 _SEED = 20261121
 """The same ways and pauses each time; the moments they fall on are the machine's. `make campaign` draws another."""
-_STEPS_EACH = 1.2
+_STEPS_EACH = 2.2
 """Steps of training that one interruption leaves room for, on average."""
 _PATIENCE_S = 900.0
 """For a sign of life. Four ranks that start vLLM on two busy cores take minutes."""
