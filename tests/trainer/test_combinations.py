@@ -247,8 +247,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) 
         config = RunConfig(distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
         with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
             yield Runs(tmp_path_factory.mktemp("combinations"), tiny, sums_root, device, ranks)
+            if kept:
+                _forget_groups()
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+
+
+def _forget_groups() -> None:
+    """vLLM keeps the process groups that it was given for the life of its process; the next test file brings others."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
 
 
 def _best(paths: RunPaths) -> dict[str, Rank]:
