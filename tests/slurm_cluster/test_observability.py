@@ -47,6 +47,8 @@ def test_the_numbers_go_on_over_a_preemption_and_an_alert_makes_the_job_save(
     run.wait_event("ended", exit_code=25)
     seen = len(run.events())
     run.wait_event("first_rollout", after=seen)
+    # The step is rank 0's to tell; another one may have been first with the rollout.
+    run.wait(lambda: run.status().get("state") == "running" and run.status().get("step", 0) >= 1)
     after = page(run, "lead")
     assert after["verl_restarts_total", "preemption"] == 1
     assert after["verl_requeues_total", "accepted"] == 1

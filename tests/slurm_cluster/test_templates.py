@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 TEMPLATES = sorted((ROOT / "sbatch").glob("*.sbatch"))
 SHORT = (*SMALL, "train.steps=2", "checkpoint.every_steps=2")
+LONGER = (*SMALL, "train.steps=10", "checkpoint.every_steps=100", "checkpoint.runtime_every_steps=100")
+"""Enough to be preempted in: Slurm may need seconds for that."""
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -74,13 +76,13 @@ def test_a_heterogeneous_job_has_ranks_in_each_component_and_survives_a_requeue(
 def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
     cluster: DevCluster, tmp_path: Path
 ) -> None:
-    twin = LiveRun(cluster, tmp_path / "twin", *SHORT).submit()
+    twin = LiveRun(cluster, tmp_path / "twin", *LONGER).submit()
     twin.wait_end()
-    run = LiveRun(cluster, tmp_path / "run", *SHORT)
+    run = LiveRun(cluster, tmp_path / "run", *LONGER)
     sbatch(run, "--array=1-2%1", "chain.sbatch")
     try:
         first = run.wait_event("started")
-        run.wait_phase("generate", step=0, index=3)
+        run.wait_phase("generate", step=1)
         preempt(cluster, int(first["job_id"]), hold_s=1)
         run.wait_event("ended", exit_code=24)
         run.wait_end()
@@ -94,9 +96,9 @@ def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
 
 
 def test_a_job_that_may_not_be_requeued_is_followed_by_another(cluster: DevCluster, tmp_path: Path) -> None:
-    run = LiveRun(cluster, tmp_path / "run", *SHORT)
+    run = LiveRun(cluster, tmp_path / "run", *LONGER)
     sbatch(run, "--no-requeue", "multi_node.sbatch")
-    run.wait_phase("generate", step=0, index=3)
+    run.wait_phase("generate", step=1)
     preempt(cluster, int(run.job_id), hold_s=1)
     followed = run.wait_event("successor")
     assert followed["after"] == run.job_id
