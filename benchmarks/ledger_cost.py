@@ -30,9 +30,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import msgspec
-import psutil
 
 from verl_slurm.fence import take_epoch
+from verl_slurm.mounts import file_system
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
@@ -225,13 +225,6 @@ def _rank(run: Path, epoch: int) -> None:
     os._exit(code)
 
 
-def medium(directory: Path) -> str:
-    """The file system that `directory` is on: its type."""
-    real = directory.resolve()
-    mounts = [p for p in psutil.disk_partitions(all=True) if real.is_relative_to(p.mountpoint)]
-    return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "unknown"
-
-
 def table(runs: dict[str, dict[str, Any]]) -> str:
     names = [name for name in next(iter(runs.values())) if name != "medium"]
     places = [f"{place} ({run['medium']})" for place, run in runs.items()]
@@ -257,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs: dict[str, dict[str, Any]] = {}
     for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
         found = train(directory, options.ranks, options.steps, options.overrides)
-        runs[str(directory)] = {"medium": medium(directory), **found}
+        runs[str(directory)] = {"medium": file_system(directory) or "unknown", **found}
     print(json.dumps(runs) if options.json else table(runs))
     return 0
 

@@ -162,7 +162,8 @@ class SlurmAllocation:
             return said
         if outcome.kind == "cancelled":
             return RequeueAnswered(ExitCode.CANCELLED, said)
-        if outcome.kind == "forbidden" and self._config.slurm.successor and self._job.array_job_id is None:
+        alone = self._job.array_job_id is None and self._job.het_size == 1
+        if outcome.kind == "forbidden" and self._config.slurm.successor and alone:
             return await self._follow(said)
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
         return RequeueAnswered(code, said)

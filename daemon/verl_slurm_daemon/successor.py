@@ -1,8 +1,9 @@
 """Where Slurm may not requeue this job: another one that follows it (`--dependency=afterany`).
 
 The new job runs the same lead on the same run, asked for with the options of the run's configuration. It is queued
-once for each job (the journal remembers), and not for a task of an array, which has its next task. A cancel stays
-final: a successor whose predecessor was cancelled in its last seconds says so and ends.
+once for each job (the journal remembers), not for a task of an array, which has its next task, and not for a
+heterogeneous job, whose components the configuration does not know. A cancel stays final: a successor whose
+predecessor was cancelled in its last seconds says so and ends.
 """
 
 import os
@@ -11,11 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import SlurmRefused
 from verl_slurm.events import Event, append_event, read_events
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
-from verl_slurm.slurm.batch import sbatch_options, unwanted_environment
+from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
 __all__ = ["predecessor", "queue_successor", "successor_script", "was_queued"]
@@ -58,22 +58,17 @@ async def queue_successor(paths: RunPaths, config: RunConfig, job_id: str) -> st
         return there
     script = paths.logs / f"successor_of_{job_id}.sh"
     write_file(script, successor_script(sys.executable, paths).encode())
-    gone = unwanted_environment(list(os.environ), config)
-    client = SlurmClient({name: value for name, value in os.environ.items() if name not in gone})
+    client = SlurmClient(submission_environment(os.environ, config))
     # One whose answer was late, or whose sender died before it wrote it down, is in no journal: nobody would cancel it.
     if there := await client.own_job_with(str(script)):
         append_event(paths, "successor", job_id=there, cluster="slurm", after=job_id)
         return there
     logs = str(paths.logs).replace("%", "%%")  # sbatch puts words of its own in place of %x
     mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
-    done = await client.run(["sbatch", "--parsable", *sbatch_options(config), *mine, str(script)])
-    number = done.stdout.strip().split(";")[0]
-    if done.exit_code != 0 or not (number.isascii() and number.isdigit()):
-        raise SlurmRefused(
-            "the job that was to follow this one was not accepted",
-            where=job_id,
-            found=(done.stderr or done.stdout).strip(),
-            remedy=f"verl-slurm submit {paths.root}",
-        )
+    words = [*sbatch_options(config), *mine, str(script)]
+    remedy = f"verl-slurm submit {paths.root}"
+    number = str(
+        await client.submit(words, "the job that was to follow this one", where=job_id, remedy=remedy)
+    )
     append_event(paths, "successor", job_id=number, cluster="slurm", after=job_id)
     return number

@@ -69,7 +69,7 @@ def test_one_step_is_refused_since_the_first_is_left_out(capsys: pytest.CaptureF
 
 
 def test_the_table_has_a_column_for_each_directory(tmp_path: Path) -> None:
-    run = {"medium": ledger_cost.medium(tmp_path), "percent_of_step": 0.5}
+    run = {"medium": ledger_cost.file_system(tmp_path), "percent_of_step": 0.5}
     head, row = ledger_cost.table({"/a": run, "/b": run | {"percent_of_step": 0.7}}).splitlines()
     assert run["medium"] in head
     assert row.split() == ["percent_of_step", "0.500", "0.700"]

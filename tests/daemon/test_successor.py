@@ -131,14 +131,22 @@ class Forbidding:
         return self
 
 
-def test_a_job_that_may_not_be_requeued_is_followed_and_a_task_of_an_array_is_not(
+HET = {"SLURM_HET_SIZE": "2"} | {
+    f"SLURM_JOB_{name}_HET_GROUP_{number}": value
+    for number in range(2)
+    for name, value in (("NODELIST", f"n{number + 1}"), ("NUM_NODES", "1"))
+}
+
+
+def test_a_job_that_may_not_be_requeued_is_followed_and_one_of_several_parts_is_not(
     run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SlurmClient", Forbidding)
-    in_array = mine(run, "37", SLURM_ARRAY_JOB_ID="36", SLURM_ARRAY_TASK_ID="1")
-    answer = asyncio.run(in_array.requeue())
-    assert not isinstance(answer, str)
-    assert answer.exit_code is ExitCode.REQUEUE_FAILED
+    for part in ({"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "1"}, HET):
+        answer = asyncio.run(mine(run, "37", **part).requeue())
+        assert not isinstance(answer, str)
+        assert answer.exit_code is ExitCode.REQUEUE_FAILED
+    assert not said.exists()
     answer = asyncio.run(mine(run, "37").requeue())
     assert not isinstance(answer, str)
     assert answer.exit_code is ExitCode.REQUEUED

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import torch
 
+from tests.trainer.lives import Killed, live
 from verl_slurm.checkpoint.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
@@ -32,7 +32,6 @@ from verl_slurm.config.schema import (
 )
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.compare import compare
-from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
@@ -41,7 +40,6 @@ from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import FromRank, Progress
@@ -107,10 +105,6 @@ CASES = {
     "vllm-eval-best-swap": Case(evaluated=True, keep_best=True, wish=MIDDLE, vllm=True, lives=IN_EVALUATIONS),
     "vllm-all": Case(grpo=True, evaluated=True, keep_best=True, wish=MIDDLE, vllm=True),
 }
-
-
-class Killed(BaseException):
-    """Stands for the end of the process; nothing of ours catches it."""
 
 
 class Script(NoDaemon):
@@ -205,20 +199,7 @@ class Runs:
             ask_for_reward(paths, reward, 2)
         for number, (end, how) in enumerate((*lives, (None, ""))):
             script = Script(paths, case.wish if number == 0 else None, reward, end, how)
-            loop = build_loop(
-                load.load_resolved(paths.run_yaml),
-                paths,
-                epoch=take_epoch(paths, job_id="test", restart=number).epoch,
-                resume=choose_resume(paths, "auto").name or "",
-                device=self.device,
-                ranks=self.ranks,
-                line=script,
-            )
-            try:
-                loop.run()
-            except Killed:
-                loop._settle()  # what is being written goes on without the process that asked for it
-                loop._checkpointer.close()
+            loop = live(paths, script, self.device, self.ranks, restart=number)
             assert script.reached, f"life {number} never came to {end}"
         return loop
 

@@ -15,10 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.trainer.lives import Killed, live
 from tests.trainer.test_rewards import make_classifier
 from verl_slurm.checkpoint.contents import known_manifest
 from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -32,7 +32,6 @@ from verl_slurm.config.schema import (
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.compare import compare
 from verl_slurm.errors import DataError, VerlSlurmError
-from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.reward_plan import (
@@ -48,7 +47,6 @@ from verl_slurm.trainer.position import Position
 from verl_slurm.trainer.reward_start import start_reward
 from verl_slurm.trainer.reward_state import RewardState
 from verl_slurm.trainer.reward_swap import RewardSwap
-from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.control_page import Request
 
@@ -57,10 +55,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:FSDP2-wrappe
 STEPS, SWITCH, WARM_STEPS = 4, 2, 2
 # In another language than a rule's 0 to 1, and of another opinion.
 SOURCE = "def score(prompts, responses, answers):\n    return [40.0 + 25.0 * len(r) for r in responses]\n"
-
-
-class Killed(BaseException):
-    """Stands for the end of the process; nothing of ours catches it."""
 
 
 class Script(NoDaemon):
@@ -121,20 +115,7 @@ class Place1:
         """One incarnation, until it ends or is killed."""
         wish = new or f"python:{self.source}:score"
         script.ask = lambda: ask_for_reward(paths, wish, warm_steps)  # type: ignore[assignment, return-value]
-        loop = build_loop(
-            load.load_resolved(paths.run_yaml),
-            paths,
-            epoch=take_epoch(paths, job_id="test", restart=0).epoch,
-            resume=choose_resume(paths, "auto").name or "",
-            device=self.device,
-            ranks=self.ranks,
-            line=script,
-        )
-        try:
-            loop.run()
-        except Killed:
-            loop._settle()  # what is being written goes on without the process that asked for it
-            loop._checkpointer.close()
+        loop = live(paths, script, self.device, self.ranks)
         return loop
 
 

@@ -140,9 +140,7 @@ def _check_preemptible(facts: JobFacts) -> None:
 async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> int:
     """A job for exactly the nodes of the other, whole, that ends by itself."""
     assert facts.node_list is not None
-    argv = [
-        "sbatch",
-        "--parsable",
+    words = [
         f"--partition={URGENT}",
         f"--nodelist={facts.node_list}",
         f"--nodes={facts.num_nodes}",
@@ -153,15 +151,8 @@ async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> i
         "--chdir=/",
         f"--wrap=exec sleep {int(hold_s)}",
     ]
-    done = await client.run(argv)
-    number = done.stdout.strip().partition(";")[0]
-    if done.exit_code != 0 or not number.isdecimal():
-        raise SlurmRefused(
-            "the urgent job was not accepted",
-            found=done.stderr.strip(),
-            remedy="sinfo -p urgent shows whether the nodes are up",
-        )
-    return int(number)
+    remedy = "sinfo -p urgent shows whether the nodes are up"
+    return await client.submit(words, "the urgent job", remedy=remedy)
 
 
 def _known_node(state: ClusterState, node: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.doctor.findings import Finding, bad, good, warn
+from verl_slurm.mounts import file_system
 
 __all__ = ["PlaceReport", "judge_place", "probe_place"]
 
@@ -65,8 +66,6 @@ def probe_place(place: Path, num_bytes: int = _BYTES) -> PlaceReport:
 
 
 def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
-    import psutil
-
     block = memoryview(secrets.token_bytes(_PIECE))  # zeros would be compressed away by some
     big, target = trial / "new", trial / "old"
     fd = os.open(big, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -84,11 +83,9 @@ def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
     target.write_bytes(b"")
     os.rename(big, target)
     renamed = target.stat().st_size >= written and not big.exists()
-    real = trial.resolve()
-    mounts = [p for p in psutil.disk_partitions(all=True) if real.is_relative_to(p.mountpoint)]
     return PlaceReport(
         path=str(place),
-        medium=max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "",
+        medium=file_system(trial),
         free_bytes=shutil.disk_usage(trial).free,
         write_bytes_per_s=speed,
         sync_s=syncs[len(syncs) // 2],

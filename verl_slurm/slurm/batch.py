@@ -10,10 +10,11 @@ Three choices of the batch script carry the design (measured, Slurm 22.05 and 24
 """
 
 import re
+from collections.abc import Mapping
 
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["sbatch_options", "sbatch_parameters", "unwanted_environment"]
+__all__ = ["sbatch_options", "sbatch_parameters", "submission_environment", "unwanted_environment"]
 
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a
 # forgotten SBATCH_NO_REQUEUE would silently beat our `--requeue`; and those of a job that we are inside of,
@@ -77,3 +78,12 @@ def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
     chosen = {option for option, value in given.items() if value is not None} | set(config.slurm.extra)
     kept = _KEEP | {name for name, option in _KEEP_UNLESS_SET.items() if option not in chosen}
     return [name for name in names if _SBATCH_VARIABLE.fullmatch(name) and name not in kept]
+
+
+def submission_environment(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:
+    """What sbatch is started with: `environ`, without those.
+
+    Called by: submit.executor, submit.fire_drill, the daemon's successor.
+    """
+    gone = set(unwanted_environment(list(environ), config))
+    return {name: value for name, value in environ.items() if name not in gone}

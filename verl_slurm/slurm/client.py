@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
@@ -256,6 +256,30 @@ class SlurmClient:
                 found=done.stderr.strip(),
                 remedy="squeue --me lists your jobs",
             )
+
+    async def submit(self, words: Sequence[str], what: str, *, where: object = None, remedy: str = "") -> int:
+        """Queue a batch job: `sbatch --parsable WORDS`; its id.
+
+        Args:
+            what: names the job in an error, e.g. `the urgent job`.
+
+        Raises:
+            SlurmRefused: sbatch said no; the error quotes its last line.
+            SlurmMissing: no answer; it may have been queued all the same.
+
+        Called by: devcluster.faults, submit.fire_drill, the daemon's successor.
+        """
+        done = await self.run(["sbatch", "--parsable", *words])
+        number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`
+        if done.exit_code == 0 and number.isascii() and number.isdigit():
+            return int(number)
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.exit_code}"]
+        raise SlurmRefused(
+            f"{what} was not accepted",
+            where=where,
+            found=said[-1].removeprefix("sbatch: error: "),
+            remedy=remedy,
+        )
 
     async def exclude(self, job_id: int, nodes: str) -> None:
         """Set the nodes that the job is to stay away from, in Slurm's bracket form.

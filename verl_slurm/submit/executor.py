@@ -22,7 +22,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import SlurmMissing, SlurmRefused
 from verl_slurm.paths import RunPaths
-from verl_slurm.slurm.batch import sbatch_parameters, unwanted_environment
+from verl_slurm.slurm.batch import sbatch_parameters, submission_environment
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
@@ -66,8 +66,7 @@ def submit_job(plan: SubmissionPlan) -> str:
         SlurmRefused: sbatch said no; the error quotes it.
         SlurmMissing: no answer in time.
     """
-    gone = unwanted_environment(list(os.environ), plan.config)
-    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    environment = submission_environment(os.environ, plan.config)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster]
     try:
         done = subprocess.run(

@@ -24,7 +24,7 @@ from verl_slurm.doctor.findings import Finding, bad
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.slurm.batch import sbatch_options, unwanted_environment
+from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
 
@@ -63,8 +63,7 @@ async def fire_drill(
     directory = parent / f".verl-slurm-drill-{secrets.token_hex(6)}"
     directory.mkdir(mode=0o700)
     # A forgotten SBATCH_NO_REQUEUE would answer for the cluster; so would the job that we may be inside of.
-    gone = unwanted_environment(list(os.environ), config)
-    client = SlurmClient({name: value for name, value in os.environ.items() if name not in gone})
+    client = SlurmClient(submission_environment(os.environ, config))
     jobs: list[int] = []
     try:
         job = await _queue(client, _argv(config, directory))
@@ -110,7 +109,7 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
     logs = str(directory).replace("%", "%%")  # sbatch puts words of its own in place of %x
     mine += ["--requeue", "--signal=B:USR1@10", "--open-mode=append", f"--output={logs}/batch.log"]
     local = [config.checkpoint.local_dir] if config.checkpoint.local_dir else []
-    return ["sbatch", "--parsable", *options, *mine, str(script), "batch", str(directory), *local]
+    return [*options, *mine, str(script), "batch", str(directory), *local]
 
 
 def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
@@ -126,20 +125,12 @@ def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str |
             remedy="try again; without --preempt-by it is requeued instead",
         )
     asked.append(f"--nodelist={where}")
-    return ["sbatch", "--parsable", *asked, str(script)]
+    return [*asked, str(script)]
 
 
-async def _queue(client: SlurmClient, argv: list[str]) -> int:
-    done = await client.run(argv)
-    words = done.stdout.strip().split(";")[0]
-    if done.exit_code != 0 or not words.isascii() or not words.isdigit():
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.exit_code}"]
-        raise SlurmRefused(
-            "the job of the fire drill was not accepted",
-            found=said[-1].removeprefix("sbatch: error: "),
-            remedy="mend the slurm section of the configuration; a run would be refused as well",
-        )
-    return int(words)
+async def _queue(client: SlurmClient, words: list[str]) -> int:
+    remedy = "mend the slurm section of the configuration; a run would be refused as well"
+    return await client.submit(words, "the job of the fire drill", remedy=remedy)
 
 
 async def _start(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-import psutil
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
@@ -19,6 +18,7 @@ from watchdog.observers.polling import PollingObserver
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.events import Event, parse_event
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.mounts import file_system
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.record import last_job, read_status
@@ -169,8 +169,4 @@ def _read_lines(path: Path, offset: int) -> list[bytes]:
 
 
 def _observer(directory: Path) -> BaseObserver:
-    kind, longest = "", -1
-    for mount in psutil.disk_partitions(all=True):
-        if directory.is_relative_to(mount.mountpoint) and len(mount.mountpoint) > longest:
-            kind, longest = mount.fstype, len(mount.mountpoint)
-    return PollingObserver(timeout=_POLL_S) if kind.startswith(_REMOTE) else Observer()
+    return PollingObserver(timeout=_POLL_S) if file_system(directory).startswith(_REMOTE) else Observer()
