@@ -23,7 +23,7 @@ VLLM := .venv-vllm
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm prometheus vllm demo test test-slurm test-rest test-vllm check campaign fuzz faults gpu bench bench-step s3 clean
+.PHONY: help setup slurm prometheus vllm demo test test-slurm test-rest test-vllm check campaign soak fuzz faults gpu bench bench-step s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -95,6 +95,9 @@ WITH_VLLM := $(and $(filter cpu,$(FLAVOUR)),$(or $(filter all,$(CASES)),$(findst
 campaign: setup $(if $(WITH_VLLM),vllm) ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms, shapes and vLLM, too
 	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} \
 	  $(if $(WITH_VLLM),$(VLLM),$(VENV))/bin/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+
+soak: setup ## minutes to hours: hundreds of preemptions in a row, rivals, leaks; make soak N=200 TESTS=tests/soak
+	VERL_SLURM_SOAK=$(or $(N),200) $(BIN)/python -m pytest -p no:cacheprovider -q -s -m soak $(or $(TESTS),tests)
 
 fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again; and for the metrics port
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))

@@ -21,6 +21,16 @@ settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes minutes to hours runs by `make soak` only: elsewhere it is left out, and counted as such."""
+    if os.environ.get("VERL_SLURM_SOAK"):
+        return
+    soaks = [item for item in items if item.get_closest_marker("soak")]
+    if soaks:
+        config.hook.pytest_deselected(items=soaks)
+        items[:] = [item for item in items if item not in soaks]
+
+
 def _start(directory: Path, options: ClusterOptions) -> DevCluster:
     cluster = DevCluster(directory)
     try:
