@@ -22,19 +22,6 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 
 
-def _daemons(run: LiveRun) -> dict[str, psutil.Process]:
-    found: dict[str, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            argv = process.cmdline()
-        except psutil.Error:
-            continue
-        if "verl_slurm_daemon" in argv and str(run.paths.root) in argv and not argv[0].endswith("srun"):
-            role = argv[argv.index("verl_slurm_daemon") + 1]
-            found[role if role == "lead" else f"agent {len(found)}"] = process
-    return found
-
-
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
@@ -57,7 +44,7 @@ def main() -> int:
             cluster.start(ClusterOptions())
             run = LiveRun(cluster, Path(name) / "run", "train.steps=16").submit()
             run.wait_phase("generate", step=3)
-            daemons = _daemons(run)
+            daemons = run.daemons()
             before = {role: _cpu_s(process) for role, process in daemons.items()}
             began = time.monotonic()
             run.wait(lambda: run.status().get("step", 0) >= 14)

@@ -163,6 +163,19 @@ class LiveRun:
                 found.append(process)
         return found
 
+    def daemons(self) -> dict[str, psutil.Process]:
+        """`lead` and the agents, `agent NODE`, as they run now."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                argv, env = process.cmdline(), process.environ()
+            except psutil.Error:
+                continue
+            if "verl_slurm_daemon" in argv and str(self.paths.root) in argv and not argv[0].endswith("srun"):
+                role = argv[argv.index("verl_slurm_daemon") + 1]
+                found[role if role == "lead" else f"{role} {env.get('SLURMD_NODENAME', '')}"] = process
+        return found
+
     def processes(self, node: str) -> list[psutil.Process]:
         """Everything of this run on one node: lead, agent, launcher, ranks."""
         found = []

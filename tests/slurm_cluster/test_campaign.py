@@ -30,8 +30,6 @@ _STEPS_EACH = 2.2
 """Steps of training that one interruption leaves room for, on average."""
 _PATIENCE_S = 900.0
 """For a sign of life. Four ranks that start vLLM on two busy cores take minutes."""
-_LOOK_S = 45.0
-"""Of silence, before Slurm is asked whether the job is there at all."""
 
 
 def _asked() -> list[str]:
@@ -126,19 +124,6 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
             load=round(os.getloadavg()[2], 1),
         )
         campaign.add(Path(results), row)
-
-
-def _wait_for_more(run: LiveRun, before: int) -> None:
-    """Until the ranks train again, or the run is over; patiently, while Slurm still has the job."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            run.wait(lambda: len(run.events("training")) > before or _finished(run), _LOOK_S)
-            return
-        except AssertionError:
-            facts = run.facts()
-            if facts.is_over or time.monotonic() > deadline:
-                raise
 
 
 def _same_rollouts(run: LiveRun, twin: LiveRun, what: str) -> ledger.LedgerStats:

@@ -1,0 +1,106 @@
+"""What a run has to survive, and the tests that show it: `python -m tests.scenarios` writes docs/scenarios.md.
+
+A test names its rows by `@pytest.mark.scenario("P01", ...)`, tests/scenarios.toml says what each row demands. The marks
+are read from the source, so that a test whose tools are missing on this machine is listed all the same.
+
+Called by: tests/test_scenarios.py; by hand after a change.
+"""
+
+import ast
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["PAGE", "Shown", "page", "read_rows", "shown"]
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "scenarios.md"
+
+_HEAD = """# What a run survives, and the test that shows it
+
+Every row on real processes, files and sockets, or on a real Slurm; `python -m tests.scenarios` writes this page from
+tests/scenarios.toml and the tests' own marks. A row's tests are run by `pytest FILE -k NAME`: where dice are thrown,
+the seed is fixed in the test and printed when it fails. Lanes: **all** `make test` on any Linux; **Slurm** `make test`
+on the embedded cluster; **soak** only `make soak` (minutes to hours; the same in small is among the others).
+"""
+
+
+class Shown(NamedTuple):
+    """One test that shows a row."""
+
+    file: str
+    name: str
+    marks: frozenset[str]
+
+    @property
+    def lane(self) -> str:
+        return "soak" if "soak" in self.marks else "Slurm" if "slurm" in self.marks else "all"
+
+
+def read_rows() -> dict[str, dict[str, str]]:
+    """Part → id → what happens and what must hold."""
+    return tomllib.loads((TESTS / "scenarios.toml").read_text())
+
+
+def _marks(nodes: list[ast.expr]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """`pytest.mark.NAME` and `pytest.mark.NAME(...)`: the name, with those of its arguments that are texts."""
+    for node in nodes:
+        call = node if isinstance(node, ast.Call) else None
+        mark = call.func if call else node
+        if isinstance(mark, ast.Attribute) and ast.unparse(mark.value) == "pytest.mark":
+            words = call.args if call else []
+            yield (
+                mark.attr,
+                tuple(w.value for w in words if isinstance(w, ast.Constant) and isinstance(w.value, str)),
+            )
+
+
+def _of_module(tree: ast.Module) -> list[ast.expr]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            return node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]
+    return []
+
+
+def shown() -> dict[str, list[Shown]]:
+    """Id → its tests, in the order of their files."""
+    found: dict[str, list[Shown]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text()
+        if "mark.scenario" not in text:
+            continue
+        tree = ast.parse(text)
+        everywhere = list(_marks(_of_module(tree)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                marks = everywhere + list(_marks(node.decorator_list))
+                test = Shown(
+                    str(path.relative_to(TESTS.parent)), node.name, frozenset(name for name, _ in marks)
+                )
+                for row in [word for name, words in marks if name == "scenario" for word in words]:
+                    found[row].append(test)
+    return dict(found)
+
+
+def page() -> str:
+    """docs/scenarios.md, whole."""
+    tests, lines = shown(), [_HEAD]
+    for part, rows in read_rows().items():
+        lines += [
+            f"## {part}\n",
+            "| id | what happens → what must hold | lane | shown by |",
+            "| --- | --- | --- | --- |",
+        ]
+        for row, what in rows.items():
+            mine = tests.get(row, [])
+            lanes = ", ".join(sorted({test.lane for test in mine}))
+            by = "<br>".join(f"`{test.file}` -k `{test.name.removeprefix('test_')}`" for test in mine)
+            lines.append(f"| {row} | {what} | {lanes} | {by} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
