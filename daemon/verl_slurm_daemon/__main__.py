@@ -76,6 +76,11 @@ def main() -> int:
     except VerlSlurmError as error:
         print(f"verl-slurmd: {error.one_line()}", file=sys.stderr)
         return int(error.exit_code)
+    except OSError as error:  # before there was a journal, or with nothing left that could be written
+        print(
+            f"verl-slurmd: {error}: storage or network failed; verl-slurm doctor says which", file=sys.stderr
+        )
+        return int(ExitCode.CRASHED)
     except KeyboardInterrupt:
         return int(ExitCode.CANCELLED)
 

@@ -18,6 +18,7 @@ __all__ = [
     "RequeueAnswered",
     "SaveDeadline",
     "SignalArrived",
+    "StartFailed",
     "StartTimedOut",
     "Verified",
 ]
@@ -31,6 +32,12 @@ class Ready(_Event, frozen=True):
     """The checks at the start are done; `world_size` ranks may be launched."""
 
     world_size: int
+
+
+class StartFailed(_Event, frozen=True):
+    """The checks at the start met an error of the operating system: storage that does not answer, say."""
+
+    detail: str
 
 
 class SignalArrived(_Event, frozen=True):
@@ -112,6 +119,7 @@ class RequeueAnswered(_Event, frozen=True):
 
 Event = (
     Ready
+    | StartFailed
     | SignalArrived
     | CauseKnown
     | RankSaid

@@ -93,9 +93,9 @@ def stuck_starts(events: list[Event]) -> int:
     """How many generations in a row, up to now, came to nothing: nothing new to show, and ended by a fault.
 
     A generation's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger); one was
-    fruitless where a later one starts at the same place. Faults are crashes, a lead that was killed (`orphaned`), and
-    a time limit that came before the ranks trained. A preempted or requeued generation is nobody's fault. What people
-    mend and submit again is counted afresh.
+    fruitless where a later one starts at the same place. Faults are crashes, a lead that was killed (`orphaned`) or
+    could not begin (`start_failed`), and a time limit that came before the ranks trained. A preempted or requeued
+    generation is nobody's fault. What people mend and submit again is counted afresh.
     """
     stuck, last, trained = 0, None, False
     for event in events:
@@ -108,7 +108,7 @@ def stuck_starts(events: list[Event]) -> int:
                 trained = False
             case "training":
                 trained = True
-            case "crash" | "orphaned":
+            case "crash" | "orphaned" | "start_failed":
                 stuck += 1
             case "cause" if event.get("cause") == "time_limit" and not trained:
                 stuck += 1

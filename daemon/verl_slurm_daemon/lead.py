@@ -133,16 +133,8 @@ class Lead:
         if stuck >= self._config.daemon.no_progress_limit:
             journal.event("held", stuck=stuck, reason="every start crashed at the same place")
             return ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
-        notices: list[str] = []
-        root = Path(self._config.data.root)
-        await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
-        for text in notices:
-            journal.event("notice", reason=text)
-        await effects.open()
-        if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
-            journal.event("warning", topic="metrics", text=problem)
+        self._events.put_nowait(await self._begin(journal, effects))
         clock = asyncio.create_task(self._watch_the_clock())
-        self._events.put_nowait(ev.Ready(self._config.distributed.world_size))
         try:
             while effects.exit is None:
                 event = await self._events.get()
@@ -154,6 +146,21 @@ class Lead:
         finally:
             clock.cancel()
         return effects.exit
+
+    async def _begin(self, journal: Journal, effects: Effects) -> ev.Ready | ev.StartFailed:
+        """What has to hold before a rank may start."""
+        notices: list[str] = []
+        root = Path(self._config.data.root)
+        try:
+            await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
+            for text in notices:
+                journal.event("notice", reason=text)
+            await effects.open()
+            if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
+                journal.event("warning", topic="metrics", text=problem)
+        except OSError as error:
+            return ev.StartFailed(str(error))
+        return ev.Ready(self._config.distributed.world_size)
 
     async def _watch_the_clock(self) -> None:
         """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""

@@ -61,6 +61,8 @@ def _decide(model: Model, event: ev.Event) -> Decision:
     match event:
         case ev.Ready(world_size):
             return _launch(msgspec.structs.replace(model, world_size=world_size))
+        case ev.StartFailed(detail):
+            return _on_start_failed(model, detail)
         case ev.SignalArrived(signal, where):
             return _on_signal(model, signal, where)
         case ev.CauseKnown():
@@ -113,6 +115,13 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
         started=False,
     )
     return Decision(after, (*notes, act.StartGeneration(generation)))
+
+
+def _on_start_failed(model: Model, detail: str) -> Decision:
+    """Another node, or a later hour, may do: such starts are counted, and bounded, like crashes without progress."""
+    note = act.Note("start_failed", {"detail": detail})
+    intent = model.intent or Intent.REQUEUE
+    return _leave(msgspec.structs.replace(model, intent=intent, cause=model.cause or "start"), note)
 
 
 def _on_signal(model: Model, signal: str, where: str) -> Decision:

@@ -40,7 +40,7 @@ class State(StrEnum):
 
 
 NEXT: dict[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.LAUNCHING, State.ENDED}),
+    State.STARTING: frozenset({State.LAUNCHING, State.LEAVING, State.ENDED}),
     State.LAUNCHING: frozenset({State.RUNNING, State.CHECKING, State.PAUSED, State.LEAVING, State.ENDED}),
     State.RUNNING: frozenset({State.SAVING, State.CHECKING, State.PAUSED, State.LEAVING, State.ENDED}),
     State.SAVING: frozenset({State.CHECKING, State.LEAVING, State.ENDED}),

@@ -63,6 +63,7 @@ def test_a_preemption_is_not_a_crash() -> None:
 
 def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
     assert stuck_starts([generation("a"), {"event": "orphaned"}] * 3) == 3
+    assert stuck_starts([{"event": "start_failed"}] * 2) == 2
 
 
 def test_a_time_limit_before_the_ranks_train_is_counted_and_one_in_training_is_not() -> None:

@@ -111,6 +111,28 @@ def test_nothing_is_left_of_a_run_whose_lead_was_killed(tmp_path: Path) -> None:
     wait_until_gone(str(paths.root))
 
 
+_STALE_ONCE = """
+import errno, sys
+from unittest.mock import patch
+from verl_slurm_daemon.__main__ import main
+stale = OSError(errno.ESTALE, "Stale file handle", "/data")
+with patch("verl_slurm_daemon.lead.check_dataset", side_effect=stale):
+    sys.exit(main())  # the next life is a program of its own, and finds the storage well
+"""
+
+
+def test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job(tmp_path: Path) -> None:
+    paths = prepared(tmp_path / "run", "train.steps=1")
+    argv = [sys.executable, "-c", _STALE_ONCE, "lead", "--run", str(paths.root)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = read_events(paths)
+    assert [e["detail"] for e in events if e["event"] == "start_failed"] == [
+        "[Errno 116] Stale file handle: '/data'"
+    ]
+    assert [e["exit"] for e in events if e["event"] == "ended"] == ["REQUEUED", "OK"]
+
+
 def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     key = tmp_path / "run.key"

@@ -280,6 +280,18 @@ def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
     assert kinds(story.then(cause("preemption"))) == [act.Requeue, act.TakeDown]
 
 
+def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_not() -> None:
+    story = Story()
+    assert kinds(story.then(ev.StartFailed("Stale file handle"))) == [act.Requeue]
+    assert story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "asked"))[-1] == act.Exit(
+        ExitCode.REQUEUED, "asked"
+    )
+    cancelled = Story(cause("cancel"))
+    assert cancelled.then(ev.StartFailed("Stale file handle"))[-1] == act.Exit(
+        ExitCode.CANCELLED, "cancel: cancelled"
+    )
+
+
 def test_a_crash_takes_the_step_down_waits_and_starts_the_next_generation() -> None:
     story = training()
     assert kinds(story.then(ev.NodeFailed("n2", "rank 1 was killed"))) == [act.TakeDown]
