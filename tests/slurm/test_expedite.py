@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from verl_slurm.config.schema import RunConfig, SlurmConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.expedite import is_wanted, offered
+from verl_slurm.slurm.expedite import offered
+from verl_slurm.submit.executor import render_script
+from verl_slurm.submit.plan import SubmissionPlan
 
 OLD = "              [--requeue] [--no-requeue] [--ntasks-per-node=n] [--propagate]\n"
 NEW = "              [--requeue[=expedite]] [--no-requeue] [--ntasks-per-node=n]\n"
@@ -69,23 +73,28 @@ def test_the_word_alone_in_a_help_text_is_no_offer() -> None:
     assert offered(NEW, {"SlurmctldParameters": "a, enable_expedited_requeue"})
 
 
-@pytest.mark.parametrize(
-    ("slurm", "wanted"),
-    [
-        (SlurmConfig(), True),
-        (SlurmConfig(expedite="never"), False),
-        (SlurmConfig(extra={"no-requeue": True}), False),
-        (SlurmConfig(extra={"requeue": True}), False),
-        (SlurmConfig(extra={"exclusive": True}), True),
-    ],
-)
-def test_the_configuration_has_the_last_word(slurm: SlurmConfig, wanted: bool) -> None:
-    assert is_wanted(slurm) is wanted
-
-
 def test_it_is_one_option_and_a_plain_requeue_without_it() -> None:
     config = RunConfig()
     additional = sbatch_parameters(config, expedite=True)["additional_parameters"]
     assert isinstance(additional, dict)
     assert additional["requeue"] == "expedite"
     assert "--requeue" in sbatch_options(config)
+
+
+@pytest.mark.parametrize(
+    ("helps", "wish", "line"),
+    [
+        (NEW, "auto", "#SBATCH --requeue=expedite"),
+        (NEW, "never", "#SBATCH --requeue"),
+        (OLD, "auto", "#SBATCH --requeue"),
+    ],
+)
+def test_the_script_of_a_submission_asks_for_what_is_offered(
+    slurm: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helps: str, wish: Any, line: str
+) -> None:
+    slurm(helps, ALLOWED)
+    shutil.copy(tmp_path / "sbatch", tmp_path / "srun")  # submitit wants to see one
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config = RunConfig(slurm=SlurmConfig(expedite=wish))
+    plan = SubmissionPlan(config=config, run_dir=tmp_path / "run", cluster="slurm", new_run=True)
+    assert line in render_script(plan).splitlines()

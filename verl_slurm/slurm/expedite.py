@@ -16,18 +16,7 @@ Both are read; no version is compared.
 
 from collections.abc import Mapping
 
-from verl_slurm.config.schema import SlurmConfig
-
-__all__ = ["is_wanted", "names_expedite", "offered"]
-
-
-def is_wanted(slurm: SlurmConfig) -> bool:
-    """Whether the configuration leaves it to us, and has not said otherwise by options of its own.
-
-    Called by: submit.executor.
-    """
-    ours = not {"requeue", "no-requeue", "no_requeue"} & set(slurm.extra)
-    return slurm.expedite == "auto" and ours
+__all__ = ["names_expedite", "offered"]
 
 
 def names_expedite(sbatch_help: str) -> bool:

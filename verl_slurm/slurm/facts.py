@@ -13,6 +13,16 @@ _STATES_OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
     | {"PREEMPTED", "REVOKED", "SPECIAL_EXIT", "STAGE_OUT", "TIMEOUT"}
 )
+_STATES_WAITING = frozenset(
+    {
+        "EXPEDITING",
+        "PENDING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESV_DEL_HOLD",
+    }  # 25.11, then all versions
+)
 _STATES_FAILED = frozenset({"BOOT_FAIL", "COMPLETING", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"})
 _REASONS_FAILED = frozenset(
     {"JobLaunchFailure", "NodeDown", "NonZeroExitCode", "OutOfMemory", "PartitionDown", "RaisedSignal"}
@@ -73,6 +83,11 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     def is_running(self) -> bool:
         """It has its nodes and goes on. Slurm shows SIGNALING for the moment in which it delivers a signal."""
         return self.state in _STATES_RUNNING
+
+    @property
+    def is_waiting(self) -> bool:
+        """It is in the queue, maybe held there, and has no nodes yet, or no more."""
+        return self.state in _STATES_WAITING
 
     @property
     def is_over(self) -> bool:

@@ -25,7 +25,6 @@ from verl_slurm.errors import SlurmMissing, SlurmRefused
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.expedite import is_wanted
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
@@ -129,7 +128,7 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
         ) from error
-    expedite = is_wanted(config.slurm) and asyncio.run(SlurmClient().offers_expedite())
+    expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
     executor.update_parameters(**sbatch_parameters(config, expedite=expedite))
     return executor
 
