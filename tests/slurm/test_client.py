@@ -115,6 +115,7 @@ def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_p
         del os.environ["SCONTROL_ALL"]
 
 
+@pytest.mark.scenario("L07")
 @pytest.mark.parametrize(
     ("moment", "own", "kind"),
     [

@@ -127,6 +127,7 @@ class HungSlurm:
         return Completed(exit_code=0, stdout=self.show, stderr="", seconds=0.0)
 
 
+@pytest.mark.scenario("L13")
 @pytest.mark.parametrize(
     ("hangs_from", "at_most_s", "kind"),
     [

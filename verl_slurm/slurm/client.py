@@ -124,7 +124,7 @@ class SlurmClient:
             done = await self.run(commands.show_job_json(job_id), _ASIDE_S)
             end = ended_as(done.stdout, job_id) if done.exit_code == 0 else None
             if end is None and facts.end_time == facts.preempt_time:
-                end = "PREEMPTED" if await self._without_grace(facts.partition) else None
+                end = "PREEMPTED" if await self._without_grace(facts.partition.partition(",")[0]) else None
         except (SlurmMissing, NotFound):
             return facts
         return msgspec.structs.replace(facts, ended_as=end)
