@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import stat
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def test_a_job_that_slurm_would_cancel_for_another_comes_back_and_one_that_its_u
     """PreemptMode=CANCEL, GraceTime=0: Slurm does not requeue, and warns of nothing."""
     env = make_cluster(nodes=1).client_env()
     script, output = tmp_path / "inside.py", tmp_path / "out"
-    script.write_text("#!/usr/bin/env python\n" + INSIDE)
+    script.write_text(f"#!{sys.executable}\n{INSIDE}")
 
     async def story() -> tuple[str, int]:
         client = SlurmClient(env)
