@@ -82,6 +82,10 @@ class Allocation(Protocol):
     async def requeue(self) -> RequeueAnswered | str:
         """Ask for another life of this run. A text: no answer that counts; ask again while there is time."""
 
+    async def withdraw(self) -> str:
+        """This run is over: see to it that the scheduler does not start, or hold, it again. What came of that; empty:
+        there was nothing to do."""
+
     async def cancelled_before(self) -> str:
         """Why this job must not go on with the run: its user has ended the one it follows. Empty: it may."""
 
@@ -108,6 +112,7 @@ class SlurmAllocation:
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
         self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
+        self._expedited: bool | None = None
 
     async def address(self) -> str:
         with contextlib.suppress(VerlSlurmError, ValueError):
@@ -147,6 +152,7 @@ class SlurmAllocation:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError:
             return Outlook(answered=False)
+        self._expedited = facts.expedited
         left = (facts.end_time - datetime.now(UTC)).total_seconds() if facts.end_time else None
         return Outlook(True, left, facts.preempt_time is not None)
 
@@ -176,6 +182,20 @@ class SlurmAllocation:
         except (VerlSlurmError, OSError) as error:
             return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
         return RequeueAnswered(ExitCode.REQUEUED, f"job {number} follows this one: {why}")
+
+    async def withdraw(self) -> str:
+        try:
+            facts = await self._client.job(self._job.job_id)
+        except VerlSlurmError as error:
+            return "" if self._expedited is False else f"not known whether Slurm holds the ended job: {error}"
+        if not (facts.expedited and facts.requeue and facts.is_running):
+            return ""
+        refused = await self._client.forbid_requeue(self._job.job_id)
+        return (
+            f"Slurm may hold the ended job (scancel it): {refused}"
+            if refused
+            else "Requeue=0: the job ends here"
+        )
 
     async def cancelled_before(self) -> str:
         former = predecessor(read_events(self._paths), self.job_id)
@@ -297,6 +317,9 @@ class LocalAllocation:
         return RequeueAnswered(
             ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
         )
+
+    async def withdraw(self) -> str:
+        return ""
 
     async def cancelled_before(self) -> str:
         return ""

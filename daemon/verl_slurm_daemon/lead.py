@@ -74,7 +74,11 @@ class Lead:
             loop.add_signal_handler(number, self._events.put_nowait, ev.SignalArrived(name, "lead"))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        await self._refuse_if_owned()
+        try:
+            await self._refuse_if_owned()
+        except Fenced:
+            await self._allocation.withdraw()
+            raise
         mine = take_epoch(
             self._paths,
             job_id=self._allocation.job_id,
@@ -108,6 +112,9 @@ class Lead:
             if self._metrics is not None:
                 self._metrics.close()
         if read_epoch(self._paths) == mine:
+            # One that comes back does so because Slurm has taken the requeue: nothing of it is taken back.
+            if code is not ExitCode.REQUEUED and (said := await self._allocation.withdraw()):
+                journal.event("notice", reason=said)
             self._status.state = State.ENDED
             journal.event("ended", exit_code=int(code), exit=code.name, reason=reason)
             journal.status(self._status)

@@ -158,7 +158,7 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
             return _operator_save(model, note)
         case "suspended":
             return Decision(model, (note,))
-        case "preemption" | "time_limit":
+        case "preemption" | "time_limit" | "failed":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
         case "cancel":
             intent = Intent.CANCELLED
@@ -169,7 +169,9 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
     known = event.kind == model.cause and model.state in (State.SAVING, State.CHECKING)
     notes = () if known else (note,)  # Slurm sends CONT and USR1: one story is enough
     model = msgspec.structs.replace(model, intent=intent, cause=event.kind)
-    if model.state in _BEFORE_RANKS or (model.state is State.RUNNING and event.kind == "node_lost"):
+    if model.state in _BEFORE_RANKS or (
+        model.state is State.RUNNING and event.kind in ("node_lost", "failed")
+    ):
         return _leave(model, note)  # nobody there who could save
     if model.state is State.RUNNING:
         request_id = model.request_id + 1

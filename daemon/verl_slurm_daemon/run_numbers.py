@@ -74,6 +74,10 @@ class RunNumbers:
                 self._end(now)
             case "submitted" if event.get("job_id") != self._job_id:
                 self._why = "submitted"
+            case "cause" if (
+                event.get("cause") == "failed"
+            ):  # of all that can fail, a lead lives to see a lost node
+                self._why = "node_lost"
             case "cause" if event.get("cause") in RESTART_CAUSES:
                 self._why = str(event["cause"])
             case "crash":

@@ -103,3 +103,64 @@ def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None
         return lives, ended
 
     assert asyncio.run(story()) == (None, str(128 + 9))
+
+
+@pytest.mark.parametrize(
+    ("moment", "refused", "said", "asked"),
+    [
+        ("newer/25.11_running_expedited", "", "Requeue=0: the job ends here", 1),
+        (
+            "newer/25.11_running_expedited",
+            "no answer",
+            "Slurm may hold the ended job (scancel it): no answer",
+            1,
+        ),
+        ("running", "", "", 0),  # it was not asked for, and the job ends as ever
+        ("newer/25.11_node_lost_completing_expedited", "", "", 0),  # it is to come back
+        ("scancel_completing", "", "", 0),
+    ],
+)
+def test_a_run_that_is_over_is_not_held_by_an_expedited_requeue(
+    moment: str, refused: str, said: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25.11 holds such a job when its batch process ends with an error, up to 25.11.2 with none, too."""
+    told: list[int] = []
+    record = (Path(__file__).parents[1] / "slurm" / "golden" / f"{moment}.txt").read_text()
+
+    class Slurm:
+        async def job(self, job_id: int) -> object:
+            return parse_job(record, job_id)
+
+        async def forbid_requeue(self, job_id: int) -> str:
+            told.append(job_id)
+            return refused
+
+    monkeypatch.setattr(allocation, "SlurmClient", Slurm)
+    environ = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURMD_NODENAME": "n1",
+    }
+    job = SlurmJob.from_environ(environ)
+    assert job is not None
+    assert asyncio.run(SlurmAllocation(job, RunConfig(), RunPaths(tmp_path)).withdraw()) == said
+    assert len(told) == asked
+
+
+def test_a_silent_slurm_does_not_keep_a_run_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = _Slurm(SILENCE)
+    monkeypatch.setattr(allocation, "SlurmClient", lambda: slurm)
+    environ = {
+        "SLURM_JOB_ID": "37",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURMD_NODENAME": "n1",
+    }
+    job = SlurmJob.from_environ(environ)
+    assert job is not None
+    mine = SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
+    assert "not known" in asyncio.run(mine.withdraw())
+    assert slurm.asked == 1

@@ -56,6 +56,9 @@ class Scripted:
     async def still_alive(self, owner: Epoch) -> str:
         return ""
 
+    async def withdraw(self) -> str:
+        return ""
+
     async def cancelled_before(self) -> str:
         return ""
 

@@ -385,6 +385,15 @@ def test_a_slow_start_that_has_spoken_is_not_timed_out() -> None:
     assert story.then(ev.StartTimedOut(1)) == []
 
 
+def test_a_node_that_failed_a_job_which_slurm_does_not_requeue_is_asked_about_at_once() -> None:
+    """Nobody there who could save: a rank's node is gone. The answer is a requeue, or the job that follows."""
+    story = training()
+    assert kinds(story.then(cause("failed"))) == [act.Requeue, act.TakeDown]
+    story.then(ev.GenerationEnded(1))
+    answer = ev.RequeueAnswered(ExitCode.REQUEUED, "job 8 follows this one")
+    assert story.then(answer)[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
+
+
 def test_a_lost_node_is_left_to_slurm() -> None:
     story = training()
     assert kinds(story.then(cause("node_lost", None))) == [act.TakeDown]

@@ -78,13 +78,13 @@ def test_without_a_grace_time_kill_wait_is_what_there_is() -> None:
     assert preemption("REQUEUE", 0, 20.0, KillWait="10 sec").verdict == "warning"
 
 
-def test_a_cluster_that_cancels_at_once_is_bad_and_says_how_to_go_on() -> None:
-    finding = preemption("CANCEL", 0, 1.0)
-    assert finding.verdict == "bad"
-    assert "verl-slurm submit RUN" in finding.remedy
-    assert (
-        preemption("CANCEL", 30, 1.0).verdict == "good"
-    )  # the daemon asks for its requeue in the grace time
+def test_a_cluster_that_cancels_for_others_is_as_good_as_one_that_requeues() -> None:
+    """The daemon asks for the requeue, in the grace time or in KillWait."""
+    assert preemption("CANCEL", 30, 1.0).verdict == "good"
+    assert preemption("CANCEL", 0, 20.0).verdict == "good"
+    assert preemption("CANCEL", 0, None).verdict == "warning"
+    assert preemption("CANCEL", 0, 20.0, KillWait="10 sec").verdict == "warning"
+    assert "PreemptMode=CANCEL" in preemption("CANCEL", 0, 20.0).found
 
 
 @pytest.mark.parametrize(("mode", "word"), [("OFF", "nothing preempts"), ("SUSPEND,GANG", "stands still")])

@@ -1,4 +1,5 @@
-"""The table of causes, on what Slurm 22.05.8 really printed (golden/, one file a moment)."""
+"""The table of causes, on what Slurm 22.05.8 really printed (golden/, one file a moment), and on the forms of newer
+versions, composed from Slurm's source (golden/newer/, see golden/README.md)."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from verl_slurm.slurm.cause import CauseKind, Trigger, decide_cause
+from verl_slurm.slurm.full_state import ended_as
 from verl_slurm.slurm.parse import JobFacts, parse_job
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -14,7 +16,10 @@ EARLY = datetime.fromtimestamp(1795222232, UTC)
 
 
 def facts_of(name: str) -> JobFacts:
-    return parse_job((GOLDEN / f"{name}.txt").read_text(), 1)
+    """With what the JSON of the same moment adds, where there is one: as SlurmClient.job."""
+    facts = parse_job((GOLDEN / f"{name}.txt").read_text(), 1)
+    more = GOLDEN / f"{name}.json"
+    return msgspec.structs.replace(facts, ended_as=ended_as(more.read_text(), 1)) if more.exists() else facts
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,25 @@ def facts_of(name: str) -> JobFacts:
         ("node_lost_completing", "term", "requeued"),
         ("suspended", "poll", "suspended"),
         ("pending", "poll", "unknown"),
+        ("stopped", "poll", "suspended"),
+        ("norequeue_node_down_completing", "term", "failed"),
+        ("norequeue_node_down_over", "poll", "failed"),
+        ("batch_killed_completing", "poll", "failed"),
+        ("cancel_mode_preempted_completing", "term", "cancel"),  # it might be one, and then it must stay one
+        ("cancel_mode_preempted_over", "poll", "preemption"),
+        ("newer/23.02_batch_killed_completing", "poll", "failed"),
+        ("newer/23.11_cancel_mode_preempted_completing", "term", "preemption"),
+        ("newer/23.11_scancel_in_grace_completing", "term", "cancel"),
+        ("newer/24.05_out_of_memory_completing", "poll", "failed"),
+        ("newer/24.11_preempted_in_grace", "warning", "preemption"),
+        ("newer/24.11_node_lost_completing", "term", "node_lost"),
+        ("newer/25.05_norequeue_node_down_completing", "term", "failed"),
+        ("newer/25.05_array_task_running", "poll", "none"),
+        ("newer/25.11_het_component_running", "poll", "none"),
+        ("newer/25.11_running_expedited", "poll", "none"),
+        ("newer/25.11_node_lost_completing_expedited", "term", "node_lost"),
+        ("newer/25.11_expediting", "poll", "requeued"),
+        ("newer/25.11_requeue_hold_expedited", "poll", "requeued"),
     ],
 )
 def test_each_recorded_moment_is_understood(moment: str, trigger: Trigger, kind: CauseKind) -> None:
@@ -62,6 +86,35 @@ def test_a_requeue_with_a_node_that_slurm_calls_down_is_a_lost_node(moment: str)
     )
     assert (cause.kind, cause.may_requeue, cause.ends_job) == ("node_lost", False, True)
     assert "node2" in cause.evidence
+
+
+@pytest.mark.parametrize(
+    "moment", ["newer/24.11_node_lost_completing", "newer/25.11_node_lost_completing_expedited"]
+)
+def test_a_slurm_that_names_the_failed_node_is_believed(moment: str) -> None:
+    cause = decide_cause("term", facts_of(moment), own_restarts=0, signal_lead_s=60, now=EARLY)
+    assert "FailedNode=node2" in cause.evidence
+
+
+def test_a_cancel_in_the_grace_time_of_a_job_that_may_not_be_requeued_is_seen_where_slurm_says_it() -> None:
+    facts = facts_of("norequeue_preempted_completing")
+    seen = [
+        decide_cause(
+            "term", msgspec.structs.replace(facts, ended_as=end), own_restarts=0, signal_lead_s=60, now=EARLY
+        ).kind
+        for end in (None, "PREEMPTED", "CANCELLED")
+    ]
+    assert seen == ["preemption", "preemption", "cancel"]
+
+
+def test_stopped_steps_hide_neither_a_preemption_nor_the_time_limit() -> None:
+    facts = facts_of("stopped")
+    assert facts.is_running
+    assert facts.end_time is not None
+    preempted = msgspec.structs.replace(facts, preempt_time=EARLY)
+    assert decide_cause("poll", preempted, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "preemption"
+    near = decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=facts.end_time)
+    assert near.kind == "time_limit"
 
 
 def test_the_deadline_of_a_preemption_is_the_end_of_the_grace_time() -> None:
@@ -110,11 +163,12 @@ def test_a_silent_slurm_is_unknown_and_never_requeued() -> None:
     assert (cause.kind, cause.may_requeue) == ("unknown", False)
 
 
-def test_only_preemption_and_time_limit_may_be_requeued() -> None:
-    for path in sorted(GOLDEN.glob("*.txt")):
+def test_only_what_nobody_wanted_may_be_requeued() -> None:
+    for path in sorted(GOLDEN.rglob("*.txt")):
+        name = str(path.relative_to(GOLDEN).with_suffix(""))
         for trigger in ("warning", "term", "poll"):
-            cause = decide_cause(trigger, facts_of(path.stem), own_restarts=0, signal_lead_s=60, now=EARLY)
-            assert cause.may_requeue == (cause.kind in {"preemption", "time_limit"})
+            cause = decide_cause(trigger, facts_of(name), own_restarts=0, signal_lead_s=60, now=EARLY)
+            assert cause.may_requeue == (cause.kind in {"preemption", "time_limit", "failed"})
             if "scancel" in path.stem:
                 assert not cause.may_requeue
 

@@ -73,6 +73,8 @@ def test_an_unknown_job_and_a_dead_controller_are_told_apart(stub: Stub) -> None
         (1, "Unable to contact slurm controller (connect failure)", False),
         (1, "slurm_requeue error: Socket timed out on send/recv operation", False),
         (1, "Zero Bytes were transmitted or received", False),
+        (1, "Rate limit exceeded, please retry momentarily", False),
+        (1, "Job can not be altered now, try again later for job 7", False),
         (-15, "", False),
     ],
 )
@@ -113,6 +115,7 @@ def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_p
         del os.environ["SCONTROL_ALL"]
 
 
+@pytest.mark.scenario("L07")
 @pytest.mark.parametrize(
     ("moment", "own", "kind"),
     [
@@ -125,6 +128,15 @@ def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_p
         ("running", 0, None),
         ("preempted_in_grace", 0, None),
         ("time_limit_completing", 0, None),
+        ("stopped", 0, None),
+        ("batch_killed_completing", 0, None),
+        ("norequeue_node_down_completing", 0, "forbidden"),
+        ("cancel_mode_preempted_completing", 0, "cancelled"),
+        ("newer/23.02_batch_killed_completing", 0, None),
+        ("newer/24.05_out_of_memory_completing", 0, None),
+        ("newer/25.05_norequeue_node_down_completing", 0, "forbidden"),
+        ("newer/25.11_expediting", 0, "already_requeued"),
+        ("newer/25.11_requeue_hold_expedited", 0, "already_requeued"),
     ],
 )
 def test_what_must_not_be_requeued_is_left_alone(moment: str, own: int, kind: str | None) -> None:

@@ -146,3 +146,77 @@ def test_of_several_nodes_the_lost_ones_are_named() -> None:
         "NodeName=n3 NodeAddr=c State=ALLOCATED*+DRAIN\n"
     )
     assert parse_lost_nodes(text) == ("n2", "n3")
+
+
+NEWER = sorted((GOLDEN / "newer").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", NEWER, ids=[path.stem for path in NEWER])
+def test_what_newer_versions_print_is_read_whole(path: Path) -> None:
+    facts = parse_job(path.read_text(), 1)
+    assert (facts.name, facts.partition, facts.num_nodes >= 1) == ("job.py", "preemptible", True)
+    assert facts.std_out == "/home/ada/run/o"
+    assert facts.time_limit_s == 600
+    assert facts.expedited == ("ExpeditedRequeue" in path.read_text())
+    assert facts.failed_node == ("node2" if "FailedNode" in path.read_text() else None)
+
+
+def test_the_line_that_submitted_a_job_cannot_forge_a_field() -> None:
+    text = (GOLDEN / "newer" / "25.11_running_expedited.txt").read_text()
+    assert "SubmitLine=sbatch --requeue=expedite --comment=Restarts=9 /" in text
+    assert parse_job(text, 1).restarts == 0
+
+
+def test_a_task_of_an_array_and_a_component_of_several_have_records_of_their_own() -> None:
+    task = (GOLDEN / "newer" / "25.05_array_task_running.txt").read_text()
+    assert parse_job(task, 1).state == "RUNNING"
+    with pytest.raises(NotFound):
+        parse_job(task, 9)  # the array's own number is another task's record, or nobody's
+    first = (GOLDEN / "newer" / "25.11_het_component_running.txt").read_text()
+    second = first.replace("JobId=1 ", "JobId=2 ").replace("HetJobOffset=0", "HetJobOffset=1")
+    second = second.replace("Restarts=0", "Restarts=3")
+    assert [parse_job(first + second, number).restarts for number in (1, 2)] == [0, 3]
+
+
+def test_a_partition_and_a_node_of_a_newer_slurm() -> None:
+    """Composed from src/api/partition_info.c and node_info.c of 25.11 (fdcff640a9)."""
+    partition = parse_partition(
+        "PartitionName=p\n   AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL\n   AllocNodes=ALL Default=YES QoS=N/A\n"
+        "   DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO ExclusiveTopo=NO GraceTime=30 Hidden=NO\n"
+        "   MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
+        "MaxCPUsPerSocket=UNLIMITED\n   Nodes=n[1-2]\n   PriorityJobFactor=1 PriorityTier=1 RootOnly=NO ReqResv=NO "
+        "OverSubscribe=NO\n   OverTimeLimit=NONE PreemptMode=PRIORITY,REQUEUE\n   State=UP TotalCPUs=4 TotalNodes=2 "
+        "SelectTypeParameters=NONE\n   JobDefaults=(null)\n   DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED\n"
+        "   TRES=cpu=4,mem=2M,node=2,billing=4\n   Topology=flat\n",
+        "p",
+    )
+    assert (partition.grace_s, partition.preempt_mode, partition.max_time_s) == (30, "PRIORITY,REQUEUE", None)
+    node = parse_node(
+        "NodeName=n1 Arch=x86_64 CoresPerSocket=2 \n   CPUAlloc=0 CPUEfctv=2 CPUTot=2 CPULoad=0.00\n"
+        "   AvailableFeatures=(null)\n   ActiveFeatures=(null)\n   Parameters=a=b,c=d\n   Gres=gpu:8(S:0-1)\n"
+        "   NodeAddr=n1 NodeHostName=n1 Port=6818 Version=25.11.7\n   OS=Linux 6.1.0 #1 SMP \n"
+        "   RealMemory=1 AllocMem=0 FreeMem=1 Sockets=1 Boards=1\n"
+        "   State=IDLE+DRAIN+NOT_RESPONDING ThreadsPerCore=1 TmpDisk=0 Weight=1 Owner=N/A MCS_label=N/A\n"
+        "   Partitions=p \n   BootTime=1 SlurmdStartTime=1\n   LastBusyTime=1 ResumeAfterTime=None\n"
+        "   CfgTRES=cpu=2,mem=1M,billing=2\n   AllocTRES=\n   CurrentWatts=0 AveWatts=0\n   \n",
+        "n1",
+    )
+    assert (node.addr, node.cpus, node.state) == ("n1", 2, {"IDLE", "DRAIN", "NOT_RESPONDING"})
+
+
+@pytest.mark.parametrize(
+    ("moment", "waiting", "over"),
+    [
+        ("pending", True, False),
+        ("requeue_pending", True, False),
+        ("newer/25.11_expediting", True, False),
+        ("newer/25.11_requeue_hold_expedited", True, False),
+        ("requeue_completing", False, False),
+        ("running", False, False),
+        ("cancel_mode_preempted_over", False, True),
+    ],
+)
+def test_a_job_that_is_queued_again_is_not_one_that_is_over(moment: str, waiting: bool, over: bool) -> None:
+    """`submit` asks: a run has a job already where one waits, by whatever name."""
+    facts = parse_job((GOLDEN / f"{moment}.txt").read_text(), 1)
+    assert (facts.is_waiting, facts.is_over) == (waiting, over)

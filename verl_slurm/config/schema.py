@@ -308,6 +308,8 @@ class SlurmConfig(_Section, frozen=True):
     """Further sbatch options by their long names, e.g. {constraint: a100}."""
     successor: bool = True
     """Where Slurm may not requeue the job (--no-requeue, or the site's rule): queue another one that follows it."""
+    expedite: Literal["auto", "never"] = "auto"
+    """auto: `--requeue=expedite` where Slurm offers it: after a lost node the job comes back before all others."""
     container: ContainerConfig | None = None
     """null: ranks run in the environment that submits."""
 
@@ -320,8 +322,7 @@ class DaemonConfig(_Section, frozen=True):
     requeue_delay_s: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 10
     """The requeued job may start this long after (Slurm's own delay is 120 s and more)."""
     crash_budget: NonNegative = 8
-    """Restarts in place after a rank died, without a verified checkpoint in between, before the daemon asks for other
-    nodes."""
+    """Restarts in place after a rank died, without a verified checkpoint in between, before asking for other nodes."""
     hang_budget: NonNegative = 2
     """The same after a hang."""
     node_budget: NonNegative = 2

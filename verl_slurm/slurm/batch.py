@@ -31,10 +31,15 @@ _KEEP_UNLESS_SET = {
 }
 
 
-def sbatch_parameters(config: RunConfig) -> dict[str, object]:
-    """Keyword arguments of submitit's `SlurmExecutor.update_parameters`."""
+def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str, object]:
+    """Keyword arguments of submitit's `SlurmExecutor.update_parameters`.
+
+    Args:
+        expedite: Slurm offers `--requeue=expedite`, and it is wanted (`expedite.py`).
+    """
     slurm = config.slurm
-    additional: dict[str, object] = {"signal": f"B:USR1@{slurm.signal_lead_s}", "requeue": True}
+    requeue = "expedite" if expedite else True
+    additional: dict[str, object] = {"signal": f"B:USR1@{slurm.signal_lead_s}", "requeue": requeue}
     if slurm.account is not None:
         additional["account"] = slurm.account
     if slurm.qos is not None:

@@ -6,18 +6,34 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 * preemption: RUNNING, PreemptTime set, EndTime = end of the grace time. TERM comes only after it (8 s here:
   Slurm looks now and then); with it COMPLETING, Restarts+1, PreemptTime None; then PENDING Reason=BeginTime.
 * the same with --no-requeue: RUNNING as above; COMPLETING, Restarts unchanged, PreemptTime set; PREEMPTED.
+* the same with PreemptMode=CANCEL, and with GraceTime=0 without the RUNNING: as with --no-requeue, and Requeue=1.
 * time limit: nothing at the warning: RUNNING, EndTime as ever. TERM up to 28 s after EndTime, with it
   COMPLETING, Reason=TimeLimit, Restarts unchanged; then TIMEOUT.
-* scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED.
+* scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED. Who did it, its user or
+  an administrator, Slurm shows nowhere but in sacct (`CANCELLED by UID`).
 * scancel in the grace time: the same, with PreemptTime still set.
 * scancel -b -s USR1: nothing.
 * scontrol requeue by anyone: at once COMPLETING, Restarts+1 (requeuehold: Reason=job_requeued_in_held_state).
 * a node lost: nothing for 2 to 3 times SlurmdTimeout (27 and 30 s); then COMPLETING, Restarts+1, NodeList =
-  the nodes left. A node set DOWN: the same at once.
-* scontrol suspend: SUSPENDED.
+  the nodes left. A node set DOWN: the same at once. 23.02 and newer name it besides: FailedNode=.
+* a node lost or DOWN with --no-requeue: COMPLETING, Reason=NodeDown, Restarts unchanged; then NODE_FAIL.
+* the batch process killed: COMPLETING, Reason=JobLaunchFailure (22.05) or `RaisedSignal:9(Killed)` (23.02 and
+  newer), Restarts unchanged; then FAILED. Out of memory: Reason=OutOfMemory; then OUT_OF_MEMORY. We hear of neither
+  as the lead, which is that process; its agents do (`requeue_rules.py`).
+* scontrol suspend: SUSPENDED. scancel -s STOP: STOPPED (the steps stand still, we go on).
 
 So Restarts decides first, then the state, then PreemptTime: in the grace time a user's scancel still shows
-PreemptTime, and only COMPLETING with Restarts unchanged tells it from the preemption.
+PreemptTime, and only COMPLETING with Restarts unchanged tells it from the preemption. Where that does not tell either
+(--no-requeue, PreemptMode=CANCEL), 23.11 and newer say it in JSON (`full_state.py`: ended_as), and where there is no
+grace time to cancel in, EndTime = PreemptTime says it; else a job that may be requeued counts as cancelled: no cancel
+is ever undone.
+
+What a lead never sees of its own job, from Slurm's source: BOOT_FAIL, CONFIGURING, DEADLINE (before its start:
+--deadline takes effect as EndTime), REQUEUED, REQUEUE_HOLD, REQUEUE_FED, SPECIAL_EXIT, EXPEDITING, RESV_DEL_HOLD (it
+waits, with Restarts+1: `requeued`), REVOKED (another cluster of a federation started it), STAGE_OUT (after its end). A
+task of an array has a number and a record of its own, and is read like any job; so has the first component of a
+heterogeneous job, and Slurm preempts, ends and requeues all components together. What differs between versions is in
+docs/slurm-versions.md.
 """
 
 from collections.abc import Collection
@@ -35,7 +51,16 @@ Trigger = Literal["warning", "term", "node_link", "poll"]
 silent, or a look of our own."""
 
 CauseKind = Literal[
-    "preemption", "time_limit", "operator", "cancel", "requeued", "node_lost", "suspended", "none", "unknown"
+    "preemption",
+    "time_limit",
+    "failed",
+    "operator",
+    "cancel",
+    "requeued",
+    "node_lost",
+    "suspended",
+    "none",
+    "unknown",
 ]
 
 WARNING_SLACK_S = 60
@@ -49,7 +74,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: CauseKind
-    """`none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing."""
+    """`none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing. `failed`: Slurm ends
+    the job because something broke (a node of one that it may not requeue), and nobody has it run again yet."""
     evidence: str
     deadline: datetime | None = None
     """When Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or it
@@ -58,12 +84,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ends_job(self) -> bool:
         """Whether this incarnation is over soon, whatever we do."""
-        return self.kind in {"preemption", "time_limit", "cancel", "requeued", "node_lost"}
+        return self.kind in {"preemption", "time_limit", "failed", "cancel", "requeued", "node_lost"}
 
     @property
     def may_requeue(self) -> bool:
         """Whether asking for a requeue is right: the job is to go on, and nobody has asked yet."""
-        return self.kind in {"preemption", "time_limit"}
+        return self.kind in {"preemption", "time_limit", "failed"}
 
 
 def decide_cause(
@@ -91,7 +117,8 @@ def decide_cause(
         return Cause(kind="unknown", evidence=f"{trigger}, and Slurm does not answer")
     shown = _shown(facts, own_restarts)
     if facts.restarts > own_restarts:
-        if lost_nodes:
+        if lost_nodes or facts.failed_node:
+            lost_nodes = {*lost_nodes, *([facts.failed_node] if facts.failed_node else [])}
             return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
         return Cause(kind="requeued", evidence=shown)
     if facts.is_running:
@@ -100,11 +127,12 @@ def decide_cause(
         return Cause(kind="suspended", evidence=shown)
     if facts.reason == "TimeLimit" or facts.state in {"TIMEOUT", "DEADLINE"}:
         return Cause(kind="time_limit", evidence=shown)
-    if facts.state == "NODE_FAIL":
-        return Cause(kind="node_lost", evidence=shown)
-    if facts.state == "PREEMPTED" or (
+    if facts.failed or facts.state == "NODE_FAIL":
+        return Cause(kind="failed", evidence=shown)
+    end = facts.ended_as if facts.state == "COMPLETING" else facts.state
+    if end == "PREEMPTED" or (
         # one that may not be requeued keeps its Restarts when preempted; for one that may, this is scancel
-        facts.state == "COMPLETING" and facts.preempt_time is not None and not facts.requeue
+        end is None and facts.preempt_time is not None and not facts.requeue
     ):
         return Cause(kind="preemption", evidence=shown)
     if facts.state == "COMPLETING" or facts.state.startswith("CANCELLED"):
@@ -125,15 +153,18 @@ def _running(
         return Cause(kind="preemption", evidence=shown, deadline=facts.end_time)
     if lost_nodes:
         return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
+    may_be_warned = (trigger == "warning" or facts.state == "STOPPED") and not time_limit_warned
+    if may_be_warned and facts.end_time is not None:
+        left = (facts.end_time - now).total_seconds()
+        if facts.end_time - now <= timedelta(seconds=signal_lead_s + WARNING_SLACK_S):
+            return Cause(
+                kind="time_limit",
+                evidence=f"{shown}, {left:.0f} s to the time limit",
+                deadline=facts.end_time,
+            )
+    if facts.state == "STOPPED":
+        return Cause(kind="suspended", evidence=f"{shown}: its steps were stopped by a signal")
     if trigger == "warning":
-        if facts.end_time is not None and not time_limit_warned:
-            left = (facts.end_time - now).total_seconds()
-            if facts.end_time - now <= timedelta(seconds=signal_lead_s + WARNING_SLACK_S):
-                return Cause(
-                    kind="time_limit",
-                    evidence=f"{shown}, {left:.0f} s to the time limit",
-                    deadline=facts.end_time,
-                )
         return Cause(kind="operator", evidence=f"{shown}: a warning that Slurm has no reason for")
     if trigger == "term":
         return Cause(kind="operator", evidence=f"{shown}: a TERM that is not Slurm's end of the job")
@@ -144,7 +175,9 @@ def _shown(facts: JobFacts, own_restarts: int) -> str:
     """The deciding fields as one line."""
     preempt = "None" if facts.preempt_time is None else facts.preempt_time.isoformat()
     end = "None" if facts.end_time is None else facts.end_time.isoformat()
-    return (
+    line = (
         f"JobState={facts.state} Reason={facts.reason} Restarts={facts.restarts} (ours {own_restarts}) "
         f"PreemptTime={preempt} EndTime={end}"
     )
+    more = {"FailedNode": facts.failed_node, "ends as": facts.ended_as}
+    return " ".join([line, *(f"{name}={value}" for name, value in more.items() if value)])

@@ -16,6 +16,8 @@ import msgspec
 
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
+from verl_slurm.slurm.expedite import names_expedite, offered
+from verl_slurm.slurm.full_state import ended_as
 from verl_slurm.slurm.parse import (
     JobFacts,
     NodeFacts,
@@ -29,6 +31,7 @@ from verl_slurm.slurm.parse import (
     parse_partition,
     parse_usable_nodes,
 )
+from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
 from verl_slurm.slurm.runner import Completed, run_command
 
 __all__ = ["RequeueOutcome", "SlurmClient", "is_answer", "refuse_requeue"]
@@ -37,79 +40,10 @@ __all__ = ["RequeueOutcome", "SlurmClient", "is_answer", "refuse_requeue"]
 _READ_BACK_STEPS = 5
 _READ_BACK_PAUSE_S = 0.1
 _DELAY_SLACK_S = 5
-
-
-class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a wish to requeue, as read back from Slurm.
-
-    Called by: the lead's journal and exit code.
-    """
-
-    kind: Literal["requeued", "already_requeued", "cancelled", "forbidden", "refused", "unconfirmed"]
-    """`requeued`: by us. `already_requeued`: Slurm or somebody was first. `cancelled`: the user has ended the
-    job, and it stays so. `forbidden`: this job may not be requeued, another one may follow it.
-    `refused`: Slurm said no. `unconfirmed`: the request died on its way (it may have arrived), or Slurm said yes,
-    but reading back fails."""
-    detail: str
-    start_time: datetime | None = None
-    """The earliest start of the next run, as Slurm has it. It holds only if the job has left all its nodes by
-    then; one that is still completing gets Slurm's own delay on top (measured: 10 s asked, gone after 14 s,
-    so 25 s more with cred_expire=25). So end the ranks first, and leave at once."""
-    delay_kept: bool = False
-    """Whether that is the short delay asked for."""
-    seconds: float = 0.0
-
-    @property
-    def will_run_again(self) -> bool:
-        """Whether the job is queued."""
-        return self.kind in {"requeued", "already_requeued"}
-
-
-_BATCH_DIED = frozenset({"JobLaunchFailure", "RaisedSignal", "NonZeroExitCode"})
-"""Reasons of a job whose batch process was killed (22.05 shows `JobLaunchFailure ExitCode=0:9` for a SIGKILL, by
-whomever) or failed. `scancel`, with any signal but through `-b`, leaves Reason=None: measured."""
-
-
-def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
-    """Whether the job must not be requeued (any more), and why; None: go on. Pure.
-
-    Args:
-        facts: read just before.
-        own_restarts: SLURM_RESTART_COUNT of this run (0 where unset).
-    """
-    if facts.restarts > own_restarts:
-        return RequeueOutcome(
-            kind="already_requeued",
-            detail=f"Restarts={facts.restarts}, this run is {own_restarts}; JobState={facts.state}",
-            start_time=facts.eligible_time,
-        )
-    # after scancel the job is COMPLETING with Restarts unchanged, then CANCELLED; scontrol requeue would
-    # revive it (rc 0, seen), so a job that ends is left alone, unless Slurm itself says that it is the time
-    # limit, or that the batch process died
-    timed_out = facts.state in {"COMPLETING", "TIMEOUT"} and facts.reason == "TimeLimit"
-    bereft = facts.state in {"COMPLETING", "FAILED"} and facts.reason in _BATCH_DIED
-    if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not (timed_out or bereft)):
-        return RequeueOutcome(
-            kind="cancelled",
-            detail=f"JobState={facts.state}, Restarts={facts.restarts} unchanged: ended by its user",
-        )
-    if not facts.is_running and not timed_out and not bereft:
-        return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
-    if not facts.requeue:
-        return RequeueOutcome(
-            kind="forbidden", detail="Requeue=0 (submitted with --no-requeue): submit again to go on"
-        )
-    return None
-
-
-_NO_ANSWER = ("unable to contact", "timed out", "connection", "communication", "zero bytes", "standby mode")
-"""Words of Slurm's errors that say: slurmctld was not reached, or its answer was not (slurm_errno.c)."""
-
-
-def is_answer(done: Completed) -> bool:
-    """Whether a request that failed was answered by slurmctld, and not killed or lost on its way. Pure."""
-    said = done.stderr.lower()
-    return done.exit_code >= 0 and not any(words in said for words in _NO_ANSWER)
+_SETTLE_S = 8.0
+"""After Slurm's yes to a requeue: for the start time and reading back together. TERM has come, and KillWait runs."""
+_ASIDE_S = 3.0
+"""For a question without whose answer one can do: at a preemption's end, KillWait runs."""
 
 
 class SlurmClient:
@@ -145,18 +79,22 @@ class SlurmClient:
             self._programs[name] = os.path.abspath(found)
         return self._programs[name]
 
-    async def run(self, argv: list[str]) -> Completed:
+    async def run(self, argv: list[str], within_s: float | None = None) -> Completed:
         """One command to its end.
+
+        Args:
+            within_s: a shorter deadline than the client's.
 
         Raises:
             SlurmMissing: no such program, no answer in time, or an endless one. The command is dead then.
         """
         command = [self._program(argv[0]), *argv[1:]]
-        return await asyncio.to_thread(run_command, command, self._env, self._timeout_s)
+        timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
+        return await asyncio.to_thread(run_command, command, self._env, timeout_s)
 
-    async def _ask(self, argv: list[str], what: str, where: object) -> str:
+    async def _ask(self, argv: list[str], what: str, where: object, within_s: float | None = None) -> str:
         """The output of a command that only reads."""
-        done = await self.run(argv)
+        done = await self.run(argv, within_s)
         if done.exit_code == 0:
             return done.stdout
         said = (done.stderr or done.stdout).strip()
@@ -170,15 +108,37 @@ class SlurmClient:
             remedy="see whether slurmctld is up: scontrol ping",
         )
 
-    async def job(self, job_id: int) -> JobFacts:
+    async def job(self, job_id: int, within_s: float | None = None) -> JobFacts:
         """The job as slurmctld has it now.
 
         Raises:
             NotFound: unknown, or forgotten (MinJobAge after its end).
             SlurmMissing: no answer.
         """
-        text = await self._ask(commands.show_job(job_id), "Slurm does not know the job", job_id)
-        return parse_job(text, job_id)
+        text = await self._ask(commands.show_job(job_id), "Slurm does not know the job", job_id, within_s)
+        facts = parse_job(text, job_id)
+        if facts.state != "COMPLETING" or facts.preempt_time is None:
+            return facts
+        # Ended by the preemption, or cancelled in its grace time: the text shows the same of both.
+        try:
+            done = await self.run(commands.show_job_json(job_id), _ASIDE_S)
+            end = ended_as(done.stdout, job_id) if done.exit_code == 0 else None
+            if end is None and facts.end_time == facts.preempt_time:
+                end = "PREEMPTED" if await self._without_grace(facts.partition.partition(",")[0]) else None
+        except (SlurmMissing, NotFound):
+            return facts
+        return msgspec.structs.replace(facts, ended_as=end)
+
+    async def _without_grace(self, partition: str) -> bool:
+        """Whether jobs there are preempted at once: then none can be cancelled in its grace time. Raises as `job`."""
+        argv = commands.show_partition(partition)
+        text = await self._ask(argv, "Slurm has no such partition", partition, _ASIDE_S)
+        conf = parse_config(await self._ask(commands.show_config(), "Slurm has no config", None, _ASIDE_S))
+        # with preempt/qos the grace time is the QOS's, which only sacctmgr shows
+        return (
+            parse_partition(text, partition).grace_s == 0
+            and conf.get("PreemptType") == "preempt/partition_prio"
+        )
 
     async def node(self, name: str) -> NodeFacts:
         """One node. Raises as `job`."""
@@ -216,6 +176,26 @@ class SlurmClient:
     async def config(self) -> dict[str, str]:
         """slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""
         return parse_config(await self._ask(commands.show_config(), "Slurm does not show its config", None))
+
+    async def offers_expedite(self) -> bool:
+        """As `expedite.offered`; no answer is a no."""
+        try:
+            said = (await self.run(commands.sbatch_help())).stdout
+            # Before 25.11 that is all, and slurmctld is not asked.
+            return names_expedite(said) and offered(said, await self.config())
+        except (SlurmMissing, NotFound):
+            return False
+
+    async def forbid_requeue(self, job_id: int) -> str:
+        """Have Slurm never start the job again by itself; what it said against it, empty: done.
+
+        Called by: SlurmAllocation.withdraw.
+        """
+        try:
+            done = await self.run(commands.forbid_requeue(job_id))
+        except SlurmMissing as error:
+            return error.one_line()
+        return "" if done.exit_code == 0 else done.stderr.strip() or f"exit code {done.exit_code}"
 
     async def expand(self, node_list: str) -> list[str]:
         """`node[1-2]` → `[node1, node2]`, in Slurm's order."""
@@ -334,17 +314,22 @@ class SlurmClient:
     async def _shorten(
         self, job_id: int, delay_s: int, kind: Literal["requeued", "already_requeued"], own_restarts: int
     ) -> RequeueOutcome:
-        """Set the start time and read it back; again while Slurm has a later one."""
+        """Set the start time and read it back; again while Slurm has a later one, and `_SETTLE_S` at most."""
         said = ""
         facts: JobFacts | None = None
+        until = time.monotonic() + _SETTLE_S
         for step in range(_READ_BACK_STEPS):
             if step:
                 await asyncio.sleep(_READ_BACK_PAUSE_S)
+            left = until - time.monotonic()
+            if left <= 0:
+                break
             asked_at = datetime.now(UTC)
             try:
-                done = await self.run(commands.update_start_time(job_id, delay_s))
+                # a slurmctld that hangs here must leave time to see whether the requeue was taken
+                done = await self.run(commands.update_start_time(job_id, delay_s), left / 2)
                 said = done.stderr.strip()
-                facts = await self.job(job_id)
+                facts = await self.job(job_id, until - time.monotonic())
             except (SlurmMissing, NotFound) as error:
                 said = error.one_line()
                 continue

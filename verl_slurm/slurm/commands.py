@@ -10,12 +10,15 @@ __all__ = [
     "NAME",
     "NODE_LIST",
     "cancel",
+    "forbid_requeue",
     "list_jobs",
     "list_nodes",
     "requeue",
+    "sbatch_help",
     "show_config",
     "show_hostnames",
     "show_job",
+    "show_job_json",
     "show_node",
     "show_nodes",
     "show_partition",
@@ -39,6 +42,11 @@ def _checked(pattern: re.Pattern[str], value: str) -> str:
 def show_job(job_id: int) -> list[str]:
     """All of one job, many-line form (see parse.py)."""
     return ["scontrol", "show", "job", str(job_id)]
+
+
+def show_job_json(job_id: int) -> list[str]:
+    """The same as JSON, where scontrol can (see full_state.py)."""
+    return [*show_job(job_id), "--json"]
 
 
 def show_node(name: str) -> list[str]:
@@ -74,6 +82,11 @@ def list_jobs() -> list[str]:
     return ["squeue", "--me", "--noheader", "--format=%i|%o"]
 
 
+def sbatch_help() -> list[str]:
+    """Asks nobody but sbatch itself."""
+    return ["sbatch", "--help"]
+
+
 def show_config() -> list[str]:
     return ["scontrol", "show", "config"]
 
@@ -85,6 +98,11 @@ def show_hostnames(node_list: str) -> list[str]:
 def requeue(job_id: int) -> list[str]:
     """Ends the running job (TERM now, KILL after KillWait) and queues it again."""
     return ["scontrol", "requeue", str(job_id)]
+
+
+def forbid_requeue(job_id: int) -> list[str]:
+    """What `--no-requeue` would have been."""
+    return ["scontrol", "update", f"JobId={job_id}", "Requeue=0"]
 
 
 def update_start_time(job_id: int, delay_s: int) -> list[str]:

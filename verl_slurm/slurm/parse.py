@@ -11,9 +11,8 @@ time; the usual local `2026-11-21T00:42:58` is understood too. All datetimes her
 import re
 from datetime import UTC, datetime
 
-import msgspec
-
 from verl_slurm.errors import NotFound, SlurmMissing
+from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
 __all__ = [
     "JobFacts",
@@ -38,91 +37,6 @@ _FREE_TEXT = frozenset(
     | {"Extra", "Reason", "OS", "SubmitLine"}
 )
 _KEY = re.compile(r"[A-Za-z][\w/:.*-]*")
-_STATES_RUNNING = frozenset({"RUNNING", "SIGNALING", "RESIZING"})
-_STATES_OVER = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
-    | {"PREEMPTED", "REVOKED", "SPECIAL_EXIT", "TIMEOUT"}
-)
-
-
-class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as slurmctld sees it now.
-
-    Called by: cause.py, client.py, the lead, cli status.
-    """
-
-    job_id: int
-    name: str
-    state: str
-    """RUNNING, PENDING, COMPLETING, CANCELLED, ... (Slurm's long names)."""
-    reason: str | None
-    restarts: int
-    requeue: bool
-    """Whether Slurm may requeue it at all (`--no-requeue`: False)."""
-    partition: str
-    preempt_time: datetime | None
-    """Set from the moment Slurm decides to preempt the job until it is requeued."""
-    eligible_time: datetime | None
-    """Not to be started before. The one honest field for that while a requeued job completes: there StartTime
-    is first the start of the old run, then "now"."""
-    start_time: datetime | None
-    end_time: datetime | None
-    """While running: when it will be ended. Moves to the end of the grace time at a preemption."""
-    time_limit_s: int | None
-    """None: unlimited."""
-    exit_code: str
-    """`code:signal`."""
-    batch_host: str | None
-    node_list: str | None
-    """Slurm's bracket form; `SlurmClient.expand` lists it."""
-    num_nodes: int
-    user_id: int
-    std_out: str | None
-    excluded: str | None = None
-    """Nodes that it stays away from, in Slurm's bracket form."""
-
-    @property
-    def is_running(self) -> bool:
-        """It has its nodes and goes on. Slurm shows SIGNALING for the moment in which it delivers a signal."""
-        return self.state in _STATES_RUNNING
-
-    @property
-    def is_over(self) -> bool:
-        """Ended for good: nothing of it runs or will run, unless somebody requeues it."""
-        return self.state in _STATES_OVER
-
-
-class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One node.
-
-    Called by: the lead (where to reach an agent), status.
-    """
-
-    name: str
-    addr: str
-    hostname: str
-    state: frozenset[str]
-    """E.g. {IDLE}, {DOWN, NOT_RESPONDING}, {MIXED, DRAIN}; upper case."""
-    cpus: int
-
-
-class PartitionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition.
-
-    Called by: submit.preflight.
-    """
-
-    name: str
-    state: str
-    """UP, DOWN, DRAIN or INACTIVE."""
-    total_nodes: int
-    total_cpus: int
-    max_time_s: int | None
-    """None: unlimited."""
-    max_nodes: int | None
-    grace_s: int
-    preempt_mode: str
-    is_default: bool
 
 
 def parse_time(text: str) -> datetime | None:
@@ -240,6 +154,8 @@ def _job(fields: dict[str, str]) -> JobFacts:
         user_id=int(user[1]),
         std_out=_optional(fields.get("StdOut", "")),
         excluded=_optional(fields.get("ExcNodeList", "")),
+        failed_node=_optional(fields.get("FailedNode", "")),
+        expedited=fields.get("ExpeditedRequeue") == "Yes",
     )
 
 

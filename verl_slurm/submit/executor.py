@@ -9,6 +9,7 @@ The local controller runs the lead once and waits. Its time limit and its own re
 not used: the lead starts its next incarnation itself.
 """
 
+import asyncio
 import os
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import SlurmMissing, SlurmRefused
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_parameters, submission_environment
+from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
@@ -126,7 +128,8 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
         ) from error
-    executor.update_parameters(**sbatch_parameters(config))
+    expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
+    executor.update_parameters(**sbatch_parameters(config, expedite=expedite))
     return executor
 
 

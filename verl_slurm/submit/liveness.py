@@ -23,6 +23,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     """Slurm's state, or RUNNING and GONE for a local one."""
     over: bool
     """It will not run again by itself."""
+    waits: bool = False
+    """It is in Slurm's queue: to be started, or held."""
     detail: str = ""
 
     @property
@@ -49,7 +51,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         facts = asyncio.run(SlurmClient().job(int(job.job_id)))
     except NotFound:
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
-    return JobState(state=facts.state, over=facts.is_over, detail=facts.reason or "")
+    return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
 
 
 def _local_state(paths: RunPaths, job: Submission) -> JobState:

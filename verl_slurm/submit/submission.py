@@ -229,7 +229,7 @@ def _refuse_living(paths: RunPaths) -> None:
     state = job_state(paths, job)
     # Slurm takes a moment to notice an end that the daemon has written down already. But a job that waits
     # again after its end was requeued by somebody.
-    if not state.over and not (ended and state.state != "PENDING"):
+    if not state.over and not (ended and not state.waits):
         raise Fenced(
             "the run has a job already",
             where=paths.root,

@@ -1,0 +1,61 @@
+"""What a lead does last."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon.allocation import LocalAllocation
+from verl_slurm_daemon.lead import Lead
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import Fenced
+from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import Epoch, take_epoch
+from verl_slurm.files import private_dir
+from verl_slurm.paths import RunPaths
+
+
+class OfACancelledJob(LocalAllocation):
+    """Follows a job that was cancelled: over before it began."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, *, owned: str = "") -> None:
+        super().__init__(config, paths)
+        self.withdrawn, self._owned = 0, owned
+
+    async def cancelled_before(self) -> str:
+        return "job 7, which this one follows, is CANCELLED"
+
+    async def still_alive(self, owner: Epoch) -> str:
+        return self._owned
+
+    async def withdraw(self) -> str:
+        self.withdrawn += 1
+        return "Requeue=0: the job ends here"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "run")
+    for directory in (paths.root, paths.control, paths.logs):
+        private_dir(directory)
+    return paths
+
+
+def test_a_run_that_ends_for_good_takes_its_requeue_back_first(paths: RunPaths) -> None:
+    config = RunConfig()
+    allocation = OfACancelledJob(config, paths)
+    assert asyncio.run(Lead(paths, config, allocation).run()) is ExitCode.CANCELLED
+    assert allocation.withdrawn == 1
+    events = read_events(paths)
+    assert [event["event"] for event in events] == ["started", "notice", "ended"]
+    assert events[1]["reason"] == "Requeue=0: the job ends here"
+
+
+def test_a_job_that_comes_second_does_not_wait_held_for_the_run(paths: RunPaths) -> None:
+    take_epoch(paths, job_id="7", restart=0, cluster="slurm")
+    config = RunConfig()
+    allocation = OfACancelledJob(config, paths, owned="job 7 is RUNNING")
+    with pytest.raises(Fenced):
+        asyncio.run(Lead(paths, config, allocation).run())
+    assert allocation.withdrawn == 1

@@ -1,0 +1,56 @@
+"""Slurm ends a job and does not have it run again: the run goes on all the same."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SMALL, LiveRun
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.faults import preempt
+from verl_slurm.runtime_state import ledger
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+
+@pytest.fixture
+def run(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> Iterator[LiveRun]:
+    """On a cluster of its own, because what Slurm is told here is told to all jobs."""
+    live = LiveRun(make_cluster(cred_expire_s=10, kill_wait_s=30), tmp_path / "run", *SMALL)
+    yield live
+    live.cancel()
+
+
+def test_a_preemption_that_cancels_without_grace_time_is_saved_and_comes_back(run: LiveRun) -> None:
+    run.slurm("scontrol", "update", "PartitionName=preemptible", "PreemptMode=CANCEL", "GraceTime=0")
+    run.submit()
+    run.wait_phase("update")
+    preempt(run.cluster, int(run.job_id), hold_s=1)
+    cause = run.wait_event("cause")
+    assert cause["cause"] == "preemption", run.story()
+    assert "ends as=PREEMPTED" in cause["evidence"]
+    saved = run.wait_event("saved", emergency=True)
+    run.wait_event("ended", exit_code=25)
+    run.wait_event("generation", resume=saved["name"])
+    assert run.facts().restarts == 1
+    run.wait_end()
+    assert ledger.stats(run.paths).duplicates == ()
+
+
+def test_a_node_that_fails_a_job_which_may_not_be_requeued_is_followed_by_another_job(run: LiveRun) -> None:
+    run.submit()
+    run.slurm(
+        "scontrol", "update", f"JobId={run.job_id}", "Requeue=0"
+    )  # as --no-requeue, which the follower has not
+    run.wait_phase("update")
+    (lost,) = run.other_nodes()[:1]
+    run.slurm("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
+    cause = run.wait_event("cause")
+    assert (cause["cause"], "Reason=NodeDown" in cause["evidence"]) == ("failed", True), run.story()
+    ended = run.wait_event("ended", exit_code=25)
+    assert "follows this one" in ended["reason"]
+    follower = run.wait_event("successor")["job_id"]
+    run.wait_event("started", job_id=follower)
+    run.job_id = follower
+    run.wait_end()
+    assert ledger.stats(run.paths).duplicates == ()

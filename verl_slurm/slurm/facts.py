@@ -1,0 +1,128 @@
+"""What we know of a job, a node and a partition, whichever Slurm it was read from (`parse.py`). Pure."""
+
+from datetime import datetime
+
+import msgspec
+
+__all__ = ["JobFacts", "NodeFacts", "PartitionFacts"]
+
+# Slurm shows one word of several: of a running job's flags rather than RUNNING (job_state_string, all versions).
+# STOPPED: `scancel -s STOP` stopped the steps; the batch process goes on, and Slurm ends the job as any other.
+_STATES_RUNNING = frozenset({"RUNNING", "SIGNALING", "RESIZING", "STOPPED"})
+_STATES_OVER = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "REVOKED", "SPECIAL_EXIT", "STAGE_OUT", "TIMEOUT"}
+)
+_STATES_WAITING = frozenset(
+    {
+        "EXPEDITING",
+        "PENDING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESV_DEL_HOLD",
+    }  # 25.11, then all versions
+)
+_STATES_FAILED = frozenset({"BOOT_FAIL", "COMPLETING", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"})
+_REASONS_FAILED = frozenset(
+    {"JobLaunchFailure", "NodeDown", "NonZeroExitCode", "OutOfMemory", "PartitionDown", "RaisedSignal"}
+)
+
+
+class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as slurmctld sees it now.
+
+    Called by: cause.py, client.py, the lead, cli status.
+    """
+
+    job_id: int
+    name: str
+    state: str
+    """RUNNING, PENDING, COMPLETING, CANCELLED, ... (Slurm's long names)."""
+    reason: str | None
+    restarts: int
+    requeue: bool
+    """Whether Slurm may requeue it at all (`--no-requeue`: False)."""
+    partition: str
+    preempt_time: datetime | None
+    """Set from the moment Slurm decides to preempt the job until it is requeued."""
+    eligible_time: datetime | None
+    """Not to be started before. The one honest field for that while a requeued job completes: there StartTime
+    is first the start of the old run, then "now"."""
+    start_time: datetime | None
+    end_time: datetime | None
+    """While running: when it will be ended. Moves to the end of the grace time at a preemption."""
+    time_limit_s: int | None
+    """None: unlimited."""
+    exit_code: str
+    """`code:signal`."""
+    batch_host: str | None
+    node_list: str | None
+    """Slurm's bracket form; `SlurmClient.expand` lists it."""
+    num_nodes: int
+    user_id: int
+    std_out: str | None
+    excluded: str | None = None
+    """Nodes that it stays away from, in Slurm's bracket form."""
+    failed_node: str | None = None
+    """The node that Slurm gave up, while the job completes; 23.02 and newer."""
+    expedited: bool = False
+    """Queued with `--requeue=expedite` (25.11 and newer): see `expedite.py`."""
+    ended_as: str | None = None
+    """What a COMPLETING job will be, e.g. PREEMPTED, where that was asked for and Slurm says it (`full_state.py`)."""
+
+    @property
+    def failed(self) -> bool:
+        """Slurm ends, or has ended, it because something broke: a node, memory, or its batch process, which was killed
+        (22.05 says JobLaunchFailure, newer ones `RaisedSignal:9(Killed)`) or left with an error. Nobody wanted its end:
+        `scancel`, with any signal but through `-b`, leaves Reason=None."""
+        word = (self.reason or "").partition(":")[0]
+        return self.state in _STATES_FAILED and word in _REASONS_FAILED
+
+    @property
+    def is_running(self) -> bool:
+        """It has its nodes and goes on. Slurm shows SIGNALING for the moment in which it delivers a signal."""
+        return self.state in _STATES_RUNNING
+
+    @property
+    def is_waiting(self) -> bool:
+        """It is in the queue, maybe held there, and has no nodes yet, or no more."""
+        return self.state in _STATES_WAITING
+
+    @property
+    def is_over(self) -> bool:
+        """Ended for good: nothing of it runs or will run, unless somebody requeues it."""
+        return self.state in _STATES_OVER
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One node.
+
+    Called by: the lead (where to reach an agent), status.
+    """
+
+    name: str
+    addr: str
+    hostname: str
+    state: frozenset[str]
+    """E.g. {IDLE}, {DOWN, NOT_RESPONDING}, {MIXED, DRAIN}; upper case."""
+    cpus: int
+
+
+class PartitionFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One partition.
+
+    Called by: submit.preflight.
+    """
+
+    name: str
+    state: str
+    """UP, DOWN, DRAIN or INACTIVE."""
+    total_nodes: int
+    total_cpus: int
+    max_time_s: int | None
+    """None: unlimited."""
+    max_nodes: int | None
+    grace_s: int
+    preempt_mode: str
+    is_default: bool
