@@ -194,7 +194,7 @@ def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock:
     assert str(paths.root).encode() not in page
     assert value(page, "verl_run_step") == 0
     labels = {key for _, found in samples(page) for key, _ in found}
-    assert labels == {"state", "cause", "outcome", "kind"}
+    assert labels == {"state", "cause", "outcome", "kind", "reason"}
     assert len(samples(page)) < 70  # bounded, whatever happens
 
 
