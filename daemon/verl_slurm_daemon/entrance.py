@@ -19,7 +19,7 @@ Refusal = Literal["silent", "left", "no_token", "crowded", "full"]
 """Did not end the handshake in time; went away in it; does not know the token; pushed out by newer ones; proved itself
 where all links are taken. Closed: it is a metric's label."""
 
-ROW = 256
+ROW = 512
 """Strangers at once, besides as many as there may be links: those may all be agents that come together. Far more than
 the kernel hands over at once (`listen`'s backlog), so that one who has just come has time for its proof."""
 

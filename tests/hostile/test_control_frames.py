@@ -33,7 +33,9 @@ WINDOW = 8
 """Connections in each stage of the attack."""
 
 
-def sealed(key: bytes, payload: bytes, *, number: int = 0, direction: bytes = b"A", length: int = -1) -> bytes:
+def sealed(
+    key: bytes, payload: bytes, *, number: int = 0, direction: bytes = b"A", length: int = -1
+) -> bytes:
     """A frame as `framing` describes it, written down a second time: with any of its parts as one likes."""
     mac = hmac.new(key, direction + struct.pack(">Q", number) + payload, hashlib.sha256).digest()
     return struct.pack(">IQ32s", len(payload) if length < 0 else length, number, mac) + payload
@@ -69,7 +71,9 @@ def _out_of_order(draw: random.Random, key: bytes) -> bytes:
 
 def _reflected(draw: random.Random, key: bytes) -> bytes:
     lead: Framer[Any] = Framer(key, b"L", FromAgent)
-    return lead.encode(Shutdown()) if draw.random() < 0.5 else sealed(key, draw.choice(PAYLOADS), direction=b"L")
+    return (
+        lead.encode(Shutdown()) if draw.random() < 0.5 else sealed(key, draw.choice(PAYLOADS), direction=b"L")
+    )
 
 
 def _of_another_session(draw: random.Random, key: bytes) -> bytes:
