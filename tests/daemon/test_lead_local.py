@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from verl_slurm_daemon.lead_address import read_lead_address
 
 from tests.harness import ROOT, SMALL, same_weights, wait_until_gone
 from verl_slurm.checkpoint.compare import newest_checkpoint
@@ -89,6 +90,34 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     same, said = same_weights(paths.root, straight.root)
     assert same, said
     assert ledger.stats(paths).duplicates == ()
+
+
+@pytest.mark.scenario("N02")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ss") is None, reason="NOT RUN: ss -K (iproute2) needs root"
+)
+def test_a_link_that_the_kernel_ends_costs_a_start_and_nothing_of_the_training(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    """The ranks of a lost link are ended, and their work is not done twice: the ledger has it."""
+    paths = prepared(tmp_path / "run")
+    process = lead(paths)
+    until(process, "first_rollout")
+    port = read_lead_address(paths).port
+    told = ["ss", "-K", "-t", "state", "established", "dst", "127.0.0.1", "dport", "=", str(port)]
+    killed = subprocess.run(told, capture_output=True, text=True, check=True).stdout
+    if str(port) not in killed:
+        process.kill()
+        finish(process)
+        pytest.skip("NOT RUN: this kernel ends no connections (INET_DIAG_DESTROY)")
+    assert finish(process) == 0
+    events = read_events(paths)
+    assert [e["kind"] for e in events if e["event"] == "crash"] == ["node"]
+    assert [e["number"] for e in events if e["event"] == "generation"] == [1, 2]
+    same, said = same_weights(paths.root, straight.root)
+    assert same, said
+    assert ledger.stats(paths).duplicates == ()
+    wait_until_gone(str(paths.root))
 
 
 def test_a_term_is_the_users_cancel_saved_and_final(tmp_path: Path) -> None:
