@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 
@@ -23,7 +24,15 @@ class Chaos:
     """Then the connection is reset, both ends."""
     twice: range = range(0)
     """These bytes are sent, and then sent once more."""
+    flip_up: int = 0
+    """So many times a bit is flipped, in the middle of a large chunk that goes up."""
+    flip_down: int = 0
+    cut_down_after: int | None = None
+    """As `cut_after`, of what comes down."""
+    stall: bool = False
+    """Nothing moves any more, either way, and nothing is closed: a black hole."""
     port: int = 0
+    connections: int = 0
     up: bytearray = field(default_factory=bytearray)
     """All that came from clients, as they sent it."""
 
@@ -37,6 +46,7 @@ async def chaos_proxy(port: int, chaos: Chaos) -> AsyncIterator[Chaos]:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
+        chaos.connections += 1
         there, back = await asyncio.open_connection("127.0.0.1", port)
         pumps = [
             asyncio.create_task(_up(reader, back, chaos)),
@@ -47,6 +57,8 @@ async def chaos_proxy(port: int, chaos: Chaos) -> AsyncIterator[Chaos]:
         except ConnectionError:
             _reset(writer)
             _reset(back)
+        except asyncio.CancelledError:
+            pass  # the end of the test; asyncio's streams log a handler that was cancelled
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -69,6 +81,10 @@ async def _up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chaos:
     at, held = 0, b""
     while data := await reader.read(chaos.chunk):
         chaos.up += data
+        await _stalled(chaos)
+        if chaos.flip_up and len(data) > _LARGE:
+            chaos.flip_up -= 1
+            data = _flipped(data)
         cut = chaos.cut_after
         if cut is not None and at + len(data) >= cut:
             writer.write(data[: cut - at])
@@ -86,11 +102,59 @@ async def _up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chaos:
 
 
 async def _down(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chaos: Chaos) -> None:
+    at = 0
     while data := await reader.read(chaos.chunk):
+        await _stalled(chaos)
+        if chaos.flip_down and len(data) > _LARGE:
+            chaos.flip_down -= 1
+            data = _flipped(data)
+        cut = chaos.cut_down_after
+        if cut is not None and at + len(data) >= cut:
+            writer.write(data[: cut - at])
+            await writer.drain()
+            raise ConnectionResetError
+        at += len(data)
         writer.write(data)
         await writer.drain()
     with contextlib.suppress(OSError):
         writer.write_eof()
+
+
+_LARGE = 4096
+"""More than the head of a request or of an answer."""
+
+
+async def _stalled(chaos: Chaos) -> None:
+    if chaos.stall:
+        await asyncio.Event().wait()
+
+
+def _flipped(data: bytes) -> bytes:
+    at = len(data) * 3 // 4
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@contextlib.contextmanager
+def proxied(port: int) -> Iterator[Chaos]:
+    """The same in a thread of its own, for clients that block."""
+    chaos, loop = Chaos(), asyncio.new_event_loop()
+    ready, end = threading.Event(), asyncio.Event()
+
+    async def live() -> None:
+        async with chaos_proxy(port, chaos):
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(live(),))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield chaos
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join(30)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

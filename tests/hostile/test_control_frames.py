@@ -172,10 +172,11 @@ def bombard(number: int) -> str:
     with lead_port() as port:
         attack = Attack(port, SEED)
         began = time.perf_counter()
-        attack.run(number // 3)
-        before = port.look()
-        attack.run(number - number // 3)
-        after = port.look()
+        looks = []
+        for tenth in range(10):
+            attack.run(number * (tenth + 1) // 10 - number * tenth // 10)
+            looks.append(port.look())
+        before, after = looks[2], looks[-1]  # by then the heap has its shape
         seconds = time.perf_counter() - began
         assert after["delivered"] == 0, f"VERL_SLURM_SEED={SEED}"
         assert after["all"] + sum(after["refused"].values()) == number
@@ -183,10 +184,11 @@ def bombard(number: int) -> str:
         assert after["broken"] > number // 2
         _one_honest_message(port)
         assert port.look()["delivered"] == 1, "it no longer listens"
+        memory = " ".join(f"{look['rss'] / 1e6:.1f}" for look in looks)
         figures = (
             f"{number} frames in {seconds:.0f} s, seed {SEED}: {after['broken']} links broken, refused"
-            f" {after['refused']}; {before['rss'] / 1e6:.1f} MB after a third, {after['rss'] / 1e6:.1f} MB at the"
-            f" end; {after['fds'] - before['fds']} more descriptors"
+            f" {after['refused']}; MB at every tenth: {memory};"
+            f" {after['fds'] - before['fds']} more descriptors"
         )
         assert after["links"] == 0, figures
         assert after["fds"] <= before["fds"] + 1, figures

@@ -38,6 +38,7 @@ def test_a_part_is_as_small_as_the_number_of_parts_allows() -> None:
     assert part_size(1 << 40) == 105 << 20
 
 
+@pytest.mark.scenario("N05")
 def test_an_upload_whose_process_was_killed_goes_on_where_it_was(server: StandIn, tmp_path: Path) -> None:
     data = content(20 * PART)
     (tmp_path / "data").write_bytes(data)

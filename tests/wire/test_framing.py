@@ -47,6 +47,7 @@ def test_what_came_whole_before_a_frame_that_is_refused_counts() -> None:
     assert got == sent
 
 
+@pytest.mark.scenario("N03")
 def test_a_frame_cannot_be_reflected_to_its_sender() -> None:
     lead, _ = pair()
     with pytest.raises(WireError, match="MAC"):

@@ -147,8 +147,21 @@ class S3Backend:
         except botocore.exceptions.ClientError as error:
             raise self._failure(key, _code(error), error) from None
         self._require_range(key, answer, offset)
+        block = bytearray()
         with closing(answer["Body"]) as body:
-            yield from body.iter_chunks(_BLOCK)
+            try:
+                # In small pieces: what a read has got before the line is reset is lost with it.
+                for piece in body.iter_chunks(_PROGRESS):
+                    block += piece
+                    if len(block) >= _BLOCK:
+                        yield bytes(block)
+                        block.clear()
+            except _BROKEN:
+                if block:
+                    yield bytes(block)
+                raise
+        if block:
+            yield bytes(block)
 
     def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
         """A server that ignores the range would give the bytes of another place."""
