@@ -94,7 +94,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
     journal = Journal(paths, epoch=EPOCH, job_id="benchmark")
     effects = Effects(paths, config, LocalAllocation(config, paths), journal, EPOCH, posted.put_nowait)
     await effects.open()
-    deciding = asyncio.create_task(_decide(posted))
+    deciding = asyncio.create_task(_decide(config, posted))
     crowds: list[asyncio.subprocess.Process] = []
     began = time.monotonic()
     try:
@@ -110,6 +110,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
             crowd.stdin.write(b"talk\n")
         await asyncio.sleep(1.0)  # until each has begun
         found["talking"] = await _rounds(effects, crowds, range(rounds + 1, 2 * rounds + 1))
+        assert not deciding.done(), deciding.exception()
         found["load"] = [round(number, 2) for number in os.getloadavg()]
         return found
     finally:
@@ -134,9 +135,17 @@ async def _line(crowd: asyncio.subprocess.Process) -> dict[str, Any]:
     return found
 
 
-async def _decide(posted: "asyncio.Queue[ev.Event]") -> None:
+async def _decide(config: RunConfig, posted: "asyncio.Queue[ev.Event]") -> None:
     """As the lead: what each message means. What follows from it is not done."""
-    model = Model(Limits())
+    daemon = config.daemon
+    limits = Limits(
+        crash_budget=daemon.crash_budget,
+        backoff_s=daemon.backoff_s,
+        no_progress_limit=daemon.no_progress_limit,
+        hang_budget=daemon.hang_budget,
+        node_budget=daemon.node_budget,
+    )
+    model = decide(Model(limits), ev.Ready(config.distributed.world_size)).model
     while True:
         model = decide(model, await posted.get()).model
 

@@ -308,6 +308,26 @@ def test_a_checkpoint_of_another_run_is_not_taken_for_ours(
         fetch(paths, config_of(), "step_000010", tiers=tiers)
 
 
+@pytest.mark.s3
+@pytest.mark.scenario("N09")
+def test_what_was_deleted_in_a_bucket_with_versions_is_gone_for_us_and_may_come_again(
+    radosgw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", radosgw.secret)
+    tier = TierConfig(
+        name="store", kind="s3", bucket="versioned", endpoint=radosgw.endpoint, region="us-east-1"
+    )
+    backend: Any = open_backend(tier)
+    backend._client.create_bucket(Bucket="versioned")
+    backend._client.put_bucket_versioning(Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
+    for data in (b"first", b"second"):
+        assert backend.commit(KEY, data)
+        assert backend.read(KEY, 0, 100) == data
+        backend.delete(KEY)
+        assert backend.stat(KEY) is None
+        assert list(backend.list("p/")) == []
+
+
 def run_pass(paths: RunPaths, tiers: list[OpenTier]) -> Pass:
     return sync(paths, config_of(), tiers=tiers, now=lambda: NOW)
 
