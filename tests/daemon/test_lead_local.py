@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -174,6 +175,10 @@ def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> No
     paths = prepared(tmp_path / "run", *one)
     process = lead(paths)
     until(process, "first_rollout")
+    with socket.create_connection(("127.0.0.1", read_lead_address(paths).port), timeout=30) as stranger:
+        stranger.sendall(bytes(64))
+        while stranger.recv(64):
+            pass
     pages = {}
     for file in paths.metrics.iterdir():
         (entry,) = json.loads(file.read_bytes())
@@ -183,6 +188,10 @@ def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> No
     assert 'verl_run_state{state="running"} 1.0' in pages["lead"]
     assert re.search(r"^verl_rollout_queue_length [1-9]", pages["lead"], re.MULTILINE)
     assert re.search(r"^verl_runtime_state_age_seconds \d", pages["lead"], re.MULTILINE)
+    assert 'verl_connections_refused_total{reason="no_token"} 1.0' in pages["lead"]
+    assert [(e["reason"], e["count"]) for e in read_events(paths) if e["event"] == "strangers"] == [
+        ("no_token", 1)
+    ]
     assert "verl_agent_ranks_heard 1.0" in pages["node_0000"]
     assert finish(process) == 0
     assert list(paths.metrics.iterdir()) == []
