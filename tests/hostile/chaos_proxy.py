@@ -8,7 +8,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 
@@ -31,6 +31,8 @@ class Chaos:
     """As `cut_after`, of what comes down."""
     stall: bool = False
     """Nothing moves any more, either way, and nothing is closed: a black hole."""
+    on_stall: Callable[[], object] = lambda: None
+    """Told of everything that is swallowed."""
     port: int = 0
     connections: int = 0
     up: bytearray = field(default_factory=bytearray)
@@ -126,6 +128,7 @@ _LARGE = 4096
 
 async def _stalled(chaos: Chaos) -> None:
     if chaos.stall:
+        chaos.on_stall()
         await asyncio.Event().wait()
 
 

@@ -1,6 +1,9 @@
 """A bucket behind a line that cuts, flips bits and swallows: the stand-in, and a real server (`make s3`)."""
 
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import botocore.endpoint
+import psutil
 import pytest
 
 from tests.hostile.chaos_proxy import Chaos, proxied
@@ -16,6 +20,7 @@ from tests.tiers import s3_stand_in
 from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, opened, s3_config
 from tests.tiers.radosgw import BUCKET, running
 from tests.tiers.s3_stand_in import Call, StandIn, Stored
+from verl_slurm.config.load import dump
 from verl_slurm.config.schema import TierConfig
 from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.events import read_events
@@ -176,6 +181,31 @@ def test_uploads_of_what_nobody_wants_any_more_are_given_up(
     save_small(20)
     assert run_pass(paths, tiers).ok
     assert server.uploads == {}
+
+
+@pytest.mark.scenario("N05")
+def test_whoever_waits_for_a_black_hole_is_a_process_of_the_lowest_priority_and_may_be_killed(
+    paths: RunPaths, save_small: Save, server: StandIn
+) -> None:
+    """So training waits for no bucket; the next pass goes on."""
+    save_small(10)
+    with proxied(server.server_port) as chaos:
+        behind = s3_config(server, endpoint=f"http://127.0.0.1:{chaos.port}")
+        paths.run_yaml.write_bytes(dump(config_of(behind)))
+        asked, chaos.stall = threading.Event(), True
+        chaos.on_stall = asked.set
+        argv = [sys.executable, "-m", "verl_slurm.tiers", "sync", "--run", str(paths.root)]
+        with subprocess.Popen(argv) as child:
+            try:
+                assert asked.wait(60)
+                process = psutil.Process(child.pid)
+                assert process.nice() == 19
+                assert process.ionice() == (psutil.IOPRIO_CLASS_BE, 7)
+            finally:
+                child.kill()
+    done = run_pass(paths, opened(paths, s3_config(server)))
+    assert done.ok
+    assert len(done.done) == 1
 
 
 # ---- N06: done, and nobody says so
