@@ -84,6 +84,8 @@ def test_a_black_hole_is_given_up_and_the_next_attempt_goes_on_behind_it(line: L
     for use in (
         lambda: impatient.put(KEY, Bytes(data), entry(data)),
         lambda: impatient.stat(KEY),
+        lambda: impatient.read(KEY, 0, 10),
+        lambda: list(impatient.blocks(KEY)),
         lambda: list(impatient.list("p/")),
         lambda: impatient.commit(f"{KEY}.json", b"{}"),
     ):
@@ -106,7 +108,8 @@ def test_a_line_that_is_cut_every_64_kib_brings_all_of_it_down(line: Line) -> No
     before = line.chaos.connections
     assert b"".join(line.backend().blocks(KEY)) == data
     assert line.backend().holds(KEY, entry(data)) == ""
-    assert line.chaos.connections - before > 2 * 20
+    assert line.backend().read(KEY, 1000, 10 * PART) == data[1000 : 1000 + 10 * PART]
+    assert line.chaos.connections - before > 2 * 20 + 10
     line.chaos.cut_down_after = None
     backend.delete(KEY)
 

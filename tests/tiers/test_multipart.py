@@ -94,3 +94,4 @@ def test_a_server_that_ignores_ranges_is_not_believed(server: StandIn) -> None:
     server.fault = lambda call: "no_range"
     with pytest.raises(TierError, match="another range"):
         backend.read("p/r/f", 10, 10)
+    assert backend.read("p/r/f", 0, 10) == data[:10], "no more than was asked for"
