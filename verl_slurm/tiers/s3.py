@@ -30,7 +30,7 @@ from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size
 __all__ = ["S3Backend"]
 
 _BLOCK = 4 << 20
-_PROGRESS = 16 << 10
+_PIECE, _PROGRESS = 32 << 10, 16 << 10
 _CONNECT_S, _READ_S = 10, 60
 _ATTEMPTS = 5
 """Of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut connections."""
@@ -145,7 +145,7 @@ class S3Backend:
         with closing(answer["Body"]) as body:
             try:
                 # In small pieces: what a read has got before the line is reset is lost with it.
-                for piece in body.iter_chunks(_PROGRESS):
+                for piece in body.iter_chunks(_PIECE):
                     block += piece if size is None else piece[: size - got]
                     got += len(piece)
                     if size is not None and got >= size:
