@@ -17,6 +17,7 @@ import pytest
 from verl_slurm_daemon.lead_address import read_lead_address
 
 from tests.harness import ROOT, SMALL, same_weights, wait_until_gone
+from tests.hostile.netlab import ADDRESS, netlab
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.manifest import parse, render, sealed
@@ -261,4 +262,54 @@ def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike
         joined.wait()
     assert {e["epoch"] for e in read_events(paths) if e["event"] == "started"} == {1, 2}
     assert same_weights(paths.root, straight.root)[0]
+    wait_until_gone(str(paths.root))
+
+
+# The kernel notices after three minutes; here after three seconds.
+IMPATIENT = """
+import sys
+from verl_slurm_daemon import channel
+from verl_slurm_daemon.__main__ import main
+channel._SILENCE_S = 3
+sys.exit(main())
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.scenario("N01")
+def test_two_hosts_that_lose_each_other_for_long_find_together_again_by_themselves(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    paths = prepared(tmp_path / "run")
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{ADDRESS['a']} slots=1\n{ADDRESS['b']} slots=1\n")
+    words = ["--run", str(paths.root), "--hostfile", str(hosts)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment["GLOO_SOCKET_IFNAME"] = "veth"
+    python = [sys.executable, "-c", IMPATIENT]
+    with netlab() as lab:
+        joined = subprocess.Popen(
+            lab.argv("b", [*python, "join", *words, "--host", ADDRESS["b"]]), env=environment
+        )
+        first = subprocess.Popen(
+            lab.argv("a", [*python, "lead", *words]),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            until(first, "first_rollout")
+            lab.cut()
+            assert "kind=node" in until(first, " crash ")
+            until(first, " generation ")
+            lab.heal()
+            assert finish(first) == 0
+            assert joined.wait(timeout=60) == 0
+        finally:
+            for process in (first, joined):
+                process.kill()
+                process.wait()
+    assert same_weights(paths.root, straight.root)[0]
+    assert ledger.stats(paths).duplicates == ()
     wait_until_gone(str(paths.root))
