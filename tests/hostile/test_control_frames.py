@@ -3,7 +3,8 @@
 Each comes over a connection of its own, for the first one ends it: most behind a handshake that is right, as from an
 agent that was taken over. The port is another process; its memory is looked at.
 
-    VERL_SLURM_SOAK=1000000 python -m pytest -s -m soak tests/hostile/test_control_frames.py
+    make soak TESTS=tests/hostile/test_control_frames.py
+    VERL_SLURM_FRAMES=5000 VERL_SLURM_SEED=7 make soak TESTS=tests/hostile/test_control_frames.py
 """
 
 import hashlib
@@ -203,4 +204,4 @@ def test_malformed_frames_are_all_refused_and_cost_nothing_that_stays() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_a_million_malformed_frames() -> None:
-    print(bombard(max(int(os.environ["VERL_SLURM_SOAK"]), 1000)))
+    print(bombard(int(os.environ.get("VERL_SLURM_FRAMES", "1000000"))))
