@@ -4,16 +4,24 @@ import asyncio
 import contextlib
 import hmac
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from verl_slurm.errors import WireError
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
+from verl_slurm_daemon.entrance import Entrance, Refusal, make_room
 
 __all__ = ["AgentLink", "LeadLink", "connect", "serve"]
 
 _HANDSHAKE_S = 5.0
 _READ_BYTES = 64 * 1024
+_BACKLOG, _MOST_BACKLOG = 128, 4096
+_SILENCE_S = 180
+"""A link whose other end acknowledges nothing for so long is dead: a node without power says nothing more. Long enough
+for a switch that starts anew: what was sent meanwhile arrives afterwards, and nobody has noticed. A process that is
+stopped, or slow, is not silent: its kernel acknowledges for it."""
 
 
 class AgentLink:
@@ -44,39 +52,53 @@ class AgentLink:
 
 
 async def serve(
-    host: str, token: bytes, epoch: int, max_links: int, on_link: Callable[[AgentLink], Awaitable[None]]
+    host: str,
+    token: bytes,
+    epoch: int,
+    max_links: int,
+    on_link: Callable[[AgentLink], Awaitable[None]],
+    refused: Callable[[Refusal], None] = lambda _: None,
 ) -> tuple[asyncio.Server, int]:
     """Listen on a free port. `on_link` runs for each peer that proved it knows the token.
 
     Args:
         host: what the agents will be told. A loopback address is listened on alone; for any other, all
             interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
+        max_links: proven peers at once.
+        refused: told of every other one.
 
-    Peers that do not finish the handshake in 5 s are dropped; at most `max_links` are held at once, so that
-    silent strangers cannot crowd out an agent for longer than that.
+    Peers that do not finish the handshake in 5 s are dropped, and sooner where newer ones push them out (`entrance`).
     """
-    held = 0
+    entrance = Entrance(max_links, refused)
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal held
-        if held >= max_links:
-            writer.close()
-            return
-        held += 1
+        transport: Any = writer.transport
+        transport.max_size = _READ_BYTES  # asyncio would take 256 KiB for each read, of each stranger
+        _notice_silence(writer)
+        entrance.arrive(transport)
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 key = await _greet_agent(reader, writer, token, epoch)
-            framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
+        except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            entrance.turn_away(transport, error)
+            return
+        if not entrance.admit(transport):
+            return
+        framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
+        try:
             await on_link(AgentLink(reader, writer, framer))
-        except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError):
-            pass  # a stranger, or an agent that died: its absence is noticed where it is waited for
+        except (WireError, OSError):
+            pass  # an agent that died: its absence is noticed where it is waited for
         finally:
-            held -= 1
+            entrance.leave()
             await _close(writer)
 
+    # All agents of a large job come within milliseconds, and one that finds the queue full asks again after a second.
+    backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
+    make_room(max_links + entrance.most_strangers + backlog)
     everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - whoever connects must know the token
     server = await asyncio.start_server(
-        on_connection, host if host.startswith("127.") else everywhere, port=0
+        on_connection, host if host.startswith("127.") else everywhere, port=0, backlog=backlog
     )
     port = int(server.sockets[0].getsockname()[1])
     return server, port
@@ -140,6 +162,7 @@ async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
     """
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
+        _notice_silence(writer)
         try:
             key = await _greet_lead(reader, writer, token, epoch, f"{host}:{port}")
         except BaseException:
@@ -166,3 +189,14 @@ async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
+
+
+def _notice_silence(writer: asyncio.StreamWriter) -> None:
+    """Without it a link on which nothing is said never ends, and one with something under way after 15 minutes."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # a kernel that does not know one of these
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_SILENCE_S // 3, 1))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_SILENCE_S // 12, 1))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)

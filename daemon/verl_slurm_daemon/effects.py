@@ -37,6 +37,7 @@ from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
+from verl_slurm_daemon.entrance import Refusal
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
@@ -62,6 +63,7 @@ class Effects:
 
     Args:
         post: where events go.
+        refused: told of each connection that was turned away.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class Effects:
         journal: Journal,
         epoch: int,
         post: Callable[[ev.Event], None],
+        refused: Callable[[Refusal], None] = lambda _: None,
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
-        self._journal, self._epoch, self._post = journal, epoch, post
+        self._journal, self._epoch, self._post, self._refused = journal, epoch, post, refused
         self._keys: Keyring | None = None
         self._generation, self._leaving = 0, asyncio.Event()
         self._links: dict[str, AgentLink] = {}
@@ -99,10 +102,10 @@ class Effects:
         self._keys = load_keys(self._config.checkpoint.encryption)
         self._spawn(self._mover.run())
         token = secrets.token_bytes(32)
-        # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
+        # Twice the agents: each may ask over a second connection whether we live (`orphan`).
         links = 2 * self._config.distributed.nodes + 4
         host = await self._allocation.address()
-        self._server, port = await serve(host, token, self._epoch, links, self._on_link)
+        self._server, port = await serve(host, token, self._epoch, links, self._on_link, self._refused)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
         checkpoint = self._config.checkpoint

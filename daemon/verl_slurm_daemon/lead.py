@@ -26,6 +26,7 @@ from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
 from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.entrance import Refusal, thinned
 from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 from verl_slurm_daemon.model import Limits, Model
@@ -100,8 +101,15 @@ class Lead:
             nodes=nodes,
             pid=mine.pid,
         )
+        told = thinned(lambda why, count: journal.event("strangers", reason=why, count=count))
+
+        def refused(why: Refusal) -> None:
+            told(why)
+            if self._metrics is not None:
+                self._metrics.refused(why)
+
         effects = Effects(
-            self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
+            self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait, refused
         )
         try:
             code, reason = await self._live(journal, effects)

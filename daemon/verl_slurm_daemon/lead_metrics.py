@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -16,6 +16,7 @@ from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.step_log import step_seconds
 from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm_daemon.entrance import Refusal
 from verl_slurm_daemon.exporter import Exporter
 from verl_slurm_daemon.exposition import counter, gauge, labelled, renderer
 from verl_slurm_daemon.journal import Status
@@ -62,6 +63,7 @@ class LeadMetrics:
         self._paths, self._config, self._status, self._clock = paths, config, status, clock
         self.run, self.live = RunNumbers(), LiveNumbers(range(config.distributed.world_size))
         self._queue: int | None = None
+        self._turned_away: dict[str, float] = dict.fromkeys(get_args(Refusal), 0.0)
         self._exporter = Exporter(
             paths,
             config,
@@ -94,6 +96,10 @@ class LeadMetrics:
         time_ = datetime.fromtimestamp(self._clock(), UTC).isoformat()
         self.run.feed({"time": time_, "event": event, **fields})
 
+    def refused(self, why: Refusal) -> None:
+        """A connection to the control port was turned away now."""
+        self._turned_away[why] += 1
+
     def heard(self, message: FromRank) -> None:
         """A rank said this now."""
         self.live.feed(message, self._clock())
@@ -124,6 +130,16 @@ class LeadMetrics:
             "verl_tokens_per_second", "Sampled, in the newest step.", status.metrics.get("tokens_per_second")
         )
         yield gauge("verl_step_duration_seconds", "Of the newest step.", status.metrics.get("step_s"))
+        yield counter(
+            "verl_links_broken", "Agents' connections that failed; of this run.", self.run.counts["link"]
+        )
+        yield labelled(
+            CounterMetricFamily,
+            "verl_connections_refused",
+            "At the control port; of this lead.",
+            "reason",
+            self._turned_away,
+        )
         yield from self._of_restarts(now)
         yield from self._of_saves()
         if self._config.observability.learning_numbers:

@@ -278,5 +278,32 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     assert asyncio.run(story()) == ([Shutdown()], ev.NodeFailed("n", "killed"))
 
 
+@pytest.mark.scenario("N03")
+def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "scrub_forever", never)
+    private_dir(RunPaths(tmp_path).control)
+
+    async def story() -> ev.Event:
+        effects, posted = effects_of(tmp_path, Scripted())
+        await effects.open()
+        address = read_lead_address(RunPaths(tmp_path))
+        link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
+        link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
+        link._framer._sent -= 1  # the next frame has the number of this one
+        link.send(NodeExited(node="n", exit_code=1, detail="killed"))
+        event = await posted.get()
+        assert posted.empty()
+        await link.close()
+        await effects.close()
+        return event
+
+    assert asyncio.run(story()) == ev.NodeFailed("n", "the agent is gone without a word", lost=True)
+    (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "link"]
+    assert said["node"] == "n"
+    assert "out of order" in str(said["error"])
+
+
 async def never(*_: object) -> None:
     """No scrub in this test."""

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from verl_slurm_daemon.lead_address import read_lead_address
 
 from tests.harness import ROOT, SMALL, same_weights, wait_until_gone
+from tests.hostile.netlab import ADDRESS, netlab
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.manifest import parse, render, sealed
@@ -89,6 +92,34 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     same, said = same_weights(paths.root, straight.root)
     assert same, said
     assert ledger.stats(paths).duplicates == ()
+
+
+@pytest.mark.scenario("N02")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ss") is None, reason="NOT RUN: ss -K (iproute2) needs root"
+)
+def test_a_link_that_the_kernel_ends_costs_a_start_and_nothing_of_the_training(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    """The ranks of a lost link are ended, and their work is not done twice: the ledger has it."""
+    paths = prepared(tmp_path / "run")
+    process = lead(paths)
+    until(process, "first_rollout")
+    port = read_lead_address(paths).port
+    told = ["ss", "-K", "-t", "state", "established", "dst", "127.0.0.1", "dport", "=", str(port)]
+    killed = subprocess.run(told, capture_output=True, text=True, check=True).stdout
+    if str(port) not in killed:
+        process.kill()
+        finish(process)
+        pytest.skip("NOT RUN: this kernel ends no connections (INET_DIAG_DESTROY)")
+    assert finish(process) == 0
+    events = read_events(paths)
+    assert [e["kind"] for e in events if e["event"] == "crash"] == ["node"]
+    assert [e["number"] for e in events if e["event"] == "generation"] == [1, 2]
+    same, said = same_weights(paths.root, straight.root)
+    assert same, said
+    assert ledger.stats(paths).duplicates == ()
+    wait_until_gone(str(paths.root))
 
 
 def test_a_term_is_the_users_cancel_saved_and_final(tmp_path: Path) -> None:
@@ -167,6 +198,10 @@ def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> No
     paths = prepared(tmp_path / "run", *one)
     process = lead(paths)
     until(process, "first_rollout")
+    with socket.create_connection(("127.0.0.1", read_lead_address(paths).port), timeout=30) as stranger:
+        stranger.sendall(bytes(64))
+        while stranger.recv(64):
+            pass
     pages = {}
     for file in paths.metrics.iterdir():
         (entry,) = json.loads(file.read_bytes())
@@ -176,6 +211,10 @@ def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> No
     assert 'verl_run_state{state="running"} 1.0' in pages["lead"]
     assert re.search(r"^verl_rollout_queue_length [1-9]", pages["lead"], re.MULTILINE)
     assert re.search(r"^verl_runtime_state_age_seconds \d", pages["lead"], re.MULTILINE)
+    assert 'verl_connections_refused_total{reason="no_token"} 1.0' in pages["lead"]
+    assert [(e["reason"], e["count"]) for e in read_events(paths) if e["event"] == "strangers"] == [
+        ("no_token", 1)
+    ]
     assert "verl_agent_ranks_heard 1.0" in pages["node_0000"]
     assert finish(process) == 0
     assert list(paths.metrics.iterdir()) == []
@@ -245,4 +284,54 @@ def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike
         joined.wait()
     assert {e["epoch"] for e in read_events(paths) if e["event"] == "started"} == {1, 2}
     assert same_weights(paths.root, straight.root)[0]
+    wait_until_gone(str(paths.root))
+
+
+# The kernel notices after three minutes; here after three seconds.
+IMPATIENT = """
+import sys
+from verl_slurm_daemon import channel
+from verl_slurm_daemon.__main__ import main
+channel._SILENCE_S = 3
+sys.exit(main())
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.scenario("N01")
+def test_two_hosts_that_lose_each_other_for_long_find_together_again_by_themselves(
+    straight: RunPaths, tmp_path: Path
+) -> None:
+    paths = prepared(tmp_path / "run")
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{ADDRESS['a']} slots=1\n{ADDRESS['b']} slots=1\n")
+    words = ["--run", str(paths.root), "--hostfile", str(hosts)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment["GLOO_SOCKET_IFNAME"] = "veth"
+    python = [sys.executable, "-c", IMPATIENT]
+    with netlab() as lab:
+        joined = subprocess.Popen(
+            lab.argv("b", [*python, "join", *words, "--host", ADDRESS["b"]]), env=environment
+        )
+        first = subprocess.Popen(
+            lab.argv("a", [*python, "lead", *words]),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            until(first, "first_rollout")
+            lab.cut()
+            assert "kind=node" in until(first, " crash ")
+            until(first, " generation ")
+            lab.heal()
+            assert finish(first) == 0
+            assert joined.wait(timeout=60) == 0
+        finally:
+            for process in (first, joined):
+                process.kill()
+                process.wait()
+    assert same_weights(paths.root, straight.root)[0]
+    assert ledger.stats(paths).duplicates == ()
     wait_until_gone(str(paths.root))

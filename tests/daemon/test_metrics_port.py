@@ -194,7 +194,7 @@ def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock:
     assert str(paths.root).encode() not in page
     assert value(page, "verl_run_step") == 0
     labels = {key for _, found in samples(page) for key, _ in found}
-    assert labels == {"state", "cause", "outcome", "kind"}
+    assert labels == {"state", "cause", "outcome", "kind", "reason"}
     assert len(samples(page)) < 70  # bounded, whatever happens
 
 
@@ -206,6 +206,22 @@ def test_how_well_it_learns_is_shown_only_where_that_is_asked_for(paths: RunPath
         assert value(page, "verl_learning", number="reward") == (0.5 if asked else None)
         assert value(page, "verl_tokens_per_second") == 50.0
         assert b"secret" not in page
+
+
+@pytest.mark.scenario("N03", "N04")
+def test_who_is_turned_away_at_the_control_port_is_counted_by_reason(paths: RunPaths, clock: Clock) -> None:
+    lead, journal, _ = lead_of(paths, clock)
+    for _ in range(3):
+        lead.refused("silent")
+    lead.refused("no_token")
+    journal.event("link", node="n1", error="a frame is out of order")
+    page = page_of(lead)
+    counted = {
+        reason: value(page, "verl_connections_refused_total", reason=reason)
+        for reason in ("silent", "left", "no_token", "crowded", "full")
+    }
+    assert counted == {"silent": 3, "left": 0, "no_token": 1, "crowded": 0, "full": 0}
+    assert value(page, "verl_links_broken_total") == 1
 
 
 def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> None:

@@ -141,7 +141,7 @@ def _frames(direction: bytes, vocabulary: Any) -> Callable[[bytes], object]:
     def parse(data: bytes) -> object:
         framer: Framer[Any] = Framer(of.KEY, direction, vocabulary)
         half = len(data) // 2
-        return framer.feed(data[:half]) + framer.feed(data[half:])
+        return [*framer.feed(data[:half]), *framer.feed(data[half:])]
 
     return parse
 

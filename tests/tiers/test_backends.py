@@ -159,6 +159,7 @@ def test_what_was_removed_may_be_removed_again(backend: Backend, key: str) -> No
     assert list(backend.list(key.rpartition("/")[0])) == []
 
 
+@pytest.mark.scenario("N05")
 def test_uploads_under_way_are_given_up_except_those_that_go_on(
     backend: Backend, config: TierConfig, key: str
 ) -> None:
@@ -172,6 +173,7 @@ def test_uploads_under_way_are_given_up_except_those_that_go_on(
     assert backend.forget(f"{config.prefix}/run-0/") == 0
 
 
+@pytest.mark.scenario("N07")
 def test_altered_bytes_are_found(backend: Backend, config: TierConfig, key: str, alter: Alter) -> None:
     if config.verify == "checksum":
         pytest.skip("believes the server, as its documentation says")
@@ -242,6 +244,7 @@ def test_a_real_server_holds_a_whole_checkpoint_and_gives_it_back(
     assert left == {"step_000020"}
 
 
+@pytest.mark.scenario("N07")
 @pytest.mark.s3
 def test_a_real_server_refuses_bytes_that_were_damaged_on_the_way(
     radosgw: Radosgw, monkeypatch: pytest.MonkeyPatch

@@ -108,6 +108,7 @@ def test_a_run_is_not_begun_afresh_while_a_tier_that_has_its_checkpoints_is_away
     assert fetch_newest(paths, config_of(), tiers=tiers).name is None
 
 
+@pytest.mark.scenario("N05")
 def test_a_stream_that_breaks_off_is_taken_up_again(paths: RunPaths, save: Save, server: StandIn) -> None:
     path = save(10, files=FILES | {"actor/big": content(200 << 10)})
     tiers = opened(paths, s3_config(server))
@@ -118,6 +119,7 @@ def test_a_stream_that_breaks_off_is_taken_up_again(paths: RunPaths, save: Save,
     assert verify(path).ok
 
 
+@pytest.mark.scenario("N07")
 @pytest.mark.parametrize("fault", ["flip_down", "cut", "denied"])
 def test_a_server_that_gives_back_something_else_gives_nothing(
     paths: RunPaths, save: Save, server: StandIn, fault: str

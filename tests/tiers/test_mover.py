@@ -268,6 +268,7 @@ def test_a_dry_run_says_what_the_pass_then_does(paths: RunPaths, save: Save, nvm
     assert [d.action for d in done.done] == [a for a in planned.plan if a.kind in ("copy", "drop")]
 
 
+@pytest.mark.scenario("N05")
 def test_a_tier_that_is_away_is_said_and_keeps_nobody_from_the_others(
     paths: RunPaths, save_small: Save, nvme: TierConfig, server: StandIn
 ) -> None:
@@ -302,6 +303,7 @@ def test_there_is_one_mover_a_run(paths: RunPaths, nvme: TierConfig) -> None:
         run_pass(paths, opened(paths, nvme))
 
 
+@pytest.mark.scenario("N09")
 def test_what_is_not_ours_in_a_tier_is_neither_read_nor_removed(
     paths: RunPaths, save_small: Save, server: StandIn
 ) -> None:
@@ -319,6 +321,7 @@ def test_what_is_not_ours_in_a_tier_is_neither_read_nor_removed(
     assert [key for key in foreign if backend.stat(key) is None] == []
 
 
+@pytest.mark.scenario("N05", "N06")
 @pytest.mark.parametrize(
     "op", ["PutObject", "UploadPart", "CompleteMultipartUpload", "CreateMultipartUpload"]
 )
@@ -336,6 +339,7 @@ def test_one_fault_of_the_server_is_overcome_within_the_pass(
     assert tiers[0].backend.forget(tiers[0].run) == 0 or (op, fault) == ("CreateMultipartUpload", "lose")
 
 
+@pytest.mark.scenario("N07")
 @pytest.mark.parametrize("op", ["PutObject", "UploadPart"])
 def test_a_bit_that_the_server_stores_wrong_is_found_and_sent_again(
     paths: RunPaths, save_small: Save, server: StandIn, op: str
@@ -348,6 +352,7 @@ def test_a_bit_that_the_server_stores_wrong_is_found_and_sent_again(
     assert truth(paths, tiers) == {"store": {"step_000010"}}
 
 
+@pytest.mark.scenario("N07")
 def test_a_server_that_always_stores_something_else_never_gets_a_commit_record(
     paths: RunPaths, save_small: Save, server: StandIn
 ) -> None:

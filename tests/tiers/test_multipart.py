@@ -38,6 +38,7 @@ def test_a_part_is_as_small_as_the_number_of_parts_allows() -> None:
     assert part_size(1 << 40) == 105 << 20
 
 
+@pytest.mark.scenario("N05")
 def test_an_upload_whose_process_was_killed_goes_on_where_it_was(server: StandIn, tmp_path: Path) -> None:
     data = content(20 * PART)
     (tmp_path / "data").write_bytes(data)
@@ -93,3 +94,4 @@ def test_a_server_that_ignores_ranges_is_not_believed(server: StandIn) -> None:
     server.fault = lambda call: "no_range"
     with pytest.raises(TierError, match="another range"):
         backend.read("p/r/f", 10, 10)
+    assert backend.read("p/r/f", 0, 10) == data[:10], "no more than was asked for"

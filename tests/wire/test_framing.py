@@ -18,6 +18,7 @@ def pair() -> tuple[Framer, Framer]:
     return Framer(KEY, b"L", FromAgent), Framer(KEY, b"A", ToAgent)
 
 
+@pytest.mark.scenario("N02")
 @given(st.integers(1, 60))
 def test_messages_arrive_whole_and_in_order_however_the_bytes_are_cut(size: int) -> None:
     lead, agent = pair()
@@ -27,18 +28,30 @@ def test_messages_arrive_whole_and_in_order_however_the_bytes_are_cut(size: int)
     assert got == sent
 
 
+@pytest.mark.scenario("N03")
 def test_a_replayed_frame_is_refused() -> None:
     lead, agent = pair()
     frame = lead.encode(Shutdown())
-    agent.feed(frame)
+    assert list(agent.feed(frame)) == [Shutdown()]
     with pytest.raises(WireError, match="out of order"):
-        agent.feed(frame)
+        list(agent.feed(frame))
 
 
+def test_what_came_whole_before_a_frame_that_is_refused_counts() -> None:
+    lead, agent = pair()
+    sent = [StopRequest(request_id=n, stop=True, deadline_s=1.5) for n in (1, 2)]
+    frames = [lead.encode(message) for message in sent]
+    got = []
+    with pytest.raises(WireError, match="out of order"):
+        got.extend(agent.feed(b"".join([*frames, frames[0]])))
+    assert got == sent
+
+
+@pytest.mark.scenario("N03")
 def test_a_frame_cannot_be_reflected_to_its_sender() -> None:
     lead, _ = pair()
     with pytest.raises(WireError, match="MAC"):
-        Framer(KEY, b"L", ToAgent).feed(lead.encode(Shutdown()))
+        list(Framer(KEY, b"L", ToAgent).feed(lead.encode(Shutdown())))
 
 
 @given(st.integers(0, 200), st.integers(0, 7))
@@ -47,19 +60,19 @@ def test_a_flipped_bit_never_becomes_a_message(position: int, bit: int) -> None:
     frame = bytearray(lead.encode(StopRequest(request_id=1, stop=False, deadline_s=0.0)))
     frame[position % len(frame)] ^= 1 << bit
     with contextlib.suppress(WireError):
-        assert agent.feed(bytes(frame)) == []  # a longer length only waits for more
+        assert list(agent.feed(bytes(frame))) == []  # a longer length only waits for more
 
 
 def test_a_large_frame_is_refused_before_it_is_read() -> None:
     _, agent = pair()
     with pytest.raises(WireError, match="too large"):
-        agent.feed((MAX_FRAME + 1).to_bytes(4, "big") + bytes(40))
+        list(agent.feed((MAX_FRAME + 1).to_bytes(4, "big") + bytes(40)))
 
 
 def test_a_message_of_the_other_direction_is_not_of_the_vocabulary() -> None:
     forger = Framer(KEY, b"L", FromAgent)
     with pytest.raises(WireError, match="vocabulary"):
-        Framer(KEY, b"A", ToAgent).feed(forger.encode(NodeExited(node="n", exit_code=0, detail="")))
+        list(Framer(KEY, b"A", ToAgent).feed(forger.encode(NodeExited(node="n", exit_code=0, detail=""))))
 
 
 def test_proofs_differ_by_role_epoch_and_nonce() -> None:

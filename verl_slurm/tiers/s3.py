@@ -30,7 +30,7 @@ from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size
 __all__ = ["S3Backend"]
 
 _BLOCK = 4 << 20
-_PROGRESS = 16 << 10
+_PIECE, _PROGRESS = 32 << 10, 16 << 10
 _CONNECT_S, _READ_S = 10, 60
 _ATTEMPTS = 5
 """Of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut connections."""
@@ -109,28 +109,18 @@ class S3Backend:
         return head
 
     def read(self, key: str, offset: int, size: int) -> bytes:
-        if not size:
-            return b""
-        span = f"bytes={offset}-{offset + size - 1}"
-        with self._errors(key):
-            try:
-                answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=span)
-            except botocore.exceptions.ClientError as error:
-                if _code(error) in _BEYOND:
-                    return b""
-                raise
-            self._require_range(key, answer, offset)
-            with closing(answer["Body"]) as body:
-                data: bytes = body.read(size)
-            return data
+        return b"".join(self._resumed(key, offset, size)) if size else b""
 
     def blocks(self, key: str) -> Iterator[bytes]:
+        return self._resumed(key, 0, None)
+
+    def _resumed(self, key: str, first: int, size: int | None) -> Iterator[bytes]:
         """A stream that breaks off is taken up again behind the last byte, a bounded number of times."""
-        offset, broken = 0, 0
-        while True:
+        offset, broken = first, 0
+        while size is None or offset < first + size:
             began = offset
             try:
-                for block in self._stream(key, offset):
+                for block in self._stream(key, offset, None if size is None else first + size - offset):
                     offset += len(block)
                     yield block
                 return
@@ -140,15 +130,35 @@ class S3Backend:
                 if broken >= _ATTEMPTS:
                     raise self._failure(key, type(error).__name__) from None
 
-    def _stream(self, key: str, offset: int) -> Iterator[bytes]:
-        span = {"Range": f"bytes={offset}-"} if offset else {}
-        try:
-            answer = self._client.get_object(Bucket=self._bucket, Key=key, **span)
-        except botocore.exceptions.ClientError as error:
-            raise self._failure(key, _code(error), error) from None
+    def _stream(self, key: str, offset: int, size: int | None) -> Iterator[bytes]:
+        last = "" if size is None else str(offset + size - 1)
+        span = {"Range": f"bytes={offset}-{last}"} if offset or last else {}
+        with self._errors(key):  # what botocore has tried again in vain is not tried again
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=key, **span)
+            except botocore.exceptions.ClientError as error:
+                if last and _code(error) in _BEYOND:
+                    return
+                raise
         self._require_range(key, answer, offset)
+        block, got = bytearray(), 0
         with closing(answer["Body"]) as body:
-            yield from body.iter_chunks(_BLOCK)
+            try:
+                # In small pieces: what a read has got before the line is reset is lost with it.
+                for piece in body.iter_chunks(_PIECE):
+                    block += piece if size is None else piece[: size - got]
+                    got += len(piece)
+                    if size is not None and got >= size:
+                        break  # a server that ignores the end of a range may send anything
+                    if len(block) >= _BLOCK:
+                        yield bytes(block)
+                        block.clear()
+            except _BROKEN:
+                if block:
+                    yield bytes(block)
+                raise
+        if block:
+            yield bytes(block)
 
     def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
         """A server that ignores the range would give the bytes of another place."""

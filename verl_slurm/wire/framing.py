@@ -21,6 +21,7 @@ A frame too large, out of sequence (replayed, reordered, dropped) or with a wron
 import hashlib
 import hmac
 import struct
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -83,10 +84,13 @@ class Framer(Generic[M]):
         self._sent += 1
         return frame
 
-    def feed(self, data: bytes) -> list[M]:
-        """Take bytes as they arrive; give the messages that are complete."""
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Take bytes as they arrive; give the messages that are complete, also those before a frame that is refused.
+
+        Raises:
+            WireError: from then on the connection is of no use.
+        """
         self._buffer += data
-        messages = []
         while len(self._buffer) >= _HEAD.size:
             length, sequence, mac = _HEAD.unpack_from(self._buffer)
             if length > MAX_FRAME:
@@ -102,7 +106,7 @@ class Framer(Generic[M]):
             del self._buffer[:end]
             self._received += 1
             try:
-                messages.append(self._decoder.decode(payload))
+                message = self._decoder.decode(payload)
             except UNREADABLE as error:
                 raise WireError("a message is not of our vocabulary", where=str(error)) from error
-        return messages
+            yield message

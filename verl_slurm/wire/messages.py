@@ -10,6 +10,10 @@ Three parties, two channels, one vocabulary.
 A message is a msgpack map with its kind under `"type"`. Unknown kinds, unknown fields and wrong types are
 refused, and the channel is closed. None carries a path that a peer acts upon, a pickle, or a command line.
 
+A line that only loses, delays or parts for less than three minutes changes nothing: TCP makes it good. A link that has
+ended is not taken up again, and its session's key is used no more: the agent ends its ranks and leaves, the lead starts
+the next generation, over new links. So nothing that was said is heard or done twice, and nothing half said at all.
+
 A generation (one start of all ranks) goes, in the good case:
 
 ```

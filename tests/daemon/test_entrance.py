@@ -1,0 +1,78 @@
+"""Who gets a place at the lead's port, and who loses it."""
+
+import resource
+from typing import Any
+
+import pytest
+from verl_slurm_daemon.entrance import ROW, Entrance, make_room, thinned
+
+from verl_slurm.errors import WireError
+
+
+class Line:
+    """As much of a transport as an entrance wants."""
+
+    def __init__(self) -> None:
+        self.up = True
+
+    def abort(self) -> None:
+        self.up = False
+
+
+def test_a_full_row_loses_its_oldest_once_and_counts_him_once() -> None:
+    refused: list[str] = []
+    entrance = Entrance(2, refused.append)
+    lines: list[Any] = [Line() for _ in range(ROW + 2 + 3)]
+    for line in lines:
+        entrance.arrive(line)
+    assert [line.up for line in lines] == [False] * 3 + [True] * (ROW + 2)
+    entrance.turn_away(lines[0], EOFError())  # what its connection ends with
+    assert refused == ["crowded"] * 3
+    assert not entrance.admit(lines[1]), "its proof came too late"
+
+
+def test_each_reason_has_its_name() -> None:
+    refused: list[str] = []
+    entrance = Entrance(1, refused.append)
+    for error in (WireError("a peer does not know the token"), TimeoutError(), ConnectionResetError()):
+        line: Any = Line()
+        entrance.arrive(line)
+        entrance.turn_away(line, error)
+        assert not line.up
+    proven: list[Any] = [Line(), Line(), Line()]
+    for line in proven:
+        entrance.arrive(line)
+    assert [entrance.admit(line) for line in proven[:2]] == [True, False]
+    entrance.leave()
+    assert entrance.admit(proven[2])
+    assert refused == ["no_token", "silent", "left", "full"]
+    assert [line.up for line in proven] == [True, False, True]
+
+
+def test_the_journal_hears_of_the_first_the_tenth_the_hundredth() -> None:
+    told: list[tuple[str, int]] = []
+    count = thinned(lambda why, number: told.append((why, number)))
+    for _ in range(250):
+        count("silent")
+    count("full")
+    assert told == [("silent", 1), ("silent", 10), ("silent", 100), ("full", 1)]
+
+
+def test_room_is_made_for_a_thousand_agents_as_far_as_the_hard_limit_goes() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (400, before[1]))
+        make_room(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 400
+        make_room(900)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(900 + 256, before[1])
+        make_room(10**9)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_unlimited_process_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("nothing to do"))
+    make_room(10**9)
