@@ -40,6 +40,7 @@ def test_a_step_has_one_agent_a_node_and_no_opinion_about_their_ends() -> None:
     assert argv[-9:] == agent_argv("python", PATHS, 7)
 
 
+@pytest.mark.scenario("M08")
 def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
     env = launcher_env({"PATH": "/bin"}, RunConfig(), Path("/run/x"))
     assert set(env) == {
@@ -48,6 +49,8 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
         "TOKENIZERS_PARALLELISM",
         "PYTHONUNBUFFERED",
         "PYTHONSAFEPATH",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "VLLM_RPC_BASE_PATH",
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
     }
