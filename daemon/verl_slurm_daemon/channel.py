@@ -9,9 +9,12 @@ from collections.abc import Awaitable, Callable
 from verl_slurm.errors import WireError
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
+from verl_slurm_daemon.refusals import Refusals
 
-__all__ = ["AgentLink", "LeadLink", "connect", "serve"]
+__all__ = ["REASONS", "AgentLink", "LeadLink", "connect", "serve"]
 
+REASONS = ("token", "handshake", "crowded")
+"""Why a lead lets nobody in: a wrong proof; none in time; all places are taken."""
 _HANDSHAKE_S = 5.0
 _READ_BYTES = 64 * 1024
 
@@ -44,32 +47,48 @@ class AgentLink:
 
 
 async def serve(
-    host: str, token: bytes, epoch: int, max_links: int, on_link: Callable[[AgentLink], Awaitable[None]]
+    host: str,
+    token: bytes,
+    epoch: int,
+    max_links: int,
+    on_link: Callable[[AgentLink], Awaitable[None]],
+    refusals: Refusals | None = None,
 ) -> tuple[asyncio.Server, int]:
     """Listen on a free port. `on_link` runs for each peer that proved it knows the token.
 
     Args:
         host: what the agents will be told. A loopback address is listened on alone; for any other, all
             interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
+        refusals: of `REASONS`; counts those that are not let in.
 
     Peers that do not finish the handshake in 5 s are dropped; at most `max_links` are held at once, so that
     silent strangers cannot crowd out an agent for longer than that.
     """
     held = 0
+    refusals = refusals or Refusals(REASONS, lambda *_: None)
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal held
+        peer = str((writer.get_extra_info("peername") or ("?",))[0])
         if held >= max_links:
+            refusals.add("crowded", peer)
             writer.close()
             return
         held += 1
         try:
-            async with asyncio.timeout(_HANDSHAKE_S):
-                key = await _greet_agent(reader, writer, token, epoch)
+            try:
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    key = await _greet_agent(reader, writer, token, epoch)
+            except WireError:
+                refusals.add("token", peer)
+                return
+            except (TimeoutError, OSError, asyncio.IncompleteReadError):
+                refusals.add("handshake", peer)
+                return
             framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
             await on_link(AgentLink(reader, writer, framer))
-        except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError):
-            pass  # a stranger, or an agent that died: its absence is noticed where it is waited for
+        except (WireError, OSError):
+            pass  # an agent that died: its absence is noticed where it is waited for
         finally:
             held -= 1
             await _close(writer)

@@ -36,11 +36,12 @@ from verl_slurm.wire.messages import (
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
-from verl_slurm_daemon.channel import AgentLink, serve
+from verl_slurm_daemon.channel import REASONS, AgentLink, serve
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.pace_watch import PaceWatch
+from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.requeueing import requeue
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.scrubbing import scrub_forever
@@ -88,6 +89,7 @@ class Effects:
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
         self._mover = TierMover(paths, config, journal)
+        self.refusals = Refusals(REASONS, self._tell_of_stranger)
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
@@ -102,7 +104,7 @@ class Effects:
         # Twice the agents: a reconnecting one must find a place while its old link is not yet known dead.
         links = 2 * self._config.distributed.nodes + 4
         host = await self._allocation.address()
-        self._server, port = await serve(host, token, self._epoch, links, self._on_link)
+        self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
         checkpoint = self._config.checkpoint
@@ -147,6 +149,9 @@ class Effects:
                 self.exit = (code, reason)
             case _:
                 assert_never(action)
+
+    def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
+        self._journal.event("stranger", reason=reason, peer=peer, total=total)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

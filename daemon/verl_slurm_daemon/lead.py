@@ -99,6 +99,8 @@ class Lead:
         effects = Effects(
             self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
         )
+        if self._metrics is not None:
+            self._metrics.refused = effects.refusals.counts
         try:
             code, reason = await self._live(journal, effects)
         except VerlSlurmError as error:

@@ -179,6 +179,7 @@ def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
     assert value(page_of(metrics), "verl_rollout_queue_length") == 0
 
 
+@pytest.mark.scenario("M11", "M13")
 def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, status = lead_of(paths, clock)
     evil = f'{CANARY}"}} 1\nverl_run_step 99\r\x1b[31m\u2028'
@@ -194,7 +195,7 @@ def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock:
     assert str(paths.root).encode() not in page
     assert value(page, "verl_run_step") == 0
     labels = {key for _, found in samples(page) for key, _ in found}
-    assert labels == {"state", "cause", "outcome", "kind"}
+    assert labels == {"state", "cause", "outcome", "kind", "reason"}
     assert len(samples(page)) < 70  # bounded, whatever happens
 
 
@@ -237,6 +238,7 @@ def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -
 # ---- who may look, and what else the port does
 
 
+@pytest.mark.scenario("M13")
 def test_the_port_knows_two_paths_and_reads_only(paths: RunPaths, clock: Clock) -> None:
     metrics, _, _ = lead_of(paths, clock)
     asked = [
@@ -252,6 +254,7 @@ def test_the_port_knows_two_paths_and_reads_only(paths: RunPaths, clock: Clock) 
     assert answers[0].endswith(b"\r\n\r\nup\n")
 
 
+@pytest.mark.scenario("M13")
 @pytest.mark.parametrize(
     ("state", "word"), [("running", b"up\n"), ("paused", b"up\n"), ("leaving", b"down\n")]
 )
@@ -262,6 +265,7 @@ def test_health_is_one_word(paths: RunPaths, clock: Clock, state: str, word: byt
     assert answer.partition(b"\r\n\r\n")[2] == word
 
 
+@pytest.mark.scenario("M13")
 def test_with_a_token_only_its_bearer_reads(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
@@ -273,6 +277,7 @@ def test_with_a_token_only_its_bearer_reads(paths: RunPaths, clock: Clock, tmp_p
     assert b"verl_run" not in answers[0] + answers[1]
 
 
+@pytest.mark.scenario("M08")
 def test_a_token_that_others_may_read_opens_no_port(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t" * 64)
