@@ -56,6 +56,15 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
     }
 
 
+@pytest.mark.scenario("M06")
+def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
+    """By default torch loads it from /tmp/torchinductor_USER. What the user himself has set stays."""
+    private = Path("/run/verl-slurm-1-x")
+    assert launcher_env({}, RunConfig(), private)["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{private}/")
+    mine = {"TORCHINDUCTOR_CACHE_DIR": "/home/me/compiled"}
+    assert launcher_env(mine, RunConfig(), private)["TORCHINDUCTOR_CACHE_DIR"] == "/home/me/compiled"
+
+
 def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:
     argv = step_argv("srun", RunConfig(), agent_argv("python", PATHS, 7), het_size=3)
     assert "--het-group=0,1,2" in argv
