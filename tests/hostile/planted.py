@@ -122,7 +122,7 @@ class Watcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(0.05):
+        while not self._over.wait(0.1):
             self.look()
 
     def look(self) -> None:
