@@ -65,6 +65,7 @@ def test_hex_and_raw_bytes_are_the_same_key(tmp_path: Path, key_file: Path) -> N
     assert read_key_file(raw).id == read_key_file(key_file).id == MasterKey(RAW).id
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.parametrize(
     "content",
     [
@@ -94,6 +95,7 @@ def test_what_is_no_key_is_refused_and_not_quoted(key_file: Path, content: bytes
     assert "correct horse" not in text
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o610])
 def test_a_key_open_to_others_is_refused(key_file: Path, mode: int) -> None:
     key_file.chmod(mode)
@@ -101,9 +103,13 @@ def test_a_key_open_to_others_is_refused(key_file: Path, mode: int) -> None:
         read_key_file(key_file)
 
 
+@pytest.mark.scenario("M08")
 def test_a_link_a_second_name_a_folder_and_a_fifo_are_refused(tmp_path: Path, key_file: Path) -> None:
     (tmp_path / "link").symlink_to(key_file)
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(PermissionRefused):  # and is not waited for
+        read_key_file(tmp_path / "fifo")
     for name in ("link", "folder", "missing"):
         with pytest.raises(KeyRefused):
             read_key_file(tmp_path / name)
@@ -112,6 +118,7 @@ def test_a_link_a_second_name_a_folder_and_a_fifo_are_refused(tmp_path: Path, ke
         read_key_file(key_file)
 
 
+@pytest.mark.scenario("M08")
 def test_a_key_in_a_folder_where_others_may_rename_is_refused(tmp_path: Path, key_file: Path) -> None:
     tmp_path.chmod(0o770)
     with pytest.raises(PermissionRefused):
@@ -121,6 +128,7 @@ def test_a_key_in_a_folder_where_others_may_rename_is_refused(tmp_path: Path, ke
     tmp_path.chmod(0o700)
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_key_or_a_folder_of_another_user_is_refused(tmp_path: Path, key_file: Path) -> None:
     os.chown(key_file, 65534, -1)
@@ -169,6 +177,7 @@ def test_what_is_derived_differs_by_purpose_salt_and_key() -> None:
     assert RAW not in {secret.reveal() for secret in made}
 
 
+@pytest.mark.scenario("M08")
 def test_nothing_secret_shows_in_repr_format_log_or_exception(caplog: pytest.LogCaptureFixture) -> None:
     key, secret = MasterKey(RAW), Secret(RAW)
     ring = Keyring(key)
@@ -179,6 +188,7 @@ def test_nothing_secret_shows_in_repr_format_log_or_exception(caplog: pytest.Log
     assert not any(shows(text) for text in texts)
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.parametrize("thing", [Secret(RAW), MasterKey(RAW), Keyring(MasterKey(RAW))])
 def test_a_key_is_neither_pickled_nor_copied(thing: object) -> None:
     with pytest.raises(TypeError):

@@ -5,6 +5,7 @@ text that came from outside is escaped, so a hostile file name cannot forge a se
 """
 
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import printable
 
 __all__ = [
     "UNREADABLE",
@@ -35,11 +36,13 @@ Their own errors are ValueErrors, and so is text that is not UTF-8; nesting that
 """
 
 
-def _one_line(text: object) -> str:
-    """Escape what would break a line or colour a terminal (C0, C1, U+2028, U+2029)."""
-    return "".join(
-        c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in str(text)
-    )
+_MOST = 2000
+"""Characters of each part of an error's line: who put more there did not do it for people."""
+
+
+def _shown(part: object) -> str:
+    text = str(part)
+    return printable(text if len(text) <= _MOST else f"{text[:_MOST]}... ({len(text)} characters)")
 
 
 class VerlSlurmError(Exception):
@@ -72,18 +75,18 @@ class VerlSlurmError(Exception):
 
     def one_line(self) -> str:
         """The whole error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
-        line = _one_line(self.what)
+        line = _shown(self.what)
         if self.where is not None:
-            line += f": {_one_line(self.where)}"
+            line += f": {_shown(self.where)}"
         facts = []
         if self.found is not None:
-            facts.append(f"found {_one_line(self.found)}")
+            facts.append(f"found {_shown(self.found)}")
         if self.expected is not None:
-            facts.append(f"expected {_one_line(self.expected)}")
+            facts.append(f"expected {_shown(self.expected)}")
         if facts:
             line += f" ({', '.join(facts)})"
         if self.remedy is not None:
-            line += f"; {_one_line(self.remedy)}"
+            line += f"; {_shown(self.remedy)}"
         return line
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import append_line
+from verl_slurm.one_line import json_line
 from verl_slurm.paths import RunPaths
 
 __all__ = ["Event", "append_event", "parse_event", "read_events"]
@@ -23,7 +24,7 @@ def append_event(paths: RunPaths, event: str, **fields: object) -> Event:
     """Write one event down, durably, with the present time."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     record: Event = {"time": now, "event": event, **fields}
-    append_line(paths.events, msgspec.json.encode(record))
+    append_line(paths.events, json_line(record))
     return record
 
 

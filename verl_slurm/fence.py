@@ -10,6 +10,7 @@ import os
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -20,16 +21,19 @@ from verl_slurm.paths import RunPaths
 __all__ = ["Epoch", "read_epoch", "require_epoch", "take_epoch"]
 
 
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     """Who owns a run: the content of `RUN/epoch` (JSON)."""
 
-    epoch: int
+    epoch: _Number
     cluster: str
     """`slurm` or `local`: what `job_id` is a number of."""
     job_id: str
-    restart: int
+    restart: _Number
     host: str
-    pid: int
+    pid: _Number
     taken: str
 
 

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from verl_slurm.errors import PermissionRefused
 
-__all__ = ["append_line", "fsync_path", "make_private", "private_dir", "read_private", "write_file"]
+__all__ = [
+    "append_line",
+    "fsync_path",
+    "make_private",
+    "others_may_replace",
+    "private_dir",
+    "read_private",
+    "write_file",
+]
 
 
 def private_dir(path: Path) -> Path:
@@ -49,7 +57,7 @@ def make_private(path: Path) -> Path:
     """Make a directory with a name that nobody can guess, in one that is ours alone; it may be there already.
 
     Raises:
-        OSError: the storage refuses, or `path` would lie in somebody else's directory.
+        OSError: the storage refuses, or `path` would lie in somebody else's directory, or below one of his.
 
     Called by: the parts of a save that may each come first; none of them waits for another.
     """
@@ -57,11 +65,31 @@ def make_private(path: Path) -> Path:
         return path
     try:
         private_dir(path.parent)
+        outer = path.parent.parent
+        info = outer.lstat()
+        if info.st_uid in {0, os.geteuid()} and stat.S_ISLNK(info.st_mode):
+            info = outer.stat()
+        if others_may_replace(info):
+            raise PermissionRefused(
+                "others can put a directory of theirs in the place of ours",
+                where=outer,
+                found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
+                expected=f"uid {os.geteuid()}, and nobody else may write",
+            )
     except PermissionRefused as error:
         raise OSError(errno.EPERM, str(error)) from error
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     return path
+
+
+def others_may_replace(folder: os.stat_result) -> bool:
+    """Whether somebody else could put another file or directory in the place of one of ours in this folder.
+
+    Called by: `make_private`, keys.
+    """
+    writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
+    return writable or folder.st_uid not in {0, os.geteuid()}
 
 
 def fsync_path(path: Path) -> None:
@@ -118,7 +146,8 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
 
 def read_private(path: Path) -> bytes:
     """Read a secret: a regular 0600 file of ours with one link, or refuse."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    # O_NONBLOCK: a FIFO in its place is refused, not waited for.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(file.fileno())
         mode = stat.S_IMODE(info.st_mode)

@@ -13,15 +13,15 @@ from where it is), no error quotes what was read, and core dumps are off from th
 import hashlib
 import hmac
 import os
-import resource
 import secrets
 import stat
 from pathlib import Path
 from typing import NoReturn
 
 from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.core_dumps import forbid_core_dumps
 from verl_slurm.errors import KeyRefused, PermissionRefused
-from verl_slurm.files import fsync_path, read_private
+from verl_slurm.files import fsync_path, others_may_replace, read_private
 
 __all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
 
@@ -145,7 +145,7 @@ def load_keys(config: EncryptionConfig | None) -> Keyring | None:
     """
     if config is None:
         return None
-    _no_core_dumps()
+    forbid_core_dumps()
     if config.key_file is not None:
         current = read_key_file(Path(config.key_file))
     else:
@@ -258,8 +258,7 @@ def _refuse_open_folder(folder: Path) -> None:
             "the key's folder cannot be looked at", where=folder, found=error.strerror, remedy="mend the path"
         ) from None
     mode = stat.S_IMODE(info.st_mode)
-    open_to_others = bool(mode & 0o022) and not mode & stat.S_ISVTX
-    if open_to_others or info.st_uid not in {0, os.geteuid()}:
+    if others_may_replace(info):
         raise PermissionRefused(
             "others can replace the key file",
             where=folder,
@@ -267,8 +266,3 @@ def _refuse_open_folder(folder: Path) -> None:
             expected=f"a folder of uid {os.geteuid()} that nobody else may write",
             remedy="put the key into a folder of your own with mode 0700",
         )
-
-
-def _no_core_dumps() -> None:
-    """A core file would hold the key. (PR_SET_DUMPABLE would hide the ranks' /proc from their agent.)"""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 
+from verl_slurm.core_dumps import forbid_core_dumps
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm_daemon.agent_log import quiet_streams
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Run what argv names; a `VerlSlurmError` becomes one line on stderr and its exit code."""
     os.umask(0o077)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold the channel's token
+    forbid_core_dumps(for_good=True)  # the channel's token is in memory
     args = _parser().parse_args()
     try:
         # Each imports its own half alone: an agent has no use for checkpoints, nor 14 MB to spare for them.

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +47,8 @@ from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
 from verl_slurm_daemon.leaving import Known
 from verl_slurm_daemon.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, signal_ranks, tail
-from verl_slurm_daemon.rank_socket import RankSocket
+from verl_slurm_daemon.rank_socket import REASONS, RankSocket
+from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.signals import RELAYED, WARNINGS
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class Agent:
 
     async def _work(self) -> None:
         """Until there is nothing left to do here; why, is for `leaving` to see."""
-        self._ranks = RankSocket(self._from_rank, max_ranks=4 * self._config.distributed.ranks_per_node)
+        places = 4 * self._config.distributed.ranks_per_node
+        refusals = Refusals(REASONS, self._tell_of_stranger)
+        self._ranks = RankSocket(self._from_rank, places, refusals)
         self._address = read_lead_address(self._paths)
         self._link = link = await self._connect(self._address)
         self._tasks = [asyncio.create_task(self._listen(link)), asyncio.create_task(self._ranks.serve())]
@@ -130,13 +133,16 @@ class Agent:
                 free_port=_free_port(link.own_host),
             )
         )
-        await self._open_metrics(link.own_host)
+        await self._open_metrics(link.own_host, refusals.counts)
         self._log.say("joined", lead=f"{self._address.host}:{self._address.port}")
         for name in self._early_signals:
             self._relay(name)
         await self._live(link, self._ranks)
 
-    async def _open_metrics(self, own_host: str) -> None:
+    def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
+        self._log.say("stranger", loud=True, reason=reason, peer=peer, total=total)
+
+    async def _open_metrics(self, own_host: str, refused: Mapping[str, int]) -> None:
         if self._config.observability.metrics_port is None:
             return
         from verl_slurm_daemon import agent_metrics  # 2 MB, and only here
@@ -144,6 +150,7 @@ class Agent:
         self._metrics = agent_metrics.AgentMetrics(
             self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()
         )
+        self._metrics.refused = refused
         if problem := await self._metrics.open(own_host):
             self._log.say("metrics", loud=True, problem=problem)
 
@@ -169,6 +176,8 @@ class Agent:
         launch = await self._first(self._launches.get())
         if launch is None:
             return
+        here = self._config.distributed.ranks_per_node
+        ranks.ranks = range(launch.node_rank * here, (launch.node_rank + 1) * here)
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         self._rank_log = log
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:

@@ -1,9 +1,9 @@
 """An agent's page for Prometheus: the ranks of its node, one by one."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
@@ -11,6 +11,7 @@ from verl_slurm.wire.messages import FromRank
 from verl_slurm_daemon.exporter import Exporter
 from verl_slurm_daemon.exposition import gauge, labelled, renderer
 from verl_slurm_daemon.live_numbers import LiveNumbers
+from verl_slurm_daemon.rank_socket import REASONS
 
 __all__ = ["AgentMetrics"]
 
@@ -31,6 +32,8 @@ class AgentMetrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._up, self._clock = config, up, clock
+        self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
+        """At the ranks' socket, by reason; the agent's own."""
         self._live = LiveNumbers(range(config.distributed.world_size))
         self._exporter = Exporter(paths, config, f"node_{node_id:04d}", page=renderer(self.families), up=up)
 
@@ -56,6 +59,13 @@ class AgentMetrics:
         yield gauge("verl_agent_lead_link", "1 while the lead is heard.", float(self._up()))
         yield gauge("verl_agent_ranks_expected", "Ranks of this node.", expected)
         yield gauge("verl_agent_ranks_heard", "Ranks of this node that have said something.", len(live.heard))
+        yield labelled(
+            CounterMetricFamily,
+            "verl_agent_refused",
+            "Connections to the ranks' socket, and messages on it, that were refused; of this agent.",
+            "reason",
+            self.refused,
+        )
         yield labelled(
             GaugeMetricFamily,
             "verl_agent_safe_point_age_seconds",

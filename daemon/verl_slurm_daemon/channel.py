@@ -11,7 +11,7 @@ from typing import Any
 from verl_slurm.errors import WireError
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
-from verl_slurm_daemon.entrance import Entrance, Refusal, make_room
+from verl_slurm_daemon.entrance import Entrance, make_room
 
 __all__ = ["AgentLink", "LeadLink", "connect", "serve"]
 
@@ -57,7 +57,7 @@ async def serve(
     epoch: int,
     max_links: int,
     on_link: Callable[[AgentLink], Awaitable[None]],
-    refused: Callable[[Refusal], None] = lambda _: None,
+    refused: Callable[[str, str], None] = lambda *_: None,
 ) -> tuple[asyncio.Server, int]:
     """Listen on a free port. `on_link` runs for each peer that proved it knows the token.
 
@@ -65,7 +65,7 @@ async def serve(
         host: what the agents will be told. A loopback address is listened on alone; for any other, all
             interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
         max_links: proven peers at once.
-        refused: told of every other one.
+        refused: told of every other one: one of `entrance.REASONS`, and who it was.
 
     Peers that do not finish the handshake in 5 s are dropped, and sooner where newer ones push them out (`entrance`).
     """

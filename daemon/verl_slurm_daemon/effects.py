@@ -37,11 +37,12 @@ from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
-from verl_slurm_daemon.entrance import Refusal
+from verl_slurm_daemon.entrance import REASONS
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.pace_watch import PaceWatch
+from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.requeueing import requeue
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.scrubbing import scrub_forever
@@ -63,7 +64,6 @@ class Effects:
 
     Args:
         post: where events go.
-        refused: told of each connection that was turned away.
     """
 
     def __init__(
@@ -74,10 +74,9 @@ class Effects:
         journal: Journal,
         epoch: int,
         post: Callable[[ev.Event], None],
-        refused: Callable[[Refusal], None] = lambda _: None,
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
-        self._journal, self._epoch, self._post, self._refused = journal, epoch, post, refused
+        self._journal, self._epoch, self._post = journal, epoch, post
         self._keys: Keyring | None = None
         self._generation, self._leaving = 0, asyncio.Event()
         self._links: dict[str, AgentLink] = {}
@@ -91,6 +90,7 @@ class Effects:
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
         self._mover = TierMover(paths, config, journal)
+        self.refusals = Refusals(REASONS, self._tell_of_stranger)
         self.exit: tuple[ExitCode, str] | None = None
 
     async def open(self) -> None:
@@ -105,7 +105,7 @@ class Effects:
         # Twice the agents: each may ask over a second connection whether we live (`orphan`).
         links = 2 * self._config.distributed.nodes + 4
         host = await self._allocation.address()
-        self._server, port = await serve(host, token, self._epoch, links, self._on_link, self._refused)
+        self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals.add)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
         write_lead_address(self._paths, self._address)
         checkpoint = self._config.checkpoint
@@ -150,6 +150,9 @@ class Effects:
                 self.exit = (code, reason)
             case _:
                 assert_never(action)
+
+    def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
+        self._journal.event("stranger", reason=reason, peer=peer, total=total)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

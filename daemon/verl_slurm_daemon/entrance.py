@@ -7,17 +7,15 @@ longer. Links have places of their own, which no stranger takes.
 
 import asyncio
 import resource
-from collections import Counter
 from collections.abc import Callable
-from typing import Literal
 
 from verl_slurm.errors import WireError
 
-__all__ = ["ROW", "Entrance", "Refusal", "make_room", "thinned"]
+__all__ = ["REASONS", "ROW", "Entrance", "make_room"]
 
-Refusal = Literal["silent", "left", "no_token", "crowded", "full"]
+REASONS = ("silent", "left", "token", "crowded", "full")
 """Did not end the handshake in time; went away in it; does not know the token; pushed out by newer ones; proved itself
-where all links are taken. Closed: it is a metric's label."""
+where all links are taken."""
 
 ROW = 512
 """Strangers at once, besides as many as there may be links: those may all be agents that come together. Far more than
@@ -29,10 +27,10 @@ class Entrance:
 
     Args:
         max_links: proven peers at once.
-        refused: told of everyone who was turned away, and why.
+        refused: told of everyone who was turned away: the reason, and who.
     """
 
-    def __init__(self, max_links: int, refused: Callable[[Refusal], None]) -> None:
+    def __init__(self, max_links: int, refused: Callable[[str, str], None]) -> None:
         self._max_links, self._refused = max_links, refused
         self._links = 0
         self._row: dict[asyncio.WriteTransport, None] = {}  # in the order in which they came
@@ -46,7 +44,7 @@ class Entrance:
         while len(self._row) >= self.most_strangers:
             oldest = next(iter(self._row))
             del self._row[oldest]
-            self._refused("crowded")
+            self._refused("crowded", _peer(oldest))
             oldest.abort()
         self._row[transport] = None
 
@@ -57,9 +55,9 @@ class Entrance:
             return  # pushed out, and counted
         del self._row[transport]
         if isinstance(error, WireError):
-            self._refused("no_token")
+            self._refused("token", _peer(transport))
         else:
-            self._refused("silent" if isinstance(error, TimeoutError) else "left")
+            self._refused("silent" if isinstance(error, TimeoutError) else "left", _peer(transport))
 
     def admit(self, transport: asyncio.WriteTransport) -> bool:
         """It knows the token; whether there is a place for it."""
@@ -68,7 +66,7 @@ class Entrance:
             if self._links < self._max_links:
                 self._links += 1
                 return True
-            self._refused("full")
+            self._refused("full", _peer(transport))
         transport.abort()
         return False
 
@@ -77,19 +75,8 @@ class Entrance:
         self._links -= 1
 
 
-def thinned(tell: Callable[[Refusal, int], None]) -> Callable[[Refusal], None]:
-    """Tell of the first, the tenth, the hundredth of each kind: whoever connects must not fill a journal.
-
-    Called by: `lead`.
-    """
-    seen: Counter[Refusal] = Counter()
-
-    def count(why: Refusal) -> None:
-        seen[why] += 1
-        if str(seen[why]).strip("0") == "1":
-            tell(why, seen[why])
-
-    return count
+def _peer(transport: asyncio.WriteTransport) -> str:
+    return str((transport.get_extra_info("peername") or ("?",))[0])
 
 
 def make_room(sockets: int) -> None:

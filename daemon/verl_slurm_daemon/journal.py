@@ -12,6 +12,7 @@ import msgspec
 
 from verl_slurm.events import Event, append_event
 from verl_slurm.files import write_file
+from verl_slurm.one_line import json_line
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.log_line import log_line, now
 
@@ -84,7 +85,7 @@ class Journal:
         """Replace the snapshot. Best effort: it informs, nothing depends on it."""
         status.updated = now()
         try:
-            write_file(self._paths.status, msgspec.json.encode(status))
+            write_file(self._paths.status, json_line(status))
         except OSError:
             return
 

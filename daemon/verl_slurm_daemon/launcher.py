@@ -107,10 +107,16 @@ def launcher_argv(
 
 
 def launcher_env(environ: dict[str, str], config: RunConfig, control: Path) -> dict[str, str]:
-    """The ranks' environment: ours, the control directory, and a fixed number of threads."""
+    """The ranks' environment: ours, the control directory, and a fixed number of threads.
+
+    Args:
+        control: 0700, made by this agent under a name that nobody can guess, and removed by it.
+    """
     threads = config.distributed.threads_per_rank
+    # By default compiled code is loaded from /tmp/torchinductor_USER, which anybody can have made before us.
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from wherever the user stood when he submitted
     if threads:
         fixed |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return environ | fixed
+    return own | environ | fixed

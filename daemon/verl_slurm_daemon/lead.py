@@ -26,7 +26,6 @@ from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
 from verl_slurm_daemon.effects import Effects
-from verl_slurm_daemon.entrance import Refusal, thinned
 from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 from verl_slurm_daemon.model import Limits, Model
@@ -101,16 +100,11 @@ class Lead:
             nodes=nodes,
             pid=mine.pid,
         )
-        told = thinned(lambda why, count: journal.event("strangers", reason=why, count=count))
-
-        def refused(why: Refusal) -> None:
-            told(why)
-            if self._metrics is not None:
-                self._metrics.refused(why)
-
         effects = Effects(
-            self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait, refused
+            self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
         )
+        if self._metrics is not None:
+            self._metrics.refused = effects.refusals.counts
         try:
             code, reason = await self._live(journal, effects)
         except VerlSlurmError as error:

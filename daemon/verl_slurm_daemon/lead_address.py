@@ -17,8 +17,8 @@ __all__ = ["LeadAddress", "read_lead_address", "remove_lead_address", "write_lea
 class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of the file."""
 
-    epoch: int
-    generation: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+    generation: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     """The newest one that agents may join; 0: none yet."""
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]

@@ -5,9 +5,9 @@ The clock goes with the monotonic one from the moment the lead starts: a wall cl
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any, get_args
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -16,7 +16,7 @@ from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.step_log import step_seconds
 from verl_slurm.wire.messages import FromRank, Progress
-from verl_slurm_daemon.entrance import Refusal
+from verl_slurm_daemon.entrance import REASONS
 from verl_slurm_daemon.exporter import Exporter
 from verl_slurm_daemon.exposition import counter, gauge, labelled, renderer
 from verl_slurm_daemon.journal import Status
@@ -62,8 +62,9 @@ class LeadMetrics:
     ) -> None:
         self._paths, self._config, self._status, self._clock = paths, config, status, clock
         self.run, self.live = RunNumbers(), LiveNumbers(range(config.distributed.world_size))
+        self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
+        """At the control port, by reason; the lead's own."""
         self._queue: int | None = None
-        self._turned_away: dict[str, float] = dict.fromkeys(get_args(Refusal), 0.0)
         self._exporter = Exporter(
             paths,
             config,
@@ -95,10 +96,6 @@ class LeadMetrics:
             self.live.new_generation()
         time_ = datetime.fromtimestamp(self._clock(), UTC).isoformat()
         self.run.feed({"time": time_, "event": event, **fields})
-
-    def refused(self, why: Refusal) -> None:
-        """A connection to the control port was turned away now."""
-        self._turned_away[why] += 1
 
     def heard(self, message: FromRank) -> None:
         """A rank said this now."""
@@ -133,15 +130,9 @@ class LeadMetrics:
         yield counter(
             "verl_links_broken", "Agents' connections that failed; of this run.", self.run.counts["link"]
         )
-        yield labelled(
-            CounterMetricFamily,
-            "verl_connections_refused",
-            "At the control port; of this lead.",
-            "reason",
-            self._turned_away,
-        )
         yield from self._of_restarts(now)
         yield from self._of_saves()
+        yield from self._of_strangers()
         if self._config.observability.learning_numbers:
             numbers = {name: status.metrics[name] for name in _LEARNING if name in status.metrics}
             yield labelled(GaugeMetricFamily, "verl_learning", "Of the newest step.", "number", numbers)
@@ -185,6 +176,15 @@ class LeadMetrics:
         yield gauge("verl_useful_seconds", "Of the steps that count.", run.useful_seconds)
         yield counter("verl_allocated_seconds", "From each start to its end.", run.allocated_seconds(now))
         yield gauge("verl_goodput_ratio", "Useful of allocated seconds.", run.goodput(now))
+
+    def _of_strangers(self) -> Iterator[Metric]:
+        yield labelled(
+            CounterMetricFamily,
+            "verl_control_refused",
+            "Connections to the control port that were not let in, since this lead began.",
+            "reason",
+            self.refused,
+        )
 
     def _of_saves(self) -> Iterator[Metric]:
         run = self.run

@@ -25,10 +25,18 @@ def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = Fa
         loud: something is wrong.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
-    return f"{now()} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip() + "\n"
+    line = f"{now()} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip()
+    return _plain(line) + "\n"
 
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    text = "".join(c if c.isprintable() else " " for c in text)
-    return f'"{text[:_MAX_VALUE]}"' if " " in text else text[:_MAX_VALUE]
+    text = _plain(text)[:_MAX_VALUE]
+    # A quote in it must not end it: what follows would read as a fact of ours.
+    quote = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{quote}"' if " " in text else text
+
+
+def _plain(text: str) -> str:
+    """One line, whatever a host or an error is called."""
+    return "".join(c if c.isprintable() else " " for c in text)

@@ -16,8 +16,14 @@ from verl_slurm.errors import UNREADABLE, WireError
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import FromRank
+from verl_slurm_daemon.refusals import Refusals
 
-__all__ = ["RankSocket", "parse_packet"]
+__all__ = ["REASONS", "RankSocket", "parse_packet"]
+
+REASONS = ("user", "crowded", "message", "rank")
+"""Why an agent does not listen: another user's process; all places are taken; not a rank's vocabulary; not a rank of
+this node, or another than this connection has spoken for."""
+
 
 _PREFIX = "verl-slurm-"
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
@@ -59,9 +65,17 @@ class RankSocket:
     Args:
         deliver: called with each message.
         max_ranks: connections held at once; a rank uses one.
+        refusals: of `REASONS`; counts whom it does not listen to.
+
+    Attributes:
+        ranks: those of this node. None: they are not known yet, and nobody is listened to.
     """
 
-    def __init__(self, deliver: Callable[[FromRank], None], max_ranks: int) -> None:
+    def __init__(
+        self, deliver: Callable[[FromRank], None], max_ranks: int, refusals: Refusals | None = None
+    ) -> None:
+        self.ranks: range | None = None
+        self._refusals = refusals or Refusals(REASONS, lambda *_: None)
         prefix = f"{_PREFIX}{os.getpid()}-"
         self.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_control_root()))
         _sweep(self.directory.parent)
@@ -79,7 +93,9 @@ class RankSocket:
         while True:
             connection, _ = await loop.sock_accept(self._listener)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            if _UCRED.unpack(credentials)[1] != os.geteuid() or len(self._tasks) >= self._max_ranks:
+            pid, uid, _ = _UCRED.unpack(credentials)
+            if uid != os.geteuid() or len(self._tasks) >= self._max_ranks:
+                self._refusals.add("crowded" if uid == os.geteuid() else "user", f"pid {pid} of uid {uid}")
                 connection.close()
                 continue
             task = asyncio.create_task(self._listen(connection))
@@ -88,13 +104,19 @@ class RankSocket:
 
     async def _listen(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        spoken_for: int | None = None
         with connection, contextlib.suppress(ConnectionError):
             connection.setblocking(False)
             while packet := await loop.sock_recv(connection, MAX_MESSAGE):
                 try:
                     message = parse_packet(packet)
-                except WireError:
+                except WireError as error:
+                    self._refusals.add("message", str(error.where))
                     return  # this peer has nothing more to say to us
+                if message.rank not in (self.ranks or ()) or spoken_for not in (None, message.rank):
+                    self._refusals.add("rank", f"{type(message).__name__} of rank {message.rank}")
+                    return
+                spoken_for = message.rank
                 self._deliver(message)
 
     async def drain(self) -> None:

@@ -88,6 +88,7 @@ def test_what_was_sealed_opens_with_the_real_chunks(size: int) -> None:
     assert cipher.open(entry_of(PATH, plain), sealed) == plain
 
 
+@pytest.mark.scenario("M12")
 @pytest.mark.parametrize("size", [0, 1, SMALL, 2 * SMALL + 5])
 def test_every_changed_bit_is_noticed(size: int) -> None:
     sealed = seal_bytes(file_key(), PATH, text(size), chunk_bytes=SMALL)
@@ -97,6 +98,7 @@ def test_every_changed_bit_is_noticed(size: int) -> None:
         assert refused(bytes(bad), size), bit
 
 
+@pytest.mark.scenario("M12")
 def test_every_cut_is_noticed_with_the_size_it_had_and_with_any_other() -> None:
     size = 3 * SMALL
     sealed = seal_bytes(file_key(), PATH, text(size), chunk_bytes=SMALL)
@@ -109,6 +111,7 @@ def test_every_cut_is_noticed_with_the_size_it_had_and_with_any_other() -> None:
     assert refused(sealed + bytes(SMALL + TAG_BYTES), size + SMALL)
 
 
+@pytest.mark.scenario("M12")
 def test_chunks_in_another_order_are_noticed() -> None:
     size = 3 * SMALL
     sealed = seal_bytes(file_key(), PATH, text(size), chunk_bytes=SMALL)
@@ -119,6 +122,7 @@ def test_chunks_in_another_order_are_noticed() -> None:
         assert refused(data, size) is (order != (0, 1, 2))
 
 
+@pytest.mark.scenario("M12")
 def test_a_chunk_of_another_file_checkpoint_attempt_or_key_is_noticed() -> None:
     size = 2 * SMALL
     sealed = seal_bytes(file_key(), PATH, text(size), chunk_bytes=SMALL)
@@ -145,12 +149,24 @@ def test_name_and_path_cannot_be_shifted_into_each_other() -> None:
     assert file_key("a", "b/c").reveal() != file_key("a/b", "c").reveal()
 
 
+@pytest.mark.scenario("M12")
 def test_two_attempts_at_one_checkpoint_share_no_key() -> None:
     first, second = (CheckpointCipher.begin(KEY, "step_000012") for _ in range(2))
     assert first.record.salt != second.record.salt
     assert first.file_key(PATH).reveal() != second.file_key(PATH).reveal()
 
 
+@pytest.mark.scenario("M12")
+@pytest.mark.parametrize(
+    "saves", [2000, pytest.param(1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_no_key_and_nonce_come_twice_in_so_many_saves_of_one_step(saves: int) -> None:
+    """A nonce is a chunk's number; so a key is never there twice, though name, path and master key are the same."""
+    keys = {CheckpointCipher.begin(KEY, "step_000012").file_key(PATH).reveal() for _ in range(saves)}
+    assert len(keys) == saves
+
+
+@pytest.mark.scenario("M12")
 def test_a_chunk_is_sealed_once_and_never_again_even_by_threads() -> None:
     sealer = ChunkSealer(file_key(), PATH, SMALL, chunk_bytes=SMALL)
     done: list[bytes] = []
@@ -184,6 +200,7 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_written(
     assert out == b"x" * room
 
 
+@pytest.mark.scenario("M12")
 def test_what_does_not_open_leaves_no_plaintext_behind() -> None:
     plain = text(SMALL)
     out, opened = bytearray(SMALL), bytearray(b"x" * SMALL)
@@ -198,6 +215,7 @@ def test_what_does_not_open_leaves_no_plaintext_behind() -> None:
     assert opened == plain
 
 
+@pytest.mark.scenario("M12")
 def test_a_tag_that_was_cut_is_refused() -> None:
     opener = ChunkOpener(file_key(), PATH, 1, chunk_bytes=SMALL)
     with pytest.raises(ValueError):

@@ -43,6 +43,7 @@ def test_on_disk_is_neither_plaintext_nor_key(save: Callable[..., Path]) -> None
         assert secret not in everything
 
 
+@pytest.mark.scenario("M12")
 def test_a_changed_file_fails_the_digest_and_with_a_forged_one_the_signature_and_the_tag(
     save: Callable[..., Path],
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_changed_file_fails_the_digest_and_with_a_forged_one_the_signature_and
         cipher.open(next(e for e in forged.files if e.path == name), bytes(data))
 
 
+@pytest.mark.scenario("M12")
 @pytest.mark.parametrize("field", [f for f in Manifest.__struct_fields__ if f != "format_version"])
 def test_every_field_is_signed(save: Callable[..., Path], field: str) -> None:
     manifest = read_manifest(save(12))
@@ -100,6 +102,7 @@ def test_every_field_is_signed(save: Callable[..., Path], field: str) -> None:
         authenticate(changed, KEYS, where="")
 
 
+@pytest.mark.scenario("M12")
 def test_another_key_is_one_clear_line_and_an_old_one_still_reads(save: Callable[..., Path]) -> None:
     manifest = read_manifest(save(12))
     for attempt in (
@@ -114,6 +117,7 @@ def test_another_key_is_one_clear_line_and_an_old_one_still_reads(save: Callable
         CheckpointCipher.of(manifest, None, where="")
 
 
+@pytest.mark.scenario("M12")
 def test_an_unsigned_manifest_is_refused_where_a_key_is_set_unless_named(save: Callable[..., Path]) -> None:
     directory = save(12, None)
     digest = read_manifest(directory).digest
@@ -126,6 +130,7 @@ def test_an_unsigned_manifest_is_refused_where_a_key_is_set_unless_named(save: C
     assert not verify(directory, keys=Keyring(KEY, accept_unsigned="0" * 64)).ok
 
 
+@pytest.mark.scenario("M12")
 def test_a_signature_that_was_taken_off_is_refused(save: Callable[..., Path]) -> None:
     directory = save(12)
     manifest = msgspec.structs.replace(read_manifest(directory), hmac=msgspec.UNSET)
@@ -134,6 +139,7 @@ def test_a_signature_that_was_taken_off_is_refused(save: Callable[..., Path]) ->
     assert not verify(directory, keys=KEYS).ok
 
 
+@pytest.mark.scenario("M12")
 def test_a_plain_file_in_an_encrypted_checkpoint_is_refused_by_the_manifest_alone(
     save: Callable[..., Path],
 ) -> None:

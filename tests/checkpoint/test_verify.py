@@ -98,6 +98,7 @@ def test_a_checkpoint_directory_that_is_a_link_is_refused(save: Save, tmp_path: 
     assert "." in problems(verify(final))
 
 
+@pytest.mark.scenario("M06")
 def test_a_pipe_in_the_place_of_a_file_does_not_hang_it(save: Save) -> None:
     final = save(1)
     (final / VICTIM).unlink()
@@ -229,6 +230,7 @@ def test_what_others_may_write_is_not_trusted_but_not_damaged_either(save: Save)
     assert verify(final, require_owner=False).ok
 
 
+@pytest.mark.scenario("M06")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_what_belongs_to_another_user_is_not_trusted(save: Save) -> None:
     final = save(1)
@@ -245,6 +247,7 @@ def test_no_manifest_and_no_directory_are_verdicts_and_no_exceptions(save: Save,
         read_manifest(final)
 
 
+@pytest.mark.scenario("M11")
 def test_hostile_file_names_cannot_forge_a_line(save: Save) -> None:
     final = save(1)
     (final / "x\nstep_000002: verified\x1b[2J").write_bytes(b"")

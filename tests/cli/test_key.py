@@ -26,6 +26,7 @@ def test_a_key_is_made_once_and_named_by_its_id(cli: Cli, tmp_path: Path) -> Non
     assert path.read_text() == content
 
 
+@pytest.mark.scenario("M08")
 def test_what_is_no_key_is_refused_and_not_shown(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "run.key"
     path.write_text(HEX[:-1])
@@ -39,6 +40,7 @@ def test_what_is_no_key_is_refused_and_not_shown(cli: Cli, tmp_path: Path) -> No
     assert cli("key", "new", tmp_path / "missing" / "x").code == ExitCode.KEY
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     ("word", "code"),
@@ -61,6 +63,7 @@ def test_submit_refuses_a_key_that_is_not_there_and_never_shows_one(
     assert HEX[:8] not in result.error
 
 
+@pytest.mark.scenario("M08")
 def test_a_dry_run_checks_the_key_and_never_shows_it(
     workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

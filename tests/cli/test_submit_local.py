@@ -192,6 +192,7 @@ def test_prepare_only_makes_the_run_and_says_how_to_sbatch_it(workplace: Path, c
     assert "none yet" in status.out
 
 
+@pytest.mark.scenario("M11")
 def test_logs_are_shown_without_their_escape_sequences(workplace: Path, cli: Cli) -> None:
     cli("submit", "config.yaml", "name=demo-quick", *LOCAL, "--wait")
     result = cli("logs", "runs/demo-quick")

@@ -79,6 +79,7 @@ def test_an_unknown_override_is_refused_with_the_nearest_known_key() -> None:
     assert "train.stepz (expected train.steps)" in refusal("", "train.stepz=3")
 
 
+@pytest.mark.scenario("M09", "M10")
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -121,6 +122,7 @@ def test_a_wrong_override_names_itself() -> None:
     assert "expected int" in line
 
 
+@pytest.mark.scenario("M09")
 @pytest.mark.parametrize(
     "text",
     [

@@ -10,6 +10,7 @@ from verl_slurm.config.observability_checks import observability_complaints
 from verl_slurm.errors import ConfigError
 
 
+@pytest.mark.scenario("M13")
 def test_no_port_is_open_unless_asked_for() -> None:
     config = parse_config(b"name: run", "my.yaml")
     assert config.observability.metrics_port is None
@@ -21,6 +22,7 @@ def test_the_section_of_the_documentation_is_accepted() -> None:
     assert config.observability.metrics_port == 9464
 
 
+@pytest.mark.scenario("M13")
 @pytest.mark.parametrize(
     ("wanted", "key"),
     [

@@ -33,6 +33,7 @@ def test_the_three_tiers_of_the_documentation_are_accepted() -> None:
     ]
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.parametrize(
     ("bad", "key"),
     [

@@ -38,6 +38,7 @@ def test_an_agent_that_knows_the_token_is_heard() -> None:
     assert heard == [SignalSeen(node="n1", signal=15)]
 
 
+@pytest.mark.scenario("M07")
 @pytest.mark.parametrize(("token", "epoch"), [(b"x" * 32, 7), (TOKEN, 6)])
 def test_a_wrong_token_or_a_closed_epoch_is_sent_away(token: bytes, epoch: int) -> None:
     with pytest.raises((WireError, asyncio.IncompleteReadError)):

@@ -40,6 +40,7 @@ def test_a_step_has_one_agent_a_node_and_no_opinion_about_their_ends() -> None:
     assert argv[-9:] == agent_argv("python", PATHS, 7)
 
 
+@pytest.mark.scenario("M08")
 def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
     env = launcher_env({"PATH": "/bin"}, RunConfig(), Path("/run/x"))
     assert set(env) == {
@@ -48,9 +49,20 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
         "TOKENIZERS_PARALLELISM",
         "PYTHONUNBUFFERED",
         "PYTHONSAFEPATH",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "VLLM_RPC_BASE_PATH",
         "OMP_NUM_THREADS",
         "MKL_NUM_THREADS",
     }
+
+
+@pytest.mark.scenario("M06")
+def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
+    """By default torch loads it from /tmp/torchinductor_USER. What the user himself has set stays."""
+    private = Path("/run/verl-slurm-1-x")
+    assert launcher_env({}, RunConfig(), private)["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{private}/")
+    mine = {"TORCHINDUCTOR_CACHE_DIR": "/home/me/compiled"}
+    assert launcher_env(mine, RunConfig(), private)["TORCHINDUCTOR_CACHE_DIR"] == "/home/me/compiled"
 
 
 def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:

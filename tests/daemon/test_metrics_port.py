@@ -179,6 +179,7 @@ def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
     assert value(page_of(metrics), "verl_rollout_queue_length") == 0
 
 
+@pytest.mark.scenario("M11", "M13")
 def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, status = lead_of(paths, clock)
     evil = f'{CANARY}"}} 1\nverl_run_step 99\r\x1b[31m\u2028'
@@ -211,16 +212,14 @@ def test_how_well_it_learns_is_shown_only_where_that_is_asked_for(paths: RunPath
 @pytest.mark.scenario("N03", "N04")
 def test_who_is_turned_away_at_the_control_port_is_counted_by_reason(paths: RunPaths, clock: Clock) -> None:
     lead, journal, _ = lead_of(paths, clock)
-    for _ in range(3):
-        lead.refused("silent")
-    lead.refused("no_token")
+    lead.refused = {**lead.refused, "silent": 3, "token": 1}
     journal.event("link", node="n1", error="a frame is out of order")
     page = page_of(lead)
     counted = {
-        reason: value(page, "verl_connections_refused_total", reason=reason)
-        for reason in ("silent", "left", "no_token", "crowded", "full")
+        reason: value(page, "verl_control_refused_total", reason=reason)
+        for reason in ("silent", "left", "token", "crowded", "full")
     }
-    assert counted == {"silent": 3, "left": 0, "no_token": 1, "crowded": 0, "full": 0}
+    assert counted == {"silent": 3, "left": 0, "token": 1, "crowded": 0, "full": 0}
     assert value(page, "verl_links_broken_total") == 1
 
 
@@ -253,6 +252,7 @@ def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -
 # ---- who may look, and what else the port does
 
 
+@pytest.mark.scenario("M13")
 def test_the_port_knows_two_paths_and_reads_only(paths: RunPaths, clock: Clock) -> None:
     metrics, _, _ = lead_of(paths, clock)
     asked = [
@@ -268,6 +268,7 @@ def test_the_port_knows_two_paths_and_reads_only(paths: RunPaths, clock: Clock) 
     assert answers[0].endswith(b"\r\n\r\nup\n")
 
 
+@pytest.mark.scenario("M13")
 @pytest.mark.parametrize(
     ("state", "word"), [("running", b"up\n"), ("paused", b"up\n"), ("leaving", b"down\n")]
 )
@@ -278,6 +279,7 @@ def test_health_is_one_word(paths: RunPaths, clock: Clock, state: str, word: byt
     assert answer.partition(b"\r\n\r\n")[2] == word
 
 
+@pytest.mark.scenario("M13")
 def test_with_a_token_only_its_bearer_reads(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
@@ -289,6 +291,7 @@ def test_with_a_token_only_its_bearer_reads(paths: RunPaths, clock: Clock, tmp_p
     assert b"verl_run" not in answers[0] + answers[1]
 
 
+@pytest.mark.scenario("M08")
 def test_a_token_that_others_may_read_opens_no_port(paths: RunPaths, clock: Clock, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t" * 64)

@@ -162,6 +162,7 @@ def test_a_part_of_a_tensor_in_the_middle_of_chunks_is_read_alone(run: RunPaths,
     assert torch.equal(read_whole(directory(run), "optimizer", ["w.step"], keys)["w.step"], torch.tensor(3.0))
 
 
+@pytest.mark.scenario("M08")
 def test_no_plaintext_no_key_and_no_marker_is_in_any_file_of_the_run(
     run: RunPaths, config: EncryptionConfig, tmp_path: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_what_stays_in_the_open_is_the_manifest_and_the_schema_alone(run: RunPat
     assert [e.path for e in entries if e.plain_size is msgspec.UNSET] == [SCHEMA_VERSION]
 
 
+@pytest.mark.scenario("M12")
 def test_two_attempts_at_the_same_state_have_not_one_chunk_in_common(
     config: EncryptionConfig, tmp_path: Path
 ) -> None:
@@ -291,6 +293,7 @@ def forge_digests(place: Path, *, sizes: bool = False) -> None:
     (place / MANIFEST).write_bytes(render(sealed(msgspec.structs.replace(manifest, files=tuple(files)))))
 
 
+@pytest.mark.scenario("M12")
 @pytest.mark.parametrize("what", TAMPERINGS)
 def test_tampering_is_found_by_verify_and_once_more_by_loading(
     what: str, run: RunPaths, keys: Keyring
@@ -311,6 +314,7 @@ def test_tampering_is_found_by_verify_and_once_more_by_loading(
     assert verify(directory(run, 3), keys=keys).ok
 
 
+@pytest.mark.scenario("M12")
 @pytest.mark.parametrize("what", TAMPERINGS)
 def test_tampering_with_digests_that_fit_is_found_by_the_signature_and_by_the_tags(
     what: str, run: RunPaths, keys: Keyring, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +334,7 @@ def test_tampering_with_digests_that_fit_is_found_by_the_signature_and_by_the_ta
         load_all(place, keys, blank())
 
 
+@pytest.mark.scenario("M12")
 def test_an_older_manifest_of_the_same_name_is_found(
     config: EncryptionConfig, keys: Keyring, run: RunPaths, tmp_path: Path
 ) -> None:
@@ -340,6 +345,7 @@ def test_an_older_manifest_of_the_same_name_is_found(
         load_all(directory(run), keys, blank())
 
 
+@pytest.mark.scenario("M12")
 def test_a_whole_older_checkpoint_in_the_place_of_a_newer_one_is_found_by_its_name(
     run: RunPaths, keys: Keyring
 ) -> None:
@@ -349,6 +355,7 @@ def test_a_whole_older_checkpoint_in_the_place_of_a_newer_one_is_found_by_its_na
     assert "the manifest is of step_000002" in verdict.one_line()
 
 
+@pytest.mark.scenario("M12")
 def test_a_plain_checkpoint_in_the_place_of_an_encrypted_one_is_refused(
     run: RunPaths, keys: Keyring, tmp_path: Path
 ) -> None:
@@ -373,6 +380,7 @@ def test_an_unencrypted_checkpoint_from_before_the_key_loads_when_it_is_named(
     assert same(domains(), into)
 
 
+@pytest.mark.scenario("M12")
 @pytest.mark.parametrize("wrong", [None, Keyring(MasterKey(bytes(range(32))))])
 def test_without_the_key_or_with_another_one_loading_and_comparing_say_so_in_one_line(
     run: RunPaths, wrong: Keyring | None

@@ -76,7 +76,7 @@ async def _main(links: int) -> None:
     def say(what: object) -> None:
         print(what, flush=True)
 
-    _, port = await serve("127.0.0.1", TOKEN, EPOCH, links, on_link, lambda why: refused.update([why]))
+    _, port = await serve("127.0.0.1", TOKEN, EPOCH, links, on_link, lambda why, _: refused.update([why]))
     say(port)
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()

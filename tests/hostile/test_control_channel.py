@@ -39,7 +39,9 @@ class Lead:
         self.port = 0
 
     async def open(self, host: str = "127.0.0.1", links: int = 8) -> "Lead":
-        self.server, self.port = await serve(host, TOKEN, EPOCH, links, self._on_link, self.refused.append)
+        self.server, self.port = await serve(
+            host, TOKEN, EPOCH, links, self._on_link, lambda why, _: self.refused.append(why)
+        )
         _open.append(self.server)
         return self
 
@@ -318,7 +320,7 @@ def test_a_recorded_handshake_opens_no_second_session() -> None:
         writer.write(recorded)
         assert await _until_closed(reader) == b""
         writer.close()
-        assert (lead.signals, lead.refused) == ([1], ["no_token"])
+        assert (lead.signals, lead.refused) == ([1], ["token"])
 
     play(story)
 

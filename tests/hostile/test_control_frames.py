@@ -181,7 +181,7 @@ def bombard(number: int) -> str:
         seconds = time.perf_counter() - began
         assert after["delivered"] == 0, f"VERL_SLURM_SEED={SEED}"
         assert after["all"] + sum(after["refused"].values()) == number
-        assert set(after["refused"]) <= {"no_token", "left"}
+        assert set(after["refused"]) <= {"token", "left"}
         assert after["broken"] > number // 2
         _one_honest_message(port)
         assert port.look()["delivered"] == 1, "it no longer listens"

@@ -53,6 +53,7 @@ def test_nothing_of_a_rollout_is_on_the_disk(paths: RunPaths) -> None:
     assert data.count(b"VSLRTST2") == 1  # the start of a plain record
 
 
+@pytest.mark.scenario("M12")
 def test_a_plain_record_counts_as_damage_where_a_key_is_set(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, None, (0, 0))
     fill(paths, batch, KEYS, (0, 1))
@@ -75,6 +76,7 @@ def test_no_key_or_a_wrong_one_is_said_and_is_no_damage(
     assert not said
 
 
+@pytest.mark.scenario("M12")
 def test_an_old_key_reads_what_it_sealed(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, KEYS, (0, 0))
     ring = Keyring(OTHER, (KEY,))
@@ -82,6 +84,7 @@ def test_an_old_key_reads_what_it_sealed(paths: RunPaths, batch: Batch) -> None:
     assert load(paths, from_step=0, keys=ring).keys() == {(0, 0), (0, 1)}
 
 
+@pytest.mark.scenario("M12")
 def test_every_changed_bit_and_every_cut_is_noticed() -> None:
     data = seal_record(KEY, PLACE, b"payload")
     assert opened(data) == b"payload"
@@ -96,6 +99,7 @@ def test_every_changed_bit_and_every_cut_is_noticed() -> None:
             opened(data[:size])
 
 
+@pytest.mark.scenario("M12")
 @pytest.mark.parametrize("which", range(4))
 def test_a_record_of_another_place_does_not_open(which: int) -> None:
     place: Any = tuple(value + (i == which) for i, value in enumerate(PLACE))
@@ -103,6 +107,7 @@ def test_a_record_of_another_place_does_not_open(which: int) -> None:
         opened(seal_record(KEY, PLACE, b"payload"), place)
 
 
+@pytest.mark.scenario("M12")
 def test_the_same_payload_is_never_sealed_the_same() -> None:
     made = {seal_record(KEY, PLACE, b"payload") for _ in range(100)}
     assert len({data[8:40] for data in made}) == len({data[40:] for data in made}) == 100

@@ -257,6 +257,7 @@ def test_a_job_requeues_itself_again_and_again(
     assert said.count("delay_kept=True") == 3
 
 
+@pytest.mark.scenario("M11")
 @pytest.mark.slurm
 def test_a_hostile_job_name_leaves_the_facts_alone(cluster: DevCluster, tmp_path: Path) -> None:
     async def story(client: SlurmClient) -> JobFacts:

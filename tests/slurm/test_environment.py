@@ -36,6 +36,7 @@ def test_outside_of_a_job_there_is_none() -> None:
     assert SlurmJob.from_environ({}) is None
 
 
+@pytest.mark.scenario("M10")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -259,6 +259,7 @@ def test_a_real_server_refuses_bytes_that_were_damaged_on_the_way(
     assert backend.stat("damaged/x") is None
 
 
+@pytest.mark.scenario("M08")
 @pytest.mark.s3
 def test_a_real_server_refuses_a_wrong_secret_and_ours_is_not_in_the_error(
     radosgw: Radosgw, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def test_what_is_not_a_page_is_refused(tmp_path: Path, content: bytes) -> None:
         ControlPage.open(tmp_path / "page")
 
 
+@pytest.mark.scenario("M06")
 def test_a_link_in_the_place_of_a_page_is_not_followed(tmp_path: Path) -> None:
     ControlPage.create(tmp_path / "real")
     (tmp_path / "page").symlink_to(tmp_path / "real")

@@ -28,7 +28,7 @@ def test_messages_arrive_whole_and_in_order_however_the_bytes_are_cut(size: int)
     assert got == sent
 
 
-@pytest.mark.scenario("N03")
+@pytest.mark.scenario("N03", "M07")
 def test_a_replayed_frame_is_refused() -> None:
     lead, agent = pair()
     frame = lead.encode(Shutdown())
@@ -47,13 +47,14 @@ def test_what_came_whole_before_a_frame_that_is_refused_counts() -> None:
     assert got == sent
 
 
-@pytest.mark.scenario("N03")
+@pytest.mark.scenario("N03", "M07")
 def test_a_frame_cannot_be_reflected_to_its_sender() -> None:
     lead, _ = pair()
     with pytest.raises(WireError, match="MAC"):
         list(Framer(KEY, b"L", ToAgent).feed(lead.encode(Shutdown())))
 
 
+@pytest.mark.scenario("M07")
 @given(st.integers(0, 200), st.integers(0, 7))
 def test_a_flipped_bit_never_becomes_a_message(position: int, bit: int) -> None:
     lead, agent = pair()
@@ -63,18 +64,21 @@ def test_a_flipped_bit_never_becomes_a_message(position: int, bit: int) -> None:
         assert list(agent.feed(bytes(frame))) == []  # a longer length only waits for more
 
 
+@pytest.mark.scenario("M07")
 def test_a_large_frame_is_refused_before_it_is_read() -> None:
     _, agent = pair()
     with pytest.raises(WireError, match="too large"):
         list(agent.feed((MAX_FRAME + 1).to_bytes(4, "big") + bytes(40)))
 
 
+@pytest.mark.scenario("M07")
 def test_a_message_of_the_other_direction_is_not_of_the_vocabulary() -> None:
     forger = Framer(KEY, b"L", FromAgent)
     with pytest.raises(WireError, match="vocabulary"):
         list(Framer(KEY, b"A", ToAgent).feed(forger.encode(NodeExited(node="n", exit_code=0, detail=""))))
 
 
+@pytest.mark.scenario("M07")
 def test_proofs_differ_by_role_epoch_and_nonce() -> None:
     a, b = b"a" * 32, b"b" * 32
     proofs = {proof(TOKEN, b"agent", 1, a, b), proof(TOKEN, b"lead", 1, a, b)}

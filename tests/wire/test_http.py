@@ -18,6 +18,7 @@ def test_a_request_is_read_without_its_query() -> None:
     )
 
 
+@pytest.mark.scenario("M13")
 @pytest.mark.parametrize(
     "head",
     [
@@ -62,6 +63,7 @@ def test_only_the_whole_token_opens(header: str, good: bool) -> None:
     assert has_token(HttpRequest("GET", "/", {"authorization": header}), "t" * 32) is good
 
 
+@pytest.mark.scenario("M08")
 def test_a_token_comes_from_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(KeyRefused, match="openssl rand"):
@@ -121,6 +123,7 @@ def test_one_request_is_answered_and_the_connection_is_closed() -> None:
     assert b"Connection: close\r\n" in reply
 
 
+@pytest.mark.scenario("M13")
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
@@ -142,6 +145,7 @@ def test_what_does_not_fit_is_answered_with_its_status_where_it_can_be(
     assert reply.startswith(b"HTTP/1.1 " + status) or (reply == b"reset" and len(request_) > 8192)
 
 
+@pytest.mark.scenario("M13")
 def test_a_head_of_exactly_the_cap_is_taken() -> None:
     head = b"GET / HTTP/1.1\r\nA: " + b"a" * (8192 - 23) + b"\r\n\r\n"
     assert len(head) == 8192
@@ -159,6 +163,7 @@ def test_a_body_is_taken_where_the_port_is_for_one_and_up_to_its_cap() -> None:
     assert [reply[9:12] for reply in (large, without, get)] == [b"413", b"411", b"405"]
 
 
+@pytest.mark.scenario("M13")
 def test_whoever_is_slow_is_cut() -> None:
     impatient = Caps(patience_s=0.05)
     for part in (b"", b"GET /", GOOD[:-1]):
@@ -169,6 +174,7 @@ def test_whoever_leaves_in_the_middle_hurts_nobody() -> None:
     assert answered(GOOD[:-1], b"", end=True) == [b"", b""]
 
 
+@pytest.mark.scenario("M13")
 def test_a_bug_behind_the_port_is_a_500_without_a_word_of_it() -> None:
     async def broken(request: HttpRequest) -> HttpReply:
         raise RuntimeError(f"secret {request}")
@@ -178,6 +184,7 @@ def test_a_bug_behind_the_port_is_a_500_without_a_word_of_it() -> None:
     assert b"secret" not in reply
 
 
+@pytest.mark.scenario("M13")
 def test_silent_strangers_hold_so_many_places_and_no_more() -> None:
     async def talk() -> tuple[bytes, bytes]:
         server, port = await serve_http("127.0.0.1", 0, _hello, Caps(connections=3, patience_s=30.0))

@@ -9,6 +9,8 @@ import os
 import random
 from pathlib import Path
 
+import pytest
+
 from verl_slurm.errors import WireError
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, parse_head, serve_http
 
@@ -88,6 +90,7 @@ async def bombard() -> tuple[int, int, int]:
     return shown, growth, left
 
 
+@pytest.mark.scenario("M13")
 def test_malformed_requests_are_shown_nothing_and_cost_nothing_that_stays() -> None:
     shown, growth, left = asyncio.run(bombard())
     print(f"{NUMBER} requests, seed {SEED}: grew by {growth / 1024:.0f} KiB, {left} more descriptors")

@@ -62,8 +62,8 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         CheckpointCorrupt: one of them does not verify.
         VerlSlurmError: the comparison itself broke.
     """
-    key = [] if key_file is None else ["--key-file", str(key_file)]
-    command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json", *key]
+    more = [] if key_file is None else ["--key-file", str(key_file)]
+    command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json", *more]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)

@@ -21,6 +21,7 @@ import hashlib
 import os
 import shutil
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.tree import list_tree, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import PermissionRefused, VerlSlurmError
 from verl_slurm.files import fsync_path, private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
@@ -119,9 +120,17 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
 
     Args:
         keys: where given, a manifest that is not signed with one of them is passed over, too.
+
+    Raises:
+        PermissionRefused: the directory, or the run's around it, is another user's, or others may write it. Its name
+            can be guessed, and what is in it would be resumed from.
     """
+    if not os.path.lexists(directory):
+        return []
+    _require_ours(directory.parent)
+    _require_ours(directory)
     parts = []
-    names = os.listdir(directory) if directory.is_dir() else []
+    names = os.listdir(directory)
     for name in names:
         staged = STAGING_NAME.fullmatch(name)
         if staged is None and CHECKPOINT_NAME.fullmatch(name) is None:
@@ -133,6 +142,19 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
         if manifest.name == (staged[1] if staged else name):
             parts.append(LocalPart(name=manifest.name, path=directory / name, manifest=manifest))
     return sorted(parts, key=lambda part: (part.manifest.epoch, part.order), reverse=True)
+
+
+def _require_ours(directory: Path) -> None:
+    with open_directory(directory) as fd:
+        info = os.fstat(fd)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise PermissionRefused(
+            "the place of the second copies is not ours alone",
+            where=directory,
+            found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
+            expected=f"a directory of uid {os.geteuid()} that nobody else may write",
+            remedy="set checkpoint.local_dir to a directory of your own on the nodes' disks",
+        )
 
 
 def part_problems(part: LocalPart) -> list[str]:

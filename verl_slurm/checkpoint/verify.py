@@ -21,6 +21,7 @@ from verl_slurm.checkpoint.signature import authenticate
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, SchemaMismatch
 from verl_slurm.keys import Keyring
+from verl_slurm.one_line import printable
 
 __all__ = ["read_manifest", "verify"]
 
@@ -200,11 +201,7 @@ def _check_files(
 
 def _shown(problem: Problem) -> Problem:
     """With what came from the disk escaped: a file's name may hold newlines, colours, or be no UTF-8."""
-    path, what = (
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        for text in (problem.path, problem.what)
-    )
-    return Problem(path=path, what=what, kind=problem.kind)
+    return Problem(path=printable(problem.path), what=printable(problem.what), kind=problem.kind)
 
 
 def _os_problem(path: str, error: OSError) -> Problem:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -28,13 +28,11 @@ _BODY_BYTES = 256 * 1024
     required=True,
     help="A 0600 file with the token that Alertmanager brings (umask 077; openssl rand -hex 32 > FILE).",
 )
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=9465, show_default=True, help="0: any free one."
-)
+@click.option("--port", type=Whole(0, 65535), default=9465, show_default=True, help="0: any free one.")
 @click.option(
     "--pause",
     "pause_s",
-    type=click.FloatRange(min=1.0),
+    type=Number(min=1.0),
     metavar="S",
     default=600.0,
     show_default=True,

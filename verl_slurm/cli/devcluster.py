@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from verl_slurm.cli import render
+from verl_slurm.cli.options import Whole
 from verl_slurm.errors import ConfigError
 
 __all__ = ["command"]
@@ -159,12 +160,12 @@ def _status(directory: Path | None, as_json: bool) -> None:
 
 
 @command.command("preempt")
-@click.argument("job", type=click.IntRange(min=1))
+@click.argument("job", type=Whole(min=1))
 @_DIR
 @click.option(
     "--hold",
     "hold_s",
-    type=click.IntRange(0, 3600),
+    type=Whole(0, 3600),
     default=3,
     show_default=True,
     help="Seconds that the urgent job keeps the nodes.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.options import PLACE, Number, Whole, exits, json_option
 from verl_slurm.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["doctor"]
 )
 @click.option("--config", "source", type=PLACE, help="The run it is for; default: the quick start's values.")
 @click.option("--partition", help="Instead of the configuration's slurm.partition.")
-@click.option("--nodes", type=click.IntRange(1, 10_000), help="Instead of its distributed.nodes.")
+@click.option("--nodes", type=Whole(1, 10_000), help="Instead of its distributed.nodes.")
 @click.option(
     "--fire-drill",
     "drill",
@@ -41,7 +41,7 @@ __all__ = ["doctor"]
 @click.option(
     "--wait",
     "wait_s",
-    type=float,
+    type=Number(min=1.0),
     default=600.0,
     show_default=True,
     help="Seconds to wait for the drill's job.",

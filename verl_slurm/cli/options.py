@@ -1,5 +1,7 @@
 """What several commands have in common."""
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +11,7 @@ import click
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["PLACE", "RUN", "exits", "json_option", "key_option"]
+__all__ = ["PLACE", "RUN", "Number", "Whole", "exits", "json_option", "key_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +32,28 @@ class _RunType(click.ParamType[RunPaths]):
 RUN = _RunType()
 # click's own look at permissions would end with a usage error; ours says whose fault it is, with its own code.
 PLACE = click.Path(path_type=Path, readable=False)
+
+
+class Whole(click.IntRange):
+    """A whole number in ASCII digits. Python's int() would take `1_000`, blanks and the digits of all scripts, too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not re.fullmatch(r"-?[0-9]{1,18}", value):
+            self.fail(f"{value[:40]!r} is not a whole number.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Number(click.FloatRange):
+    """A finite number in ASCII digits: NaN is in no range and outside of none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = isinstance(value, str)
+        if text and not re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,3})?", value):
+            self.fail(f"{value[:40]!r} is not a number.", param, ctx)
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value[:40]!r} is too large.", param, ctx)
+        return found
 
 
 def json_option(command: F) -> F:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -17,17 +17,17 @@ __all__ = ["prune"]
 @click.argument("run", type=RUN)
 @click.option(
     "--keep-last",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="How many of the newest stay. Default: checkpoint.keep_last of the run.",
 )
 @click.option(
     "--keep-every",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     help="One in every so many steps stays for ever, 0: none. Default: checkpoint.keep_every of the run.",
 )
 @click.option(
     "--keep-best",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     help="The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
 )
 @click.option("--quarantined", is_flag=True, help="Remove what was set aside as damaged, too.")

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
-import msgspec
 
 from verl_slurm.errors import VerlSlurmError
+from verl_slurm.one_line import json_line, printable
 
 __all__ = [
     "Bar",
@@ -35,9 +35,7 @@ _NO_TERMINAL = 240
 
 def safe(text: object) -> str:
     """`text` without control characters, on one line."""
-    return "".join(
-        c if c.isprintable() or c == " " else c.encode("unicode_escape").decode() for c in str(text)
-    )
+    return printable(str(text))
 
 
 def line(text: object = "") -> None:
@@ -64,7 +62,7 @@ def warning(text: object) -> None:
 
 def json_value(value: object) -> None:
     """One JSON value on one line; what a script reads."""
-    print(msgspec.json.encode(value).decode(), flush=True)
+    print(json_line(value).decode(), flush=True)
 
 
 def error(problem: VerlSlurmError, *, as_json: bool) -> None:

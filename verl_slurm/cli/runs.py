@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from verl_slurm.cli import render, story
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -23,7 +23,7 @@ _DEPTH = 3
 @click.option(
     "--steps",
     "num_steps",
-    type=click.IntRange(min=0, max=1000),
+    type=Whole(min=0, max=1000),
     default=5,
     show_default=True,
     help="How many of the last steps are shown, 0: none.",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import RUN, exits, json_option, key_option
+from verl_slurm.cli.options import RUN, Number, exits, json_option, key_option
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -22,7 +22,7 @@ _UNCHECKED = "not checked"
 @click.argument("run", type=RUN)
 @click.option("--dry-run", is_flag=True, help="Read everything, set nothing aside.")
 @click.option("--no-data", is_flag=True, help="Leave the data set out.")
-@click.option("--rate", type=click.FloatRange(min=0.1), metavar="MB/S", help="Read no faster than this.")
+@click.option("--rate", type=Number(min=0.1), metavar="MB/S", help="Read no faster than this.")
 @key_option("The key that signed them, instead of what the run says.")
 @json_option
 def scrub(

@@ -6,7 +6,7 @@ import click
 
 from verl_slurm.cli import render
 from verl_slurm.cli.jobs import ask_for_save
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.errors import SlurmMissing, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
@@ -30,7 +30,7 @@ _UNTOLD = "it is written down, and taken at the next start, or after the next sa
 @click.option("--new-model", metavar="NEW", help="With --checkpoint: what NEW may be.")
 @click.option(
     "--warm-start-steps",
-    type=click.IntRange(0, 1_000_000),
+    type=Whole(0, 1_000_000),
     default=10,
     show_default=True,
     help="Steps over which its scores come from the former one's scale to their own. 0: at once.",

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from verl_slurm.cli import render, story
-from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.errors import NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -60,7 +60,7 @@ def watch(run: RunPaths, as_json: bool) -> int:
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
 @click.argument("run", type=RUN)
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows; Ctrl-C ends it.")
-@click.option("--node", type=click.IntRange(min=0), help="What the ranks of this node (0, 1, ...) print.")
+@click.option("--node", type=Whole(min=0), help="What the ranks of this node (0, 1, ...) print.")
 @click.option("--agent", is_flag=True, help="With --node: what the daemon's agent there saw and did instead.")
 @click.option("--all", "list_all", is_flag=True, help="List the log files instead.")
 def logs(run: RunPaths, follow: bool, node: int | None, agent: bool, list_all: bool) -> int:

@@ -25,6 +25,7 @@ _NULL = re.compile(r"(?:|~|null)")
 _BOOL = re.compile(r"true|false")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
 # A float needs a point or an exponent, so that `010` stays text and is then refused where a number is wanted.
+_TOO_LARGE = 2**63
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?")
 
 # Recursive, so `X | Y` with a quoted name would not evaluate.
@@ -219,14 +220,17 @@ def _scalar(node: yaml.Node, path: str, source: str) -> Value:
         return None
     if _BOOL.fullmatch(text):
         return text == "true"
+    where = f"{source}:{node.start_mark.line + 1}: {path}"
     if _INT.fullmatch(text):
+        if not -_TOO_LARGE <= int(text) < _TOO_LARGE:  # other programs would wrap it around
+            raise ConfigError("a number too large", where=where, found=text, remedy="write one below 2^63")
         return int(text)
     if _FLOAT.fullmatch(text):
         number = float(text)
         if not math.isfinite(number):
             raise ConfigError(
                 "a number too large for a float",
-                where=f"{source}:{node.start_mark.line + 1}: {path}",
+                where=where,
                 found=text,
                 remedy="write a finite number",
             )

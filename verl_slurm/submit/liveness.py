@@ -1,6 +1,7 @@
 """Whether a run's job still lives: Slurm's word, or a process of this machine."""
 
 import asyncio
+import re
 import socket
 from contextlib import suppress
 
@@ -14,6 +15,10 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.record import Submission
 
 __all__ = ["JobState", "controller", "job_state", "settle"]
+
+
+_JOB = re.compile(r"[0-9]{1,10}")
+"""A job or a process. `isdecimal` would take the digits of all scripts."""
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +50,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     """
     if job.cluster == "local":
         return _local_state(paths, job)
-    if not job.job_id.isdecimal():
+    if not _JOB.fullmatch(job.job_id):
         return JobState(state="GONE", over=True, detail="not a Slurm job id")
     try:
         facts = asyncio.run(SlurmClient().job(int(job.job_id)))
@@ -65,6 +70,8 @@ def _local_state(paths: RunPaths, job: Submission) -> JobState:
 
 def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     """submitit's local controller of this run, if it lives. A reused process id is not taken for it."""
+    if not _JOB.fullmatch(job.job_id):
+        return None
     try:
         process = psutil.Process(int(job.job_id))
         if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:

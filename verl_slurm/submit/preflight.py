@@ -178,6 +178,15 @@ def check_run_dir(run_dir: Path) -> None:
             break
         place = place.parent
     remedy = "choose another run_dir"
+    for link in (part for part in (run_dir, *run_dir.parents) if part.is_symlink()):
+        if (owner := link.lstat().st_uid) not in {0, os.geteuid()}:
+            raise PermissionRefused(
+                "a link of another user's is in the path of the run directory",
+                where=link,
+                found=f"uid {owner}, to {os.readlink(link)}",
+                expected=f"uid {os.geteuid()}",
+                remedy=remedy,
+            )
     if not place.is_dir():
         raise PermissionRefused("a file is in the way of the run directory", where=place, remedy=remedy)
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True) or _is_read_only(place):

@@ -1,0 +1,285 @@
+"""Text of strangers: one record stays one record, labels stay labels, and no escape sequence reaches a terminal."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from verl_slurm_daemon.agent_log import AgentLog
+from verl_slurm_daemon.journal import Journal, Status
+from verl_slurm_daemon.lead_metrics import LeadMetrics
+from verl_slurm_daemon.log_line import log_line
+
+from tests.cli.conftest import Cli
+from tests.cli.conftest import cli as cli  # a fixture
+from verl_slurm.config.load import dump, parse_config
+from verl_slurm.config.observability import ObservabilityConfig
+from verl_slurm.config.schema import RunConfig, TierConfig
+from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
+from verl_slurm.events import append_event, parse_event, read_events
+from verl_slurm.files import private_dir
+from verl_slurm.one_line import json_line, printable
+from verl_slurm.paths import RunPaths
+
+EVIL = (
+    'x\n{"event":"ended","exit_code":0}\r\nGET \x1b[31m\x1b]0;title\x07\x9b2J\x85\u2028\u2029\u202e"}} 1\n'
+    "verl_run_step 99\n\x00\x7f'\\ key=value verl-slurm[9] ended \udc80\ufeff"
+)
+"""Newlines of five kinds, colours in 7 and 8 bits, a title, another direction, quotes, braces, a NUL, no UTF-8."""
+
+BAD = {chr(c) for c in [*range(32), *range(127, 160), 0x2028, 0x2029, 0x202E, 0xFEFF]} - {"\n"}
+
+
+def is_clean(text: str) -> bool:
+    return not BAD & set(text)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(private_dir(tmp_path / "run"))
+
+
+@pytest.mark.scenario("M11")
+def test_one_event_stays_one_line_by_anybodys_rule_and_is_read_back_whole(paths: RunPaths) -> None:
+    clean = EVIL.replace("\udc80", "")
+    append_event(paths, "crash", detail=clean, nodes=[clean], **{clean: 1})
+    append_event(paths, "crash", detail=EVIL)
+    text = paths.events.read_text()
+    assert len(text.splitlines()) == 2
+    assert is_clean(text)
+    events = read_events(paths)
+    assert (events[0]["detail"], events[0]["nodes"], events[0][clean]) == (clean, [clean], 1)
+    assert events[1]["detail"] == EVIL.replace("\udc80", "\\udc80")
+
+
+@pytest.mark.scenario("M11")
+def test_a_journal_that_was_told_anything_goes_on(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(paths, epoch=1, job_id="7")
+    journal.event(EVIL, detail=EVIL, error=EVIL)
+    journal.status(Status(state=EVIL, cause=EVIL))
+    journal.event("ended", reason=EVIL)
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) == 2
+    assert is_clean(said)
+    assert len(paths.events.read_text().splitlines()) == 2
+    assert len(paths.status.read_text().splitlines()) == 1
+
+
+@pytest.mark.scenario("M11")
+def test_a_line_of_a_log_is_one_line_and_its_facts_are_its_own(tmp_path: Path) -> None:
+    AgentLog(tmp_path / "log", f"3 {EVIL}").say("failed", loud=True, error=EVIL, where=[EVIL], **{EVIL: EVIL})
+    text = (tmp_path / "log").read_text()
+    assert len(text.splitlines()) == 1
+    assert is_clean(text)
+    line = log_line("1", "crash", {"detail": 'x" exit_code=0 y="z'})
+    assert line.rstrip().endswith(r'detail="x\" exit_code=0 y=\"z"')
+
+
+@pytest.mark.scenario("M11")
+@pytest.mark.parametrize("field", ["what", "where", "found", "expected", "remedy"])
+def test_an_error_is_one_line_whatever_it_is_about(field: str) -> None:
+    fields = {"what": "x", **{field: EVIL}}
+    what = fields.pop("what")
+    line = VerlSlurmError(what, **fields).one_line()  # type: ignore[arg-type]
+    assert is_clean(line)
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.scenario("M11")
+def test_a_server_s_words_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from botocore.exceptions import ClientError
+
+    from verl_slurm.tiers.s3 import S3Backend
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIACANARY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
+    tier = TierConfig(name="s", kind="s3", bucket="b", endpoint="http://127.0.0.1:9", region="us-east-1")
+    backend = S3Backend(tier)
+    answer = {"Error": {"Code": EVIL, "Message": f"canary-secret {EVIL}"}}
+    with pytest.raises(TierError) as refused, backend._errors("key"):
+        raise ClientError({**answer, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject")  # type: ignore[arg-type,typeddict-item]
+    assert "unknown 403" in str(refused.value)
+    assert "canary" not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+@pytest.mark.scenario("M11")
+def test_labels_are_a_closed_list_and_the_page_stays_parsable(paths: RunPaths) -> None:
+    observability = ObservabilityConfig(metrics_port=0, learning_numbers=True)
+    config = RunConfig(name=EVIL, observability=observability)
+    status = Status(state=EVIL, phase=EVIL, cause=EVIL, metrics={EVIL: 1.0})
+    metrics = LeadMetrics(paths, config, status, lambda: 1.8e9)
+    asyncio.run(metrics.read_back())
+    for number in range(500):
+        for event in (
+            "cause",
+            "crash",
+            "requeue",
+            "saved",
+            "verified",
+            "warning",
+            "stranger",
+            f"{EVIL}{number}",
+        ):
+            told = {"cause": f"{EVIL}{number}", "kind": f"{EVIL}{number}", "name": f"{EVIL}{number}"}
+            metrics.journaled(event, {**told, "accepted": EVIL, "emergency": EVIL, "reason": EVIL})
+    metrics.refused = {"token": 3}
+    page = metrics._exporter._page().decode()
+    assert is_clean(page)
+    found = [s for family in text_string_to_metric_families(page) for s in family.samples]
+    assert len(found) < 100
+    assert ("verl_control_refused_total", {"reason": "token"}, 3.0) in [
+        (s.name, s.labels, s.value) for s in found
+    ]
+    assert not any(EVIL[:8] in value for s in found for value in s.labels.values())
+
+
+@pytest.mark.scenario("M11")
+@pytest.mark.parametrize(
+    "key", ["name", "slurm.partition", "slurm.account", "model.path", "data.root", "run_dir"]
+)
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\x9b", "\u2028", "\x00", "\x85"])
+def test_a_name_in_the_configuration_that_breaks_a_line_is_refused(key: str, character: str) -> None:
+    section, _, leaf = key.rpartition(".")
+    value = json.dumps(f"a{character}b")
+    text = f"{section}:\n  {leaf}: {value}\n" if section else f"{leaf}: {value}\n"
+    with pytest.raises(ConfigError) as refused:
+        parse_config(text.encode(), "my.yaml")
+    assert is_clean(refused.value.one_line())
+
+
+@pytest.fixture
+def handed_over(paths: RunPaths) -> RunPaths:
+    """A run that somebody else has written every file of."""
+    paths.run_yaml.write_bytes(dump(RunConfig(name="demo", run_dir=str(paths.root))))
+    logs = private_dir(paths.logs)
+    raw = EVIL.encode("utf-8", "surrogateescape")
+    told = {"job_id": "7", "cluster": "local", "host": EVIL, "nodes": EVIL, "epoch": EVIL, "time": EVIL}
+    names = (
+        "submitted",
+        "started",
+        "generation",
+        "training",
+        "cause",
+        "saved",
+        "verified",
+        "corrupt",
+        "crash",
+    )
+    names += ("refused", "notice", "warning", "stacks", "orphaned", "hang", "fenced", "stranger", EVIL)
+    facts = (
+        "name",
+        "detail",
+        "reason",
+        "evidence",
+        "cause",
+        "text",
+        "topic",
+        "resume",
+        "kind",
+        "node",
+        "log",
+    )
+    lines = [{"event": name, **told, **dict.fromkeys(facts, EVIL)} for name in names]
+    lines += [{"event": "ended", **told, "exit_code": 22, "exit": EVIL, "reason": EVIL}]
+    # As an enemy would, without our escapes.
+    text = "\n".join(json.dumps(line, ensure_ascii=False).replace("\udc80", "") for line in lines)
+    paths.events.write_text(text + "\n")
+    status = {"state": EVIL, "phase": EVIL, "last_checkpoint": EVIL, "step": 1, "steps": 2, "updated": EVIL}
+    paths.status.write_text(json.dumps(status, ensure_ascii=False).replace("\udc80", ""))
+    paths.steps.write_text(json.dumps({"step": 1, EVIL[:20]: 1.0, "time": EVIL}) + "\n")
+    for name in ("7_0_log.out", "epoch_000001.gen_01.node_0000.log", "epoch_000001.node_0000.agent.log"):
+        (logs / name).write_bytes(raw)
+    (logs / "a\x1b[31m\n.log").touch()
+    (private_dir(paths.checkpoints) / "step_000001\x1b[31m").mkdir()
+    (private_dir(paths.quarantine) / "a\x9b31m\n").mkdir()
+    return paths
+
+
+@pytest.mark.scenario("M11")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status", "RUN"),
+        ("status", "RUN", "--json"),
+        ("watch", "RUN"),
+        ("watch", "RUN", "--json"),
+        ("logs", "RUN"),
+        ("logs", "RUN", "--node", "0"),
+        ("logs", "RUN", "--node", "0", "--agent"),
+        ("logs", "RUN", "--all"),
+        ("list", "RUN/.."),
+        ("list", "RUN/..", "--json"),
+        ("checkpoints", "RUN"),
+        ("checkpoints", "RUN", "--json"),
+        ("verify", "RUN"),
+        ("prune", "RUN", "--dry-run"),
+        ("status", "RUN\x1b[31m"),
+        ("status", "RUN\x1b[31m", "--json"),
+        ("\x1b[31mstatus",),
+        ("status", "RUN", "--\x1b[31m"),
+    ],
+    ids=" ".join,
+)
+def test_no_command_hands_an_escape_sequence_of_a_stranger_on(
+    handed_over: RunPaths, cli: Cli, words: tuple[str, ...]
+) -> None:
+    said = cli(*(word.replace("RUN", str(handed_over.root)) for word in words))
+    assert said.out + said.err
+    assert is_clean(said.out.replace("\t", "")), repr(said.out)
+    assert is_clean(said.err), repr(said.err)
+    assert "Traceback" not in said.err
+    if "--json" in words:
+        for line in said.out.splitlines():
+            json.loads(line)
+
+
+@pytest.mark.scenario("M11")
+def test_a_real_terminal_gets_no_escape_sequence_of_a_stranger(handed_over: RunPaths) -> None:
+    """Where there is a terminal, our own colours and rewritten lines are allowed, and nobody else's."""
+    probe = (
+        "import sys\nfrom verl_slurm.cli.__main__ import main\n"
+        "for words in (['status'], ['watch'], ['logs'], ['list'], ['checkpoints']):\n"
+        "    main([*words, sys.argv[1] + ('/..' if words == ['list'] else '')])\n"
+    )
+    outer, inner = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", probe, str(handed_over.root)],
+        stdin=subprocess.DEVNULL,
+        stdout=inner,
+        stderr=inner,
+    ) as process:
+        os.close(inner)
+        said = b""
+        with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+            while data := os.read(outer, 65536):
+                said += data
+    os.close(outer)
+    assert process.returncode == 0, said.decode(errors="replace")
+    assert b"\x1b" in said, "ours are there: it did take this for a terminal"
+    for bad in (
+        b"\x1b[31m\x1b]0;",
+        b"\x1b]",
+        b"\x07",
+        "\x9b".encode(),
+        "\u2028".encode(),
+        "\u202e".encode(),
+        b"\x00",
+    ):
+        assert bad not in said, bad
+
+
+def test_json_is_read_back_as_the_same_value() -> None:
+    value = {"a": ["ä€😀\U000e0001", "\u2028\x85\x7f\x9b", 1.5, None, True], "\u2028": "x"}
+    line = json_line(value)
+    assert json.loads(line) == value
+    assert "ä€😀".encode() in line, "what can be printed stays as it is"
+    assert parse_event(json_line({"event": "x"})) == {"event": "x"}
+    assert printable("ä€😀") == "ä€😀"
