@@ -132,15 +132,14 @@ def ask_for_save(run: RunPaths) -> str:
 
 
 def _signal_local(run: RunPaths, number: signal.Signals) -> None:
-    """Signal the lead: the one child of submitit's local controller."""
-    from verl_slurm.submit.liveness import controller
+    """Signal the lead of a run without Slurm."""
+    from verl_slurm.submit.liveness import leads
     from verl_slurm.submit.record import last_job
 
-    process = controller(run, last_job(run))
-    leads = [] if process is None else process.children()
-    if not leads:
+    found = leads(run, last_job(run))
+    if not found:
         raise NotFound("the run's process is gone", where=run.root, remedy=f"verl-slurm submit {run.root}")
-    for lead in leads:
+    for lead in found:
         try:
             lead.send_signal(number)
         except psutil.NoSuchProcess:

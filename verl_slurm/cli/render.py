@@ -7,7 +7,7 @@ log can recolour or rewrite the terminal.
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -16,6 +16,7 @@ import msgspec
 from verl_slurm.errors import VerlSlurmError
 
 __all__ = [
+    "GAP",
     "Bar",
     "Progress",
     "error",
@@ -23,6 +24,7 @@ __all__ = [
     "json_value",
     "line",
     "marked",
+    "plain_table",
     "raw_line",
     "safe",
     "table",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 _NO_TERMINAL = 240
+GAP = 2
+"""Blanks between the columns of `plain_table`."""
 
 
 def safe(text: object) -> str:
@@ -47,8 +51,7 @@ def line(text: object = "") -> None:
 
 def marked(mark: str, colour: str, text: object) -> None:
     """A line that begins with a word in colour, where there is a terminal (and no NO_COLOR)."""
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
-    print(mark if plain else click.style(mark, fg=colour, bold=True), safe(text), flush=True)
+    print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
 
 
 def raw_line(text: bytes) -> None:
@@ -111,6 +114,46 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_ri
     if not console.is_terminal:
         console = Console(width=_NO_TERMINAL)
     console.print(view)
+
+
+def plain_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    colours: Mapping[str, str] | None = None,
+) -> None:
+    """A table of text as `table` shows it, for many rows: rich takes half a second for a thousand.
+
+    Args:
+        right: columns that are set to the right.
+        colours: of cells that are, or begin with, one of these words, where there is a terminal.
+    """
+    lines = [list(columns), *([safe(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    paint = _paints()
+    shown = []
+    for number, line_ in enumerate(lines):
+        cells = [
+            cell.rjust(room) if columns[index] in right else cell.ljust(room)
+            for index, (cell, room) in enumerate(zip(line_, widths, strict=True))
+        ]
+        if paint and number == 0:
+            cells = [click.style(cell, bold=True) for cell in cells]
+        elif paint and colours:
+            cells = [_coloured(cell, colours) for cell in cells]
+        shown.append((" " * GAP).join(cells).rstrip())
+    shown.insert(1, "─" * min(sum(widths) + GAP * (len(widths) - 1), width()))
+    print("\n".join(shown), flush=True)
+
+
+def _coloured(cell: str, colours: Mapping[str, str]) -> str:
+    colour = next((colour for word, colour in colours.items() if cell.startswith(word)), None)
+    return cell if colour is None else click.style(cell, fg=colour)
+
+
+def _paints() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 class Progress:

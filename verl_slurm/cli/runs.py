@@ -1,21 +1,17 @@
-"""`verl-slurm status` and `list`: what runs where, and how far it is."""
+"""`verl-slurm status`: where one run stands, and what it has gone through."""
 
-import os
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import click
 
 from verl_slurm.cli import render, story
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option
+from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.spans import ago
 from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["list_runs", "status"]
-
-_DEPTH = 3
+__all__ = ["status"]
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -56,7 +52,7 @@ def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
     if snapshot:
-        rows.append(("state", f"{snapshot.get('state')}, as of {_ago(snapshot.get('updated'))}"))
+        rows.append(("state", f"{snapshot.get('state')}, as of {ago(snapshot.get('updated'))}"))
         rows.append(("training", story.progress(snapshot)))
         counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
         rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
@@ -75,96 +71,13 @@ def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
     return ExitCode.OK
 
 
-@click.command("list", epilog=exits(ExitCode.NOT_FOUND))
-@click.argument("place", type=PLACE, default="runs")
-@json_option
-def list_runs(place: Path, as_json: bool) -> int:
-    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
-
-    Read from the run directories alone; Slurm is not asked (`status` asks it).
-    """
-    if (place / "run.yaml").is_file():
-        from verl_slurm.cli.checkpoints import print_checkpoints
-
-        return print_checkpoints(RunPaths(place.resolve()), as_json)
-    found = [_facts_or_refusal(root) for root in _runs_below(place)]
-    if not found and not place.is_dir():
-        raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
-    if as_json:
-        render.json_value(found)
-        return ExitCode.OK
-    if not found:
-        from verl_slurm.config.load import shipped
-
-        render.line(
-            f"no runs in {place}; start one with verl-slurm submit {shipped('configs/quickstart.yaml')}"
-        )
-        return ExitCode.OK
-    render.table(
-        ["run", "job", "state", "step", "of", "reward", "last checkpoint", "updated"],
-        [
-            [
-                facts["run_dir"],
-                facts["job_id"] or "-",
-                _state(facts),
-                facts["status"].get("step", 0),
-                facts["status"].get("steps", 0),
-                _reward(facts["status"]),
-                facts["checkpoint"]["name"] if facts["checkpoint"] else "-",
-                _ago(facts["status"].get("updated")),
-            ]
-            for facts in found
-        ],
-    )
-    return ExitCode.OK
-
-
-def _runs_below(place: Path, depth: int = _DEPTH) -> list[Path]:
-    """Runs, and directories of which nobody can say: another user's run is closed to us."""
-    found: list[Path] = []
-    if not place.is_dir():
-        return found
-    for entry in sorted(place.iterdir()):
-        try:
-            if not entry.is_dir():
-                continue
-            if (entry / "run.yaml").is_file():
-                found.append(entry.resolve())
-            if depth > 1:
-                found.extend(_runs_below(entry, depth - 1))
-        except PermissionError:
-            found.append(entry.resolve())
-    return sorted(set(found))
-
-
-def _facts_or_refusal(root: Path) -> dict[str, Any]:
-    try:
-        os.listdir(root)
-        return _facts(RunPaths(root), ask=False)
-    except PermissionError:
-        empty = dict.fromkeys(
-            ("job_id", "cluster", "job_state", "checkpoint", "last_cause", "ended", "outcome")
-        )
-        return {"run_dir": str(root), **empty, "status": {}, "error": "no permission"}
-
-
-def _state(facts: dict[str, Any]) -> str:
-    if "error" in facts:
-        return str(facts["error"])
-    if facts["outcome"]:
-        return str(facts["outcome"])
-    state = str(facts["status"].get("state", ""))
-    if state and not facts["submitted"]:
-        return state
-    return "queued" if facts["job_id"] else "prepared"
-
-
 def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
     """All that is known of a run; `ask`: also what the scheduler says now."""
     from verl_slurm.checkpoint.catalog import list_checkpoints
     from verl_slurm.events import read_events
+    from verl_slurm.snapshot import read_status
     from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.record import last_job, read_status
+    from verl_slurm.submit.record import last_job
 
     events = read_events(run)
     try:
@@ -262,22 +175,4 @@ def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> st
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
     good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
-    return f"{checkpoint['name']}, {size:.1f} MB, {_ago(checkpoint['created_utc'])}, {good}"
-
-
-def _reward(snapshot: dict[str, Any]) -> str:
-    metrics = snapshot.get("metrics")
-    reward = metrics.get("reward") if isinstance(metrics, dict) else None
-    return f"{reward:.3f}" if isinstance(reward, int | float) else "-"
-
-
-def _ago(time: object) -> str:
-    try:
-        then = datetime.fromisoformat(str(time))
-    except ValueError:
-        return "-"
-    seconds = (datetime.now(UTC) - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
+    return f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"

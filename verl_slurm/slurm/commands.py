@@ -5,6 +5,7 @@ typed and validated (`environment.py`), so none can be an option: numbers are in
 """
 
 import re
+from collections.abc import Iterable
 
 __all__ = [
     "NAME",
@@ -12,6 +13,7 @@ __all__ = [
     "cancel",
     "list_jobs",
     "list_nodes",
+    "list_states",
     "requeue",
     "show_config",
     "show_hostnames",
@@ -72,6 +74,12 @@ def list_nodes(partition: str) -> list[str]:
 def list_jobs() -> list[str]:
     """One line for each of our jobs that Slurm has not done with: its number, and its batch script."""
     return ["squeue", "--me", "--noheader", "--format=%i|%o"]
+
+
+def list_states(users: Iterable[int]) -> list[str]:
+    """One line for each job of these users (uids) that Slurm has not done with: number, state, reason."""
+    listed = ",".join(str(int(user)) for user in sorted(users))
+    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
 
 
 def show_config() -> list[str]:

@@ -18,15 +18,14 @@ from watchdog.observers.polling import PollingObserver
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.events import Event, parse_event
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.mounts import file_system
+from verl_slurm.mounts import is_remote
 from verl_slurm.paths import RunPaths
+from verl_slurm.snapshot import read_status
 from verl_slurm.submit.liveness import job_state, settle
-from verl_slurm.submit.record import last_job, read_status
+from verl_slurm.submit.record import last_job
 
 __all__ = ["follow_lines", "follow_run"]
 
-# As str.startswith takes them; fuse covers fuse.sshfs and its like.
-_REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "panfs", "9p", "virtiofs", "afs")
 _POLL_S = 2.0
 # watchdog calls it an error when an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
@@ -169,4 +168,4 @@ def _read_lines(path: Path, offset: int) -> list[bytes]:
 
 
 def _observer(directory: Path) -> BaseObserver:
-    return PollingObserver(timeout=_POLL_S) if file_system(directory).startswith(_REMOTE) else Observer()
+    return PollingObserver(timeout=_POLL_S) if is_remote(directory) else Observer()

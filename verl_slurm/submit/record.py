@@ -1,16 +1,17 @@
 """What is known of a run's jobs, read from its journal and its status file."""
 
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
-from verl_slurm.errors import UNREADABLE, NotFound
-from verl_slurm.events import read_events
+from verl_slurm.errors import NotFound
+from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm.snapshot import read_status
 from verl_slurm.submit.plan import Cluster
 
 __all__ = [
@@ -18,7 +19,7 @@ __all__ = [
     "has_begun",
     "has_ended",
     "last_job",
-    "read_status",
+    "newest_job",
     "require_run",
     "steps_done",
 ]
@@ -34,15 +35,6 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     time: str = ""
 
 
-_STATUS: dict[str, type] = {
-    **dict.fromkeys(("epoch", "generation", "restarts", "step", "steps", "index"), int),
-    **dict.fromkeys(
-        ("state", "job_id", "phase", "last_checkpoint", "last_checkpoint_time", "cause", "updated"), str
-    ),
-    "metrics": dict,
-}
-
-
 def require_run(paths: RunPaths) -> RunPaths:
     """Refuse a directory that is not a run.
 
@@ -52,18 +44,6 @@ def require_run(paths: RunPaths) -> RunPaths:
     if not paths.run_yaml.is_file():
         load_resolved(paths.run_yaml)  # says so
     return paths
-
-
-def read_status(paths: RunPaths) -> dict[str, Any]:
-    """The daemon's snapshot, or an empty one where no daemon ever ran. Replaced atomically, so always whole.
-
-    It informs, nothing depends on it: a value that is not of its type is left out.
-    """
-    try:
-        status = msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
-    except (FileNotFoundError, *UNREADABLE):
-        return {}
-    return {key: value for key, value in status.items() if isinstance(value, _STATUS.get(key, object))}
 
 
 def has_begun(paths: RunPaths) -> bool:
@@ -96,17 +76,17 @@ def has_ended(paths: RunPaths, job: Submission) -> bool:
     return ended
 
 
-def last_job(paths: RunPaths) -> Submission:
-    """The newest job of the run, whoever submitted it.
+def newest_job(events: Iterable[Event], cluster: Cluster = "slurm", host: str = "") -> Submission | None:
+    """As `last_job`, of a journal's last events. Pure.
 
-    Raises:
-        NotFound: the run was never submitted.
+    Args:
+        cluster: of the job that had the word before the first of them; `host` likewise.
+
+    Called by: last_job, submit.fleet.
     """
-    cluster: Cluster = "slurm"
-    host = ""
     found: Submission | None = None
     followed: set[str] = set()
-    for event in read_events(paths):
+    for event in events:
         if event["event"] == "successor":
             followed.add(str(event.get("after")))
         elif str(event.get("job_id")) in followed:
@@ -120,6 +100,16 @@ def last_job(paths: RunPaths) -> Submission:
         job_id = event.get("job_id")
         if isinstance(job_id, str) and job_id and (found is None or job_id != found.job_id):
             found = Submission(job_id=job_id, cluster=cluster, host=host, time=str(event.get("time", "")))
+    return found
+
+
+def last_job(paths: RunPaths) -> Submission:
+    """The newest job of the run, whoever submitted it.
+
+    Raises:
+        NotFound: the run was never submitted.
+    """
+    found = newest_job(read_events(paths))
     if found is None:
         raise NotFound(
             "the run has no job yet",
