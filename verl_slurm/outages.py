@@ -19,7 +19,7 @@ from verl_slurm.exit_codes import ExitCode
 
 __all__ = ["Outage", "Outages"]
 
-_ENDING = frozenset({"preemption", "time_limit", "requeued", "node_lost", "asked"})
+_ENDING = frozenset({"preemption", "time_limit", "requeued", "node_lost", "operator_requeue"})
 """Causes (`slurm.cause.CauseKind`) that end an incarnation which is to go on. A cancel is not to go on."""
 _OF_CRASH = {"hang": "hang", "node": "node_lost"}
 

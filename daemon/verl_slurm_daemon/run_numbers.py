@@ -74,6 +74,8 @@ class RunNumbers:
                 self._end(now)
             case "submitted" if event.get("job_id") != self._job_id:
                 self._why = "submitted"
+            case "cause" if event.get("cause") == "operator_requeue":
+                self._why = "requeued"
             case "cause" if event.get("cause") in RESTART_CAUSES:
                 self._why = str(event["cause"])
             case "crash":

@@ -13,7 +13,7 @@ from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.paths import RunPaths
 
-__all__ = ["list_checkpoints", "newest_committed"]
+__all__ = ["list_checkpoints"]
 
 _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
 
@@ -47,26 +47,6 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
                 )
             )
     return sorted(infos, key=lambda i: (_RANKS[i.kind], -i.step, -i.safe_point, i.name))
-
-
-def newest_committed(paths: RunPaths) -> CheckpointInfo | None:
-    """The first of `list_checkpoints` where that is a committed one. Reads one manifest, not all of them.
-
-    Raises:
-        OSError: the checkpoint directory cannot be read.
-
-    Called by: submit.fleet.
-    """
-    try:
-        names = os.listdir(paths.checkpoints)
-    except FileNotFoundError:
-        return None
-    ordered = sorted(((order, name) for name in names if (order := checkpoint_order(name))), reverse=True)
-    for _, name in ordered:
-        info = _classify(paths.checkpoints / name, partial=False)
-        if info.kind == "committed":
-            return info
-    return None
 
 
 def _children(directory: Path) -> list[Path]:

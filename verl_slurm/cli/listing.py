@@ -1,5 +1,6 @@
 """`verl-slurm list`: the runs below a directory, a line each."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,15 @@ from verl_slurm.paths import RunPaths
 if TYPE_CHECKING:
     from verl_slurm.submit.fleet import Glance, Seen
 
-__all__ = ["list_runs", "runs_table"]
+__all__ = ["STATE_COLOURS", "list_runs", "runs_table"]
 
 _FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
 """Columns that give way where the terminal is narrow."""
-_COLOURS = {"done": "green", "running": "green", "gone": "red", "no permission": "red", "queued": "yellow"}
+STATE_COLOURS = {
+    **dict.fromkeys(("done", "running", "RUNNING"), "green"),
+    **dict.fromkeys(("queued", "PENDING", "suspended"), "yellow"),
+    **dict.fromkeys(("gone", "GONE", "failed", "no permission"), "red"),
+}
 
 
 @click.command("list", epilog=exits(ExitCode.NOT_FOUND))
@@ -34,6 +39,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     state   prepared, queued, starting, running, saving, ..., done, cancelled, failed with N;
             gone: its job is no more, and its daemon said nothing; with a ?: nobody here knows whether it lives
     interrupted, cost   how often, why last, and the time from the first sign to the first new rollout, in all
+            (with a +: the last one is not over)
 
     Slurm is asked once for all runs; --state failed takes all that failed, whatever the exit code.
     """
@@ -63,7 +69,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         )
         return ExitCode.OK
     headings, lines = runs_table(told, place.resolve(), render.width())
-    render.plain_table(headings, lines, right=("step", "of", "reward", "cost"), colours=_COLOURS)
+    render.plain_table(headings, lines, right=("step", "of", "reward", "cost"), colours=STATE_COLOURS)
     return ExitCode.OK
 
 
@@ -79,7 +85,7 @@ def runs_table(
     Called by: list_runs.
     """
     columns: dict[str, list[str]] = {
-        "run": [str(run.root.relative_to(place)) for run, _ in told],
+        "run": [os.path.relpath(run.root, place) for run, _ in told],
         "job": ["-" if run.job is None else run.job.job_id for run, _ in told],
         "state": [state for _, state in told],
         "step": [str(_step(run)) for run, _ in told],
@@ -87,35 +93,19 @@ def runs_table(
         "reward": [_reward(run.status) for run, _ in told],
         "checkpoint": ["-" if run.checkpoint is None else run.checkpoint.name for run, _ in told],
         "interrupted": [_interrupted(run) for run, _ in told],
-        "cost": [span(run.interrupted_s) if run.interruptions else "-" for run, _ in told],
+        "cost": [_cost(run) for run, _ in told],
         "updated": [ago(run.status.get("updated")) for run, _ in told],
     }
 
-    def needed() -> int:
-        return sum(max(map(len, (name, *cells))) + render.GAP for name, cells in columns.items()) - render.GAP
-
-    for name in _FIRST_TO_GO:
-        if needed() <= width:
-            break
-        del columns[name]
-    too_much = needed() - width
-    if too_much > 0:
-        room = max(max((len(name) for name in columns["run"]), default=0) - too_much, 8)
-        columns["run"] = [_cut(name, room) for name in columns["run"]]
-    return list(columns), [list(line) for line in zip(*columns.values(), strict=True)]
-
-
-def _cut(name: str, room: int) -> str:
-    """The end of a name tells runs apart."""
-    return name if len(name) <= room else f"…{name[1 - room :]}"
+    return render.fitting(columns, _FIRST_TO_GO, width, cut="run")
 
 
 def _step(run: "Glance") -> int:
     """Whole steps done. A start whose ranks have said nothing yet has what it resumes from."""
-    step = run.status.get("step", 0)
+    step: int = run.status.get("step", 0)
     if run.checkpoint is not None and not run.status.get("phase"):
         return max(step, run.checkpoint.step)
-    return int(step)
+    return step
 
 
 def _reward(status: Mapping[str, Any]) -> str:
@@ -127,7 +117,15 @@ def _reward(status: Mapping[str, Any]) -> str:
 def _interrupted(run: "Glance") -> str:
     if not run.interruptions:
         return "-"
-    return f"{run.interruptions}, {run.last_interruption.get('cause', '?')}"
+    cause = str(run.last_interruption.get("cause", "?")).replace("_", " ")
+    return f"{run.interruptions}, {cause}"
+
+
+def _cost(run: "Glance") -> str:
+    if not run.interruptions:
+        return "-"
+    lasts = "" if run.last_interruption.get("seconds") is not None else "+"
+    return f"{span(run.interrupted_s)}{lasts}"
 
 
 def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:

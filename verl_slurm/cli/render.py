@@ -21,6 +21,7 @@ __all__ = [
     "Progress",
     "error",
     "fields",
+    "fitting",
     "json_value",
     "line",
     "marked",
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _NO_TERMINAL = 240
+_LEAST = 8
 GAP = 2
 """Blanks between the columns of `plain_table`."""
 
@@ -77,12 +79,13 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
     print(f"verl-slurm: {problem.one_line()}", file=sys.stderr, flush=True)
 
 
-def fields(rows: Iterable[tuple[str, object]]) -> None:
-    """Aligned `name  value` lines."""
+def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
+    """Aligned `name  value` lines; a value that begins with one of `colours`' words has its colour on a terminal."""
     shown = [(name, safe(value)) for name, value in rows]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
-        print(f"{name:<{width}}  {value}", flush=True)
+        painted = _coloured(value, colours) if colours and _paints() else value
+        print(f"{name:<{width}}  {painted}", flush=True)
 
 
 def width() -> int:
@@ -147,6 +150,33 @@ def plain_table(
     print("\n".join(shown), flush=True)
 
 
+def fitting(
+    columns: dict[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines for `plain_table`, with as many of the columns as have room. Pure.
+
+    Args:
+        columns: cells by heading, all of the same number.
+        first_to_go: headings that give way, in this order.
+        width: characters of a line.
+        cut: a column whose cells lose their beginnings where that was not enough.
+    """
+    columns = dict(columns)
+
+    def too_much() -> int:
+        rooms = [max(map(len, (name, *cells))) for name, cells in columns.items()]
+        return sum(rooms) + GAP * (len(rooms) - 1) - width
+
+    for name in first_to_go:
+        if too_much() <= 0:
+            break
+        columns.pop(name, None)
+    if cut in columns and (excess := too_much()) > 0:
+        room = max(max(map(len, columns[cut]), default=0) - excess, _LEAST)
+        columns[cut] = [cell if len(cell) <= room else f"…{cell[1 - room :]}" for cell in columns[cut]]
+    return list(columns), [list(line) for line in zip(*columns.values(), strict=True)]
+
+
 def _coloured(cell: str, colours: Mapping[str, str]) -> str:
     colour = next((colour for word, colour in colours.items() if cell.startswith(word)), None)
     return cell if colour is None else click.style(cell, fg=colour)
@@ -163,6 +193,11 @@ class Progress:
         self._tty = sys.stdout.isatty()
         self._shown = ""
         self._step = -1
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is rewritten in place."""
+        return self._tty
 
     def show(self, step: int, text: str) -> None:
         """Show the present state; `step`: whole steps done."""

@@ -30,12 +30,21 @@ from verl_slurm.slurm.parse import JobFacts
 
 __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 
-Trigger = Literal["warning", "term", "node_link", "poll"]
-"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), TERM, a node's agent gone
-silent, or a look of our own."""
+Trigger = Literal["warning", "requeue_wish", "term", "node_link", "poll"]
+"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, a
+node's agent gone silent, or a look of our own."""
 
 CauseKind = Literal[
-    "preemption", "time_limit", "operator", "cancel", "requeued", "node_lost", "suspended", "none", "unknown"
+    "preemption",
+    "time_limit",
+    "operator",
+    "operator_requeue",
+    "cancel",
+    "requeued",
+    "node_lost",
+    "suspended",
+    "none",
+    "unknown",
 ]
 
 WARNING_SLACK_S = 60
@@ -49,7 +58,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: CauseKind
-    """`none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing."""
+    """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job
+    requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing."""
     evidence: str
     deadline: datetime | None = None
     """When Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or it
@@ -63,7 +73,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def may_requeue(self) -> bool:
         """Whether asking for a requeue is right: the job is to go on, and nobody has asked yet."""
-        return self.kind in {"preemption", "time_limit"}
+        return self.kind in {"preemption", "time_limit", "operator_requeue"}
 
 
 def decide_cause(
@@ -125,7 +135,7 @@ def _running(
         return Cause(kind="preemption", evidence=shown, deadline=facts.end_time)
     if lost_nodes:
         return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
-    if trigger == "warning":
+    if trigger in ("warning", "requeue_wish"):
         if facts.end_time is not None and not time_limit_warned:
             left = (facts.end_time - now).total_seconds()
             if facts.end_time - now <= timedelta(seconds=signal_lead_s + WARNING_SLACK_S):
@@ -134,6 +144,8 @@ def _running(
                     evidence=f"{shown}, {left:.0f} s to the time limit",
                     deadline=facts.end_time,
                 )
+        if trigger == "requeue_wish":
+            return Cause(kind="operator_requeue", evidence=f"{shown}: a requeue was asked for")
         return Cause(kind="operator", evidence=f"{shown}: a warning that Slurm has no reason for")
     if trigger == "term":
         return Cause(kind="operator", evidence=f"{shown}: a TERM that is not Slurm's end of the job")

@@ -8,32 +8,37 @@ A snapshot does not know that its lead was killed. So whoever is not over by the
 by ONE question, and a local one by its process.
 """
 
-import asyncio
 import os
-import socket
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verl_slurm.checkpoint.catalog import newest_committed
-from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.newest import Newest, newest_checkpoint
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.events import Event, read_last_events
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.mounts import is_remote
 from verl_slurm.outages import Outages
 from verl_slurm.paths import RunPaths
 from verl_slurm.snapshot import read_status
-from verl_slurm.submit.record import Submission, newest_job
+from verl_slurm.submit.newest_job import Submission, newest_job
 
-__all__ = ["Glance", "Seen", "ask_for", "find_runs", "glance", "glance_at_all", "is_over", "state_of"]
+__all__ = [
+    "Glance",
+    "Seen",
+    "ask_for",
+    "find_runs",
+    "glance",
+    "glance_at_all",
+    "is_over",
+    "outcome_of",
+    "state_of",
+]
 
 _DEPTH = 3
-_FIRST_BYTES = 8 << 10
-"""Of the journal's end: some thirty events."""
+_FIRST_BYTES = 4 << 10
+"""Of the journal's end: some twenty events."""
 _TIMES_MORE = 16
 _AT_ONCE = 16
 """Runs that are read at the same time where each answer comes over a network."""
@@ -51,7 +56,7 @@ class Glance(msgspec.Struct, kw_only=True):
     started longer ago than was read back."""
     cause: Event | None = None
     """The newest cause, where it is not longer ago than what was read back."""
-    checkpoint: CheckpointInfo | None = None
+    checkpoint: Newest | None = None
     interruptions: int = 0
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
@@ -69,25 +74,34 @@ class Seen(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-def find_runs(place: Path, depth: int = _DEPTH) -> Iterator[tuple[Path, bool]]:
+def find_runs(
+    place: Path, depth: int = _DEPTH, *, on_directory: Callable[[Path], object] | None = None
+) -> Iterator[tuple[Path, bool]]:
     """(run, whether it could be looked into), in the order of their names, `depth` directories down.
 
     Not below a run: a thousand of them have a hundred thousand directories of checkpoints.
+
+    Args:
+        on_directory: is told each directory that is no run, before it is looked into.
+
+    Called by: glance_at_all, submit.fleet_follow.
     """
     try:
-        entries = sorted(e.name for e in os.scandir(place) if e.is_dir())
+        entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if e.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError:
         yield place, False
         return
-    for name in entries:
-        path = place / name
+    for name, is_link in entries:
+        path = (place / name).resolve() if is_link else place / name
         try:
             os.stat(path / "run.yaml")
         except FileNotFoundError:
             if depth > 1:
-                yield from find_runs(path, depth - 1)
+                if on_directory is not None:
+                    on_directory(path)
+                yield from find_runs(path, depth - 1, on_directory=on_directory)
         except OSError:
             yield path, False
         else:
@@ -99,15 +113,15 @@ def glance(root: Path) -> Glance:
     paths = RunPaths(root)
     try:
         status = read_status(paths)
-        events, whole = _last_events(paths, status)
-        checkpoint = newest_committed(paths)
+        events, job, whole = _last_events(paths, status)
+        checkpoint = newest_checkpoint(paths)
     except OSError as error:
         words = "no permission" if isinstance(error, PermissionError) else str(error.strerror or error)
         return Glance(root=root, error=words)
     found = Glance(
         root=root,
         status=status,
-        job=newest_job(events, status.get("cluster", "slurm"), status.get("host", "")),
+        job=job,
         word=next((event for event in reversed(events) if event["event"] in _DECISIVE), None),
         cause=next((event for event in reversed(events) if event["event"] == "cause"), None),
         checkpoint=checkpoint,
@@ -123,39 +137,46 @@ def glance(root: Path) -> Glance:
     return found
 
 
-def _last_events(paths: RunPaths, status: dict[str, Any]) -> tuple[list[Event], bool]:
+def _last_events(paths: RunPaths, status: dict[str, Any]) -> tuple[list[Event], Submission | None, bool]:
+    """The events at the journal's end that say enough, the run's job by them, and whether they are all there are."""
+    cluster, host = status.get("cluster", "slurm"), status.get("host", "")
     num_bytes = _FIRST_BYTES
     while True:
         events, whole = read_last_events(paths, num_bytes)
-        if whole or ("interruptions" in status and _says_enough(events, status)):
-            return events, whole
+        job = newest_job(events, cluster, host)
+        if whole or ("interruptions" in status and job is not None and _says_enough(events, job, status)):
+            return events, job, whole
         num_bytes *= _TIMES_MORE
 
 
-def _says_enough(events: Sequence[Event], status: dict[str, Any]) -> bool:
-    job = newest_job(events)
-    if job is None:
-        return False
+def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any]) -> bool:
     its_snapshot = status.get("job_id") == job.job_id and bool(status.get("cluster"))
-    told = {
-        event["event"] for event in events if event["event"] in _DECISIVE or event["event"] == "successor"
-    }
     # A lead that is at work started longer ago than these events; where it is not, its end must be among them.
-    at_work = its_snapshot and status.get("state") not in (None, "", "ended")
-    return at_work or bool(told & {"submitted", "started"}) or ("ended" in told and its_snapshot)
+    if its_snapshot and status.get("state") not in (None, "", "ended"):
+        return True
+    told = {event["event"] for event in events}
+    return bool(told & {"submitted", "started"}) or ("ended" in told and its_snapshot)
 
 
 def glance_at_all(place: Path) -> list[Glance]:
     """Every run below `place`. Where that is on a network, several at a time: there it is waiting that takes long."""
-    found = list(find_runs(place))
+    found = list(dict(find_runs(place)).items())  # a link beside its run is one run
     closed = [Glance(root=path, error="no permission") for path, open_to_us in found if not open_to_us]
     roots = [path for path, open_to_us in found if open_to_us]
-    if len(roots) > _AT_ONCE and is_remote(place):
+    if len(roots) > _AT_ONCE and _is_remote(place):
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             glances = list(pool.map(glance, roots))
     else:
         glances = [glance(root) for root in roots]
     return sorted([*glances, *closed], key=lambda one: one.root)
+
+
+def _is_remote(place: Path) -> bool:
+    from verl_slurm.mounts import is_remote
+
+    return is_remote(place)
 
 
 def is_over(run: Glance) -> bool:
@@ -194,6 +215,8 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
             seen[run.root] = _local(run, run.job)
     if not at_slurm:
         return seen, ""
+    import asyncio
+
     from verl_slurm.slurm.client import SlurmClient
 
     try:
@@ -208,6 +231,8 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
 
 
 def _local(run: Glance, job: Submission) -> Seen:
+    import socket
+
     from verl_slurm.submit.liveness import controller
 
     if job.host and job.host != socket.gethostname():
@@ -222,7 +247,7 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if run.job is None:
         return "prepared"
     if is_over(run):
-        return _outcome(run.word or {})
+        return outcome_of(run.word or {})
     if seen is not None and seen.alive is False:
         return "gone"
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
@@ -234,7 +259,8 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     return f"{state if of_this_job and state else 'queued'}?"
 
 
-def _outcome(end: Event) -> str:
+def outcome_of(end: Event) -> str:
+    """How a run came out: `done`, `cancelled`, `failed with 11`. Called by: state_of, submit.fleet_follow."""
     code = end.get("exit_code")
     names = {int(ExitCode.OK): "done", int(ExitCode.CANCELLED): "cancelled"}
     return names.get(code, f"failed with {code}") if isinstance(code, int) else "failed"

@@ -13,7 +13,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.submit.record import Submission
+from verl_slurm.submit.newest_job import Submission
 
 __all__ = ["JobState", "controller", "job_state", "leads", "settle"]
 
