@@ -106,7 +106,7 @@ def test_status_tells_what_happened_and_what_each_interruption_cost(cli: Cli, tm
     assert times["tokens_lost"] == 0
     assert f"{times['count']} times ({times['count']} preemption)" in out
     assert "no token was lost" in out
-    assert out.count("step_000050_sp0088") == 1
+    assert out.count("step_000300_sp0088") == 1
     assert len(times["each"]) == times["count"] > 5
     table = [line for line in out.splitlines() if " preemption  " in line]
     assert len(table) == 5

@@ -12,6 +12,7 @@ from verl_slurm.slurm.parse import (
     parse_node,
     parse_partition,
     parse_seconds,
+    parse_states,
     parse_time,
 )
 
@@ -146,3 +147,8 @@ def test_of_several_nodes_the_lost_ones_are_named() -> None:
         "NodeName=n3 NodeAddr=c State=ALLOCATED*+DRAIN\n"
     )
     assert parse_lost_nodes(text) == ("n2", "n3")
+
+
+def test_many_jobs_are_read_from_one_answer() -> None:
+    text = "12|RUNNING|None\n13|PENDING|Resources\n14_[1-9]|PENDING|x\n15\n\n|RUNNING|\n16|PENDING|a|b\n"
+    assert parse_states(text) == {12: ("RUNNING", ""), 13: ("PENDING", "Resources"), 16: ("PENDING", "a|b")}

@@ -68,7 +68,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     else:
         detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
         state = f"{facts['job_state']}{detail}"
-        if facts["job_over"] and facts["outcome"]:
+        if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
     if snapshot:
