@@ -1,5 +1,7 @@
 """Many runs followed at once: woken by their journals, and by nothing else."""
 
+import errno
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +138,42 @@ def test_who_is_silent_is_asked_for_and_a_killed_lead_is_told(
     code, told, _ = follow(tmp_path)
     assert told == [("a", "gone")]
     assert code == 22
+
+
+def test_a_run_whose_directory_is_removed_is_not_waited_for(
+    tmp_path: Path, alive: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
+
+    def remove() -> object:
+        shutil.rmtree(a.root)
+        return QUIET
+
+    script = Script(monkeypatch, remove, lambda: QUIET, end(b))
+    code, told, watch = follow(tmp_path)
+    assert (code, told) == (0, [("b", "ended")])
+    assert watch.runs[a.root].state == "removed"
+    assert not script.left
+
+
+def test_where_the_kernel_watches_no_more_for_us_sizes_are_looked_at(
+    tmp_path: Path, alive: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Watches, path: Path, mask: int) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Watches, "_add", full)
+    a = make_run(tmp_path / "a", job_id="1")
+    waits: list[float] = []
+
+    def wait(_: Watches, timeout_s: float) -> set[Path]:
+        waits.append(timeout_s)
+        end(a)()
+        return set()
+
+    monkeypatch.setattr(Watches, "wait", wait)
+    _, told, _ = follow(tmp_path)
+    assert (told, waits) == ([("a", "ended")], [5.0])
 
 
 def test_nothing_that_lives_means_nothing_to_wait_for(

@@ -130,6 +130,7 @@ def _cost(run: "Glance") -> str:
 
 def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
     from verl_slurm.cli import story
+    from verl_slurm.submit.fleet import is_over
 
     ended = run.word is not None and run.word["event"] == "ended"
     return {
@@ -137,6 +138,7 @@ def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
         "state": state,
         "job_id": None if run.job is None else run.job.job_id,
         "cluster": None if run.job is None else run.job.cluster,
+        "job_over": is_over(run) or (seen is not None and seen.alive is False),
         "job_alive": None if seen is None else seen.alive,
         "job_state": (seen.state or None) if seen is not None else None,
         "job_detail": (seen.detail or None) if seen is not None else None,

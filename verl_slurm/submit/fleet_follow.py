@@ -6,6 +6,7 @@ is silent, the journals' sizes are looked at every few seconds. What no journal 
 scheduler is asked: one question for all, while nothing else happens.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ class FleetWatch:
         self.runs: dict[Path, Followed] = {}
         self.problem = ""
         """Why the scheduler did not answer."""
-        self._remote = any(is_remote(place) for place in places)
+        # inotify is silent about what others write: the sizes are looked at.
+        self._looks = any(is_remote(place) for place in places)
 
     def follow(self, on_turn: Callable[[], None]) -> ExitCode | int:
         """Until no run lives any more.
@@ -82,8 +84,8 @@ class FleetWatch:
 
     def _turn(self, watches: Watches) -> int:
         """Wait, and tell what came; how many events."""
-        changed = watches.wait(_LOOK_S if self._remote else _ASK_S)
-        if self._remote or changed is None:
+        changed = watches.wait(_LOOK_S if self._looks else _ASK_S)
+        if self._looks or changed is None:
             changed = {*self._places, *(RunPaths(root).events for root in self.runs)}
         elif not changed:
             return self._ask()
@@ -101,8 +103,10 @@ class FleetWatch:
         found = 0
         roots: Iterable[tuple[Path, bool]] = [(place, True)]
         if not (place / "run.yaml").exists():
-            watches.add_directory(place)  # before we look: what comes in between is seen twice, not never
-            roots = find_runs(place, on_directory=watches.add_directory)
+            self._hear(
+                watches.add_directory, place
+            )  # before we look: what comes in between is seen twice, not never
+            roots = find_runs(place, on_directory=lambda path: self._hear(watches.add_directory, path))
         for root, open_to_us in roots:
             if open_to_us and root not in self.runs:
                 found += 1
@@ -111,22 +115,37 @@ class FleetWatch:
 
     def _take_up(self, root: Path, watches: Watches) -> None:
         paths = RunPaths(root)
-        if not watches.add_file(paths.events):
-            watches.add_directory(root)
-            if not watches.add_file(paths.events):
-                self.runs.pop(root, None)  # prepared; its journal comes with its first job
-                return
+        if not self._hear(watches.add_file, paths.events):
+            self._hear(watches.add_directory, root)
+            if not self._hear(watches.add_file, paths.events):
+                return  # prepared; its journal comes with its first job
         offset = _size(paths.events)
         seen = glance(root)
         self.runs[root] = Followed(
             root=root, state=state_of(seen, None), alive=not is_over(seen), offset=offset
         )
 
+    def _hear(self, add: Callable[[Path], bool], path: Path) -> bool:
+        """Whether `path` is there. Where the kernel watches no more for us, we look for ourselves."""
+        try:
+            return add(path)
+        except PermissionError:
+            return False
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # fs.inotify.max_user_watches
+                raise
+            self._looks = True
+            return path.exists()
+
     def _read(self, run: Followed) -> int:
         told = 0
-        with RunPaths(run.root).events.open("rb") as file:
-            file.seek(run.offset)
-            lines = file.read().split(b"\n")[:-1]
+        try:
+            with RunPaths(run.root).events.open("rb") as file:
+                file.seek(run.offset)
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            run.state, run.alive = "removed", False
+            return 1
         for line in lines:
             run.offset += len(line) + 1
             event = parse_event(line)
@@ -152,6 +171,8 @@ class FleetWatch:
         for one in glances:
             run, answer = self.runs[one.root], seen.get(one.root)
             run.state = state_of(one, answer)
+            if one.job is None:
+                run.state, run.alive = one.error or "removed", False
             if run.state == "gone" and one.job is not None:
                 gone += 1
                 run.alive, run.exit_code = False, int(ExitCode.CRASHED)
