@@ -23,6 +23,6 @@ def file_system(path: Path) -> str:
 def is_remote(path: Path) -> bool:
     """Whether other machines write there, too: inotify is silent about them, and every look costs a round trip.
 
-    Called by: submit.follow, submit.fleet, submit.fleet_follow.
+    Called by: submit.follow, submit.fleet_follow.
     """
     return file_system(path).startswith(_REMOTE)

@@ -15,7 +15,8 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.fleet import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
 
 Questions = list[set[int]]
-LONG = 3000
+LONG = 800
+"""Events: a hundred kilobytes, where four are read."""
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_what_interruptions_cost_is_the_same_from_the_snapshot_and_from_the_jour
     paths = make_run(tmp_path / "run", num_events=LONG)
     quick = glance(paths.root)
     whole = Outages(read_events(paths))
-    assert quick.interruptions == len(whole.each) > 10
+    assert quick.interruptions == len(whole.each) > 3
     assert quick.interrupted_s == whole.seconds
     paths.status.write_text('{"state": "running", "job_id": "7"}')  # of a daemon that did not count
     slow = glance(paths.root)
@@ -168,7 +169,7 @@ def test_the_bytes_that_are_read_do_not_grow_with_the_journal(
         os, "pread", lambda fd, size, at: read.append(len(data := real(fd, size, at))) or data
     )
     glance(paths.root)
-    assert sum(read) == 4096 < paths.events.stat().st_size // 50
+    assert sum(read) == 4096 < paths.events.stat().st_size // 20
 
 
 def test_runs_are_found_below_directories_but_not_below_runs(tmp_path: Path) -> None:

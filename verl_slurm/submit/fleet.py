@@ -41,7 +41,8 @@ _FIRST_BYTES = 4 << 10
 """Of the journal's end: some twenty events."""
 _TIMES_MORE = 16
 _AT_ONCE = 16
-"""Runs that are read at the same time where each answer comes over a network."""
+"""Runs that are read at the same time. On a network it is waiting that takes long; but on a local disk, too, a thousand
+took 0.5 s instead of 1.4 (cold) and of 1.0 (warm, two busy cores), for the same processor time."""
 _DECISIVE = frozenset({"submitted", "started", "ended"})
 
 
@@ -159,11 +160,11 @@ def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any
 
 
 def glance_at_all(place: Path) -> list[Glance]:
-    """Every run below `place`. Where that is on a network, several at a time: there it is waiting that takes long."""
+    """Every run below `place`, several at a time."""
     found = list(dict(find_runs(place)).items())  # a link beside its run is one run
     closed = [Glance(root=path, error="no permission") for path, open_to_us in found if not open_to_us]
     roots = [path for path, open_to_us in found if open_to_us]
-    if len(roots) > _AT_ONCE and _is_remote(place):
+    if len(roots) > _AT_ONCE:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -171,12 +172,6 @@ def glance_at_all(place: Path) -> list[Glance]:
     else:
         glances = [glance(root) for root in roots]
     return sorted([*glances, *closed], key=lambda one: one.root)
-
-
-def _is_remote(place: Path) -> bool:
-    from verl_slurm.mounts import is_remote
-
-    return is_remote(place)
 
 
 def is_over(run: Glance) -> bool:
