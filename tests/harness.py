@@ -22,8 +22,8 @@ from verl_slurm.events import Event, read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.snapshot import read_status
 from verl_slurm.submit.follow import follow_lines
-from verl_slurm.submit.record import read_status
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,6 +5,7 @@ write with O_APPEND, so the two never mix on a local disk. Every event has `time
 daemon's also `epoch` and `job_id`; the rest is the event's own.
 """
 
+import os
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,7 +16,7 @@ from verl_slurm.files import append_line
 from verl_slurm.one_line import json_line
 from verl_slurm.paths import RunPaths
 
-__all__ = ["Event", "append_event", "parse_event", "read_events"]
+__all__ = ["Event", "append_event", "parse_event", "read_events", "read_last_events"]
 
 Event = dict[str, Any]
 
@@ -48,3 +49,22 @@ def read_events(paths: RunPaths) -> list[Event]:
     except FileNotFoundError:
         return []
     return [event for line in lines if line and (event := parse_event(line)) is not None]
+
+
+def read_last_events(paths: RunPaths, num_bytes: int) -> tuple[list[Event], bool]:
+    """The events of the journal's last `num_bytes`, oldest first, and whether those are all there are.
+
+    Called by: submit.fleet, which looks at a thousand journals.
+    """
+    try:
+        fd = os.open(paths.events, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return [], True
+    try:
+        begin = max(os.fstat(fd).st_size - num_bytes, 0)
+        lines = os.pread(fd, num_bytes, begin).split(b"\n")
+    finally:
+        os.close(fd)
+    if begin:
+        del lines[0]  # begins before what was read
+    return [event for line in lines if line and (event := parse_event(line)) is not None], begin == 0

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["file_system"]
+__all__ = ["file_system", "is_remote"]
+
+# As str.startswith takes them; fuse covers fuse.sshfs and its like.
+_REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "panfs", "9p", "virtiofs", "afs")
 
 
 def file_system(path: Path) -> str:
@@ -15,3 +18,11 @@ def file_system(path: Path) -> str:
     real = path.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if real.is_relative_to(p.mountpoint)]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
+
+
+def is_remote(path: Path) -> bool:
+    """Whether other machines write there, too: inotify is silent about them, and every look costs a round trip.
+
+    Called by: submit.follow, submit.fleet_follow.
+    """
+    return file_system(path).startswith(_REMOTE)

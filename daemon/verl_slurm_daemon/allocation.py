@@ -45,7 +45,7 @@ _ASK_AGAIN_S = (2.0, 5.0, 10.0)
 _LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
 _TRIGGERS: dict[str, Trigger] = {
     "SIGUSR1": "warning",
-    "SIGUSR2": "warning",
+    "SIGUSR2": "requeue_wish",
     "TIMER": "warning",
     "SIGTERM": "term",
     "SIGINT": "term",

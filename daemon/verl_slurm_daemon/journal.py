@@ -39,6 +39,12 @@ class Status(msgspec.Struct, kw_only=True):
     last_checkpoint: str = ""
     last_checkpoint_time: str = ""
     cause: str = ""
+    cluster: str = ""
+    host: str = ""
+    interruptions: int = 0
+    """So far (`verl_slurm.outages`): the sum is here, so that who lists a thousand runs reads no journal whole."""
+    interrupted_s: float = 0.0
+    last_interruption: dict[str, Any] = {}
     updated: str = ""
 
 

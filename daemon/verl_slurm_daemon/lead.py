@@ -11,9 +11,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from verl_slurm.checkpoint.fingerprint import check_dataset
+from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
@@ -21,13 +24,16 @@ from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch, take_epoch
 from verl_slurm.files import private_dir
+from verl_slurm.outages import Outages
 from verl_slurm.paths import RunPaths
+from verl_slurm.snapshot import read_status
 from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
+from verl_slurm_daemon.log_line import now
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.states import State
@@ -61,6 +67,7 @@ class Lead:
         self._model = Model(limits)
         self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)
         self._status_due = 0.0
+        self._outages = Outages()
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
             from verl_slurm_daemon import lead_metrics  # 2 MB, and only here
@@ -85,12 +92,11 @@ class Lead:
             restart=self._allocation.restart,
             cluster=self._allocation.cluster,
         )
-        heard = None
         if self._metrics is not None:
             await self._metrics.read_back()
-            heard = self._metrics.journaled
-        journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id, heard=heard)
-        self._status.epoch = mine.epoch
+        journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id, heard=self._journaled)
+        self._status.epoch, self._status.cluster, self._status.host = mine.epoch, mine.cluster, mine.host
+        self._take_over()
         nodes = os.environ.get("SLURM_JOB_NODELIST", mine.host)
         journal.event(
             "started",
@@ -123,6 +129,25 @@ class Lead:
         else:  # the run goes on without us; its end is not ours to announce
             journal.event("fenced", exit_code=int(code), reason=reason)
         return code
+
+    def _take_over(self) -> None:
+        """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
+        former = read_status(self._paths)
+        self._status.step = max(former.get("step", 0), 0)
+        self._outages = Outages(read_events(self._paths))
+
+    def _journaled(self, event: str, fields: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.journaled(event, fields)
+        status = self._status
+        if event == "generation":  # it may have gone back: then so has the run
+            status.last_checkpoint = fields.get("resume") or ""
+            status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
+            status.phase = ""
+        self._outages.feed({**fields, "event": event, "time": now(), "epoch": status.epoch})
+        if each := self._outages.each:
+            status.interruptions, status.interrupted_s = len(each), self._outages.seconds
+            status.last_interruption = msgspec.to_builtins(each[-1])
 
     async def _refuse_if_owned(self) -> None:
         owner = read_epoch(self._paths)

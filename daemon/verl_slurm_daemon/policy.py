@@ -158,7 +158,7 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
             return _operator_save(model, note)
         case "suspended":
             return Decision(model, (note,))
-        case "preemption" | "time_limit" | "failed":
+        case "preemption" | "time_limit" | "failed" | "operator_requeue":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
         case "cancel":
             intent = Intent.CANCELLED

@@ -78,6 +78,8 @@ class RunNumbers:
                 event.get("cause") == "failed"
             ):  # of all that can fail, a lead lives to see a lost node
                 self._why = "node_lost"
+            case "cause" if event.get("cause") == "operator_requeue":
+                self._why = "requeued"
             case "cause" if event.get("cause") in RESTART_CAUSES:
                 self._why = str(event["cause"])
             case "crash":

@@ -130,6 +130,24 @@ def test_a_refused_resubmission_leaves_the_run_as_it_was(workplace: Path, cli: C
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+def test_list_asks_slurm_what_lives(workplace: Path, cli: Cli) -> None:
+    cli("submit", "config.yaml", "name=a", *SLURM)
+    cli("submit", "config.yaml", "name=waits", "slurm.extra.begin=now+3600", *SLURM)
+    cli("submit", "config.yaml", "name=over-quick", *SLURM, "--wait")
+    cli("submit", "config.yaml", "name=killed-mute", *SLURM, "--wait")
+    wait_for(workplace / "runs" / "a", "started")
+    listed = cli("list", "--json").json
+    assert {Path(run["run_dir"]).name: (run["state"], run["job_state"]) for run in listed} == {
+        "a": ("starting", "RUNNING"),
+        "waits": ("queued", "PENDING"),
+        "over-quick": ("done", None),
+        "killed-mute": ("gone", None),
+    }
+    assert next(run for run in listed if run["run_dir"].endswith("waits"))["job_detail"] == "BeginTime"
+    for name in ("a", "waits"):
+        cli("cancel", workplace / "runs" / name)
+
+
 def test_cancel_is_final(workplace: Path, cli: Cli) -> None:
     cli("submit", "config.yaml", *SLURM)
     run = workplace / "runs" / "demo"

@@ -94,6 +94,16 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
     assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
 
 
+def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline() -> None:
+    story = training()
+    assert story.then(cause("operator_requeue", None))[-1] == act.RequestSave(1, True, None)
+    assert kinds(story.then(saved(1))) == [act.Verify]
+    assert kinds(story.then(ev.Verified(SAVED, True, ""))) == [act.Requeue, act.TakeDown]
+    hurried = training()
+    hurried.then(cause("operator_requeue", None))
+    assert kinds(hurried.then(cause("preemption", 20.0))) == [act.ArmDeadline]
+
+
 def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
     story = training()
     story.then(cause("preemption"))

@@ -73,6 +73,7 @@ GENERATION = at(1, "generation", number=1)
         ([at(5, "cause", cause="time_limit"), at(6, "ended"), at(9, "started", job_id="7")], "time_limit"),
         ([at(5, "cause", cause="node_lost"), at(9, "started", job_id="7")], "node_lost"),
         ([at(5, "cause", cause="failed"), at(6, "ended"), at(9, "started", job_id="8")], "node_lost"),
+        ([at(5, "cause", cause="operator_requeue"), at(9, "started", job_id="7")], "requeued"),
         ([at(5, "crash", detail="x")], "crash"),
         ([at(5, "hang"), at(6, "crash", detail="x", kind="hang")], "hang"),
         ([at(6, "crash", detail="x", kind="node")], "node_lost"),

@@ -44,11 +44,12 @@ from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
+from verl_slurm.snapshot import read_status
 from verl_slurm.step_log import last_steps, step_seconds
 from verl_slurm.submit.alerts import runs_to_save
 from verl_slurm.submit.inputs import check_row
 from verl_slurm.submit.model_files import check_model
-from verl_slurm.submit.record import has_ended, last_job, read_status, steps_done
+from verl_slurm.submit.record import has_ended, last_job, steps_done
 from verl_slurm.trainer.orchestration import Orchestration, check_or_write
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.framing import Framer

@@ -12,6 +12,7 @@ from verl_slurm.slurm.parse import (
     parse_node,
     parse_partition,
     parse_seconds,
+    parse_states,
     parse_time,
 )
 
@@ -220,3 +221,8 @@ def test_a_job_that_is_queued_again_is_not_one_that_is_over(moment: str, waiting
     """`submit` asks: a run has a job already where one waits, by whatever name."""
     facts = parse_job((GOLDEN / f"{moment}.txt").read_text(), 1)
     assert (facts.is_waiting, facts.is_over) == (waiting, over)
+
+
+def test_many_jobs_are_read_from_one_answer() -> None:
+    text = "12|RUNNING|None\n13|PENDING|Resources\n14_[1-9]|PENDING|x\n15\n\n|RUNNING|\n16|PENDING|a|b\n"
+    assert parse_states(text) == {12: ("RUNNING", ""), 13: ("PENDING", "Resources"), 16: ("PENDING", "a|b")}

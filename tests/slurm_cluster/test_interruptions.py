@@ -110,6 +110,26 @@ def test_an_operators_requeue_saves_and_is_not_requeued_twice(run: LiveRun, twin
     ends_like(run, twin)
 
 
+def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it(
+    run: LiveRun, twin: LiveRun
+) -> None:
+    run.submit()
+    run.wait_phase("generate", step=1)
+    assert run.cli("requeue", str(run.paths.root)).returncode == 0
+    cause = run.wait_event("cause")
+    assert cause["cause"] == "operator_requeue", run.story()
+    assert cause["seconds_left"] is None
+    saved = run.wait_event("saved", emergency=True)
+    run.wait_event("verified", name=saved["name"])
+    assert run.wait_event("requeue")["accepted"]
+    run.wait_event("generation", resume=saved["name"])
+    assert run.status()["step"] >= 1
+    ends_like(run, twin)
+    status = run.status()
+    assert (status["interruptions"], status["last_interruption"]["cause"]) == (1, "operator_requeue")
+    assert status["last_interruption"]["resumed"] == saved["name"]
+
+
 def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRun) -> None:
     run.submit()
     run.wait_phase("generate")

@@ -45,46 +45,75 @@ def cancel(run: RunPaths, as_json: bool) -> int:
 
 @click.command(epilog=_EXITS)
 @click.argument("run", type=RUN)
+@click.option(
+    "--now", "at_once", is_flag=True, help="Have Slurm do it at once: what saves has only KillWait."
+)
 @json_option
-def requeue(run: RunPaths, as_json: bool) -> int:
+def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     """Save, end the running job of RUN, and have it start again a few seconds later.
 
-    For instance to leave a node that is to be repaired. A job that is over is started again by
+    For instance to leave a node that is to be repaired. The daemon saves with all the time that it needs, reads the
+    checkpoint back, and asks Slurm for the requeue itself. With --now it is `scontrol requeue`, for a daemon that does
+    not answer: the ranks are ended after Slurm's KillWait, saved or not. A job that is over is started again by
     `verl-slurm submit RUN`.
     """
-    from verl_slurm.config.load import load_resolved
     from verl_slurm.events import append_event
-    from verl_slurm.slurm.client import SlurmClient
     from verl_slurm.submit.record import last_job
 
     job = last_job(run)
-    _require_living(run)
+    state = _require_living(run)
     append_event(run, "requeue_asked")
-    detail = "it saves and starts again in place"
     if job.cluster == "slurm":
-        client, number = SlurmClient(), int(job.job_id)
-        delay_s = load_resolved(run.run_yaml).daemon.requeue_delay_s
-
-        async def ask() -> tuple[bool, str]:
-            facts = await client.job(number)
-            outcome = await client.requeue(number, delay_s, own_restarts=facts.restarts)
-            return outcome.will_run_again, outcome.detail
-
-        accepted, detail = asyncio.run(ask())
-        if not accepted:
-            raise SlurmRefused(
-                "the job was not requeued",
-                where=job.job_id,
-                found=detail,
-                remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
-            )
+        detail = _requeue_now(run, int(job.job_id)) if at_once else _wish_for_requeue(run, job.job_id, state)
     else:
         _signal_local(run, signal.SIGUSR2)
+        detail = "it saves and starts again in place"
     _say(as_json, run, job.job_id, "requeued", f"job {job.job_id} is being requeued: {detail}")
     return ExitCode.OK
 
 
-def _require_living(run: RunPaths) -> None:
+def _wish_for_requeue(run: RunPaths, job_id: str, state: str) -> str:
+    from verl_slurm.slurm.client import SlurmClient
+
+    if state != "RUNNING":
+        raise _not_requeued(run, job_id, f"it is {state}, and only a running job saves")
+    asyncio.run(SlurmClient().signal_batch(int(job_id), signal.SIGUSR2.name.removeprefix("SIG")))
+    return f"its daemon saves first; verl-slurm watch {run.root} shows it"
+
+
+def _requeue_now(run: RunPaths, number: int) -> str:
+    from verl_slurm.config.load import load_resolved
+    from verl_slurm.slurm.client import SlurmClient
+
+    client = SlurmClient()
+    delay_s = load_resolved(run.run_yaml).daemon.requeue_delay_s
+
+    async def ask() -> tuple[bool, str]:
+        facts = await client.job(number)
+        outcome = await client.requeue(number, delay_s, own_restarts=facts.restarts)
+        return outcome.will_run_again, outcome.detail
+
+    accepted, detail = asyncio.run(ask())
+    if not accepted:
+        raise _not_requeued(run, str(number), detail)
+    return detail
+
+
+def _not_requeued(run: RunPaths, job_id: str, found: str) -> SlurmRefused:
+    return SlurmRefused(
+        "the job was not requeued",
+        where=job_id,
+        found=found,
+        remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
+    )
+
+
+def _require_living(run: RunPaths) -> str:
+    """The state of the run's job.
+
+    Raises:
+        NotFound: it is over.
+    """
     from verl_slurm.submit.liveness import job_state
     from verl_slurm.submit.record import last_job
 
@@ -97,6 +126,7 @@ def _require_living(run: RunPaths) -> None:
             found=f"job {job.job_id}, {state.state}",
             remedy=f"`verl-slurm submit {run.root}` starts it again",
         )
+    return state.state
 
 
 def ask_for_save(run: RunPaths) -> str:
@@ -132,15 +162,14 @@ def ask_for_save(run: RunPaths) -> str:
 
 
 def _signal_local(run: RunPaths, number: signal.Signals) -> None:
-    """Signal the lead: the one child of submitit's local controller."""
-    from verl_slurm.submit.liveness import controller
+    """Signal the lead of a run without Slurm."""
+    from verl_slurm.submit.liveness import leads
     from verl_slurm.submit.record import last_job
 
-    process = controller(run, last_job(run))
-    leads = [] if process is None else process.children()
-    if not leads:
+    found = leads(run, last_job(run))
+    if not found:
         raise NotFound("the run's process is gone", where=run.root, remedy=f"verl-slurm submit {run.root}")
-    for lead in leads:
+    for lead in found:
         try:
             lead.send_signal(number)
         except psutil.NoSuchProcess:

@@ -26,9 +26,9 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "submit": Entry("submit", "submit", "Check a configuration, and start the run it describes."),
     "status": Entry("runs", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
-    "list": Entry("runs", "list_runs", "The runs below a directory, or the checkpoints of a run."),
-    "watch": Entry("watch", "watch", "Follow a run over all its requeues until it ends."),
-    "logs": Entry("watch", "logs", "What the daemon, its agents or the ranks of a run print."),
+    "list": Entry("listing", "list_runs", "The runs below a directory, or the checkpoints of a run."),
+    "watch": Entry("watch", "watch", "Follow a run, or many, over all requeues until they end."),
+    "logs": Entry("logs", "logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("jobs", "cancel", "End a run's job for good; it will not be requeued."),
     "requeue": Entry("jobs", "requeue", "Save, end this job, and have it start again."),
     "alert-receiver": Entry(

@@ -1,21 +1,18 @@
-"""`verl-slurm status` and `list`: what runs where, and how far it is."""
+"""`verl-slurm status`: where one run stands, and what it has gone through."""
 
-import os
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import click
 
 from verl_slurm.cli import render, story
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
-from verl_slurm.errors import NotFound, VerlSlurmError
+from verl_slurm.cli.options import RUN, Whole, exits, json_option
+from verl_slurm.cli.spans import ago
+from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["list_runs", "status"]
-
-_DEPTH = 3
+__all__ = ["status"]
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -28,19 +25,38 @@ _DEPTH = 3
     show_default=True,
     help="How many of the last steps are shown, 0: none.",
 )
+@click.option(
+    "--interruptions",
+    "num_interruptions",
+    type=Whole(min=0),
+    default=5,
+    show_default=True,
+    help="How many of the last interruptions are shown, 0: none. JSON has them all.",
+)
 @json_option
-def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
-    """Where RUN stands: its job, step, last good checkpoint, restarts, why it last stopped, and its last steps.
+def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool) -> int:
+    """Where RUN stands: its job, step, last good checkpoint, what interrupted it and what that cost, its last steps.
+
+    Each interruption costs the time from its first sign (Slurm's warning, the crash) to the first rollout that is
+    new: the save, the wait in the queue, the ranks' start, and what is done again. No token is lost where the ranks
+    went on from what they saved when they stopped; elsewhere the unfinished micro-batches are, finished rollouts never.
 
     RUN is a run directory, as `submit` printed it. The table has a line for each of the last steps; with --json, a
     row of `steps` has every number there is of a step: rewards, losses, KL, gradients, learning rates, those of an
     evaluation (`eval/...`), and seconds, tokens per second and memory.
     """
+    from verl_slurm.cli.interruptions import interruption_facts, interruption_words, interruptions_table
+    from verl_slurm.cli.listing import STATE_COLOURS
     from verl_slurm.cli.steps import steps_table
+    from verl_slurm.events import read_events
+    from verl_slurm.outages import Outages
     from verl_slurm.step_log import last_steps
 
-    facts = _facts(run, ask=True)
-    facts["reward"] = _reward_in_force(run, _step_of(facts))
+    events, now = read_events(run), datetime.now(UTC)
+    facts, outages = _facts(run, events), Outages(events)
+    facts["step"] = _step_of(facts)
+    facts["reward"] = _reward_in_force(run, facts["step"])
+    facts["interruptions"] = interruption_facts(outages, now)
     facts["steps"] = last_steps(run, num_steps) if num_steps else []
     if as_json:
         render.json_value(facts)
@@ -52,134 +68,60 @@ def status(run: RunPaths, num_steps: int, as_json: bool) -> int:
     else:
         detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
         state = f"{facts['job_state']}{detail}"
-        if facts["job_over"] and facts["outcome"]:
+        if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
     if snapshot:
-        rows.append(("state", f"{snapshot.get('state')}, as of {_ago(snapshot.get('updated'))}"))
-        rows.append(("training", story.progress(snapshot)))
+        rows.append(("state", _state_words(facts)))
+        rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
         counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
         rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
     rows.append(("reward", _reward_words(facts["reward"])))
     rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"], snapshot.get("last_checkpoint"))))
+    if events:
+        rows.append(("interrupted", interruption_words(facts["interruptions"])))
     if facts["last_cause"]:
         rows.append(("last cause", facts["last_cause"]))
     if facts["ended"]:
         rows.append(("ended", facts["ended"]))
     elif facts["job_over"]:
         rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
-    render.fields(rows)
+    render.fields(rows, STATE_COLOURS)
+    if outages.each and num_interruptions:
+        render.line()
+        table = interruptions_table(outages.each[-num_interruptions:], now, render.width())
+        render.plain_table(*table, right=("cost", "save", "queue", "start", "again"))
     if facts["steps"]:
         render.line()
         render.table(*steps_table(facts["steps"], render.width()), to_the_right=True)
     return ExitCode.OK
 
 
-@click.command("list", epilog=exits(ExitCode.NOT_FOUND))
-@click.argument("place", type=PLACE, default="runs")
-@json_option
-def list_runs(place: Path, as_json: bool) -> int:
-    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
-
-    Read from the run directories alone; Slurm is not asked (`status` asks it).
-    """
-    if (place / "run.yaml").is_file():
-        from verl_slurm.cli.checkpoints import print_checkpoints
-
-        return print_checkpoints(RunPaths(place.resolve()), as_json)
-    found = [_facts_or_refusal(root) for root in _runs_below(place)]
-    if not found and not place.is_dir():
-        raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
-    if as_json:
-        render.json_value(found)
-        return ExitCode.OK
-    if not found:
-        from verl_slurm.config.load import shipped
-
-        render.line(
-            f"no runs in {place}; start one with verl-slurm submit {shipped('configs/quickstart.yaml')}"
-        )
-        return ExitCode.OK
-    render.table(
-        ["run", "job", "state", "step", "of", "reward", "last checkpoint", "updated"],
-        [
-            [
-                facts["run_dir"],
-                facts["job_id"] or "-",
-                _state(facts),
-                facts["status"].get("step", 0),
-                facts["status"].get("steps", 0),
-                _reward(facts["status"]),
-                facts["checkpoint"]["name"] if facts["checkpoint"] else "-",
-                _ago(facts["status"].get("updated")),
-            ]
-            for facts in found
-        ],
-    )
-    return ExitCode.OK
+def _state_words(facts: dict[str, Any]) -> str:
+    snapshot = facts["status"]
+    state, since = snapshot.get("state"), ago(snapshot.get("updated"))
+    if facts["job_over"] and not facts["outcome"] and state != "ended":
+        return f"gone; {state} when its daemon last said so, {since}"  # a snapshot outlives its lead
+    return f"{state}, as of {since}"
 
 
-def _runs_below(place: Path, depth: int = _DEPTH) -> list[Path]:
-    """Runs, and directories of which nobody can say: another user's run is closed to us."""
-    found: list[Path] = []
-    if not place.is_dir():
-        return found
-    for entry in sorted(place.iterdir()):
-        try:
-            if not entry.is_dir():
-                continue
-            if (entry / "run.yaml").is_file():
-                found.append(entry.resolve())
-            if depth > 1:
-                found.extend(_runs_below(entry, depth - 1))
-        except PermissionError:
-            found.append(entry.resolve())
-    return sorted(set(found))
-
-
-def _facts_or_refusal(root: Path) -> dict[str, Any]:
-    try:
-        os.listdir(root)
-        return _facts(RunPaths(root), ask=False)
-    except PermissionError:
-        empty = dict.fromkeys(
-            ("job_id", "cluster", "job_state", "checkpoint", "last_cause", "ended", "outcome")
-        )
-        return {"run_dir": str(root), **empty, "status": {}, "error": "no permission"}
-
-
-def _state(facts: dict[str, Any]) -> str:
-    if "error" in facts:
-        return str(facts["error"])
-    if facts["outcome"]:
-        return str(facts["outcome"])
-    state = str(facts["status"].get("state", ""))
-    if state and not facts["submitted"]:
-        return state
-    return "queued" if facts["job_id"] else "prepared"
-
-
-def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
-    """All that is known of a run; `ask`: also what the scheduler says now."""
-    from verl_slurm.checkpoint.catalog import list_checkpoints
-    from verl_slurm.events import read_events
+def _facts(run: RunPaths, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """All that is known of a run, and what the scheduler says now."""
+    from verl_slurm.checkpoint.newest import newest_checkpoint
+    from verl_slurm.snapshot import read_status
     from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.record import last_job, read_status
+    from verl_slurm.submit.newest_job import newest_job
 
-    events = read_events(run)
-    try:
-        job = last_job(run)
-    except NotFound:
-        job = None
+    job = newest_job(events)
     state, detail, over = None, "", False
-    if ask and job is not None:
+    if job is not None:
         try:
             answer = job_state(run, job)
             state, detail, over = answer.state, answer.detail, answer.over
         except VerlSlurmError as error:
             state, detail = "UNKNOWN", error.one_line()
     snapshot = read_status(run)
-    committed = [info for info in list_checkpoints(run) if info.kind == "committed"]
+    newest = newest_checkpoint(run)
     causes = [event for event in events if event["event"] == "cause"]
     ends = [event for event in events if event["event"] in ("ended", "started", "submitted")]
     return {
@@ -191,13 +133,13 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
         "job_over": over,
         "status": snapshot,
         "checkpoint": None
-        if not committed
+        if newest is None
         else {
-            "name": committed[0].name,
-            "step": committed[0].step,
-            "safe_point": committed[0].safe_point,
-            "created_utc": committed[0].created_utc,
-            "num_bytes": committed[0].num_bytes,
+            "name": newest.name,
+            "step": newest.step,
+            "safe_point": newest.safe_point,
+            "created_utc": newest.created_utc,
+            "num_bytes": newest.num_bytes,
         },
         "last_cause": story.tell(causes[-1]) if causes else None,
         "submitted": bool(ends) and ends[-1]["event"] == "submitted",
@@ -206,15 +148,15 @@ def _facts(run: RunPaths, *, ask: bool) -> dict[str, Any]:
     }
 
 
-def _step_of(facts: dict[str, Any]) -> object:
+def _step_of(facts: dict[str, Any]) -> int:
     """Whole steps done. Of a start whose ranks have said nothing yet, what it resumes from has them."""
     snapshot, checkpoint = facts["status"], facts["checkpoint"]
     if checkpoint is not None and not snapshot.get("phase"):
-        return checkpoint["step"]
-    return snapshot.get("step", 0)
+        return max(int(checkpoint["step"]), int(snapshot.get("step", 0)))
+    return int(snapshot.get("step", 0))
 
 
-def _reward_in_force(run: RunPaths, step: object) -> dict[str, Any]:
+def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any]:
     """What scores the step that runs, since when, and what is still open of a replacement.
 
     Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
@@ -227,7 +169,6 @@ def _reward_in_force(run: RunPaths, step: object) -> dict[str, Any]:
         plan, wish = read_reward_plan(run), read_reward_request(run)
     except (OSError, VerlSlurmError) as error:
         return {"reward": None, "problem": str(error)}
-    now = step if isinstance(step, int) else 0
     number = plan.at(now)
     switch = plan.switches[number - 1] if number else None
     # At step 0 there are no scores yet that a warm start could begin from.
@@ -262,22 +203,4 @@ def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> st
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
     good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
-    return f"{checkpoint['name']}, {size:.1f} MB, {_ago(checkpoint['created_utc'])}, {good}"
-
-
-def _reward(snapshot: dict[str, Any]) -> str:
-    metrics = snapshot.get("metrics")
-    reward = metrics.get("reward") if isinstance(metrics, dict) else None
-    return f"{reward:.3f}" if isinstance(reward, int | float) else "-"
-
-
-def _ago(time: object) -> str:
-    try:
-        then = datetime.fromisoformat(str(time))
-    except ValueError:
-        return "-"
-    seconds = (datetime.now(UTC) - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"
+    return f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"

@@ -46,15 +46,16 @@ from verl_slurm.slurm.parse import JobFacts
 
 __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 
-Trigger = Literal["warning", "term", "node_link", "poll"]
-"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), TERM, a node's agent gone
-silent, or a look of our own."""
+Trigger = Literal["warning", "requeue_wish", "term", "node_link", "poll"]
+"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, a
+node's agent gone silent, or a look of our own."""
 
 CauseKind = Literal[
     "preemption",
     "time_limit",
     "failed",
     "operator",
+    "operator_requeue",
     "cancel",
     "requeued",
     "node_lost",
@@ -74,8 +75,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: CauseKind
-    """`none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing. `failed`: Slurm ends
-    the job because something broke (a node of one that it may not requeue), and nobody has it run again yet."""
+    """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job
+    requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing. `failed`:
+    Slurm ends the job because something broke (a node of one that it may not requeue), and nobody has it run again."""
     evidence: str
     deadline: datetime | None = None
     """When Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or it
@@ -89,7 +91,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def may_requeue(self) -> bool:
         """Whether asking for a requeue is right: the job is to go on, and nobody has asked yet."""
-        return self.kind in {"preemption", "time_limit", "failed"}
+        return self.kind in {"preemption", "time_limit", "failed", "operator_requeue"}
 
 
 def decide_cause(
@@ -153,7 +155,9 @@ def _running(
         return Cause(kind="preemption", evidence=shown, deadline=facts.end_time)
     if lost_nodes:
         return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
-    may_be_warned = (trigger == "warning" or facts.state == "STOPPED") and not time_limit_warned
+    may_be_warned = (
+        trigger in ("warning", "requeue_wish") or facts.state == "STOPPED"
+    ) and not time_limit_warned
     if may_be_warned and facts.end_time is not None:
         left = (facts.end_time - now).total_seconds()
         if facts.end_time - now <= timedelta(seconds=signal_lead_s + WARNING_SLACK_S):
@@ -164,6 +168,8 @@ def _running(
             )
     if facts.state == "STOPPED":
         return Cause(kind="suspended", evidence=f"{shown}: its steps were stopped by a signal")
+    if trigger == "requeue_wish":
+        return Cause(kind="operator_requeue", evidence=f"{shown}: a requeue was asked for")
     if trigger == "warning":
         return Cause(kind="operator", evidence=f"{shown}: a warning that Slurm has no reason for")
     if trigger == "term":

@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
@@ -29,6 +29,7 @@ from verl_slurm.slurm.parse import (
     parse_lost_nodes,
     parse_node,
     parse_partition,
+    parse_states,
     parse_usable_nodes,
 )
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
@@ -166,6 +167,15 @@ class SlurmClient:
         return max(
             (number for number, _, run in jobs if run == script and number.isdigit()), key=int, default=""
         )
+
+    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str]]:
+        """Number to (state, reason) of every job of these users (uids) that is not over, in ONE question.
+
+        Raises:
+            SlurmMissing: no answer.
+        """
+        text = await self._ask(commands.list_states(users), "Slurm does not list jobs", None)
+        return parse_states(text)
 
     async def default_partition(self) -> PartitionFacts:
         """The one that jobs go to which name none. Raises as `job`."""

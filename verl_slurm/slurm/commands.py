@@ -5,6 +5,7 @@ typed and validated (`environment.py`), so none can be an option: numbers are in
 """
 
 import re
+from collections.abc import Iterable
 
 __all__ = [
     "NAME",
@@ -13,6 +14,7 @@ __all__ = [
     "forbid_requeue",
     "list_jobs",
     "list_nodes",
+    "list_states",
     "requeue",
     "sbatch_help",
     "show_config",
@@ -85,6 +87,12 @@ def list_jobs() -> list[str]:
 def sbatch_help() -> list[str]:
     """Asks nobody but sbatch itself."""
     return ["sbatch", "--help"]
+
+
+def list_states(users: Iterable[int]) -> list[str]:
+    """One line for each job of these users (uids) that Slurm has not done with: number, state, reason."""
+    listed = ",".join(str(int(user)) for user in sorted(users))
+    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
 
 
 def show_config() -> list[str]:

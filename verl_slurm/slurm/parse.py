@@ -26,6 +26,7 @@ __all__ = [
     "parse_node",
     "parse_partition",
     "parse_seconds",
+    "parse_states",
     "parse_time",
     "parse_usable_nodes",
 ]
@@ -50,6 +51,17 @@ def parse_time(text: str) -> datetime | None:
     if re.fullmatch(r"\d{1,12}", text, re.ASCII):
         return datetime.fromtimestamp(int(text), UTC)
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone(UTC)
+
+
+def parse_states(text: str) -> dict[int, tuple[str, str]]:
+    """Lines of `commands.list_states`: number to (state, reason); a reason of None is empty."""
+    found: dict[int, tuple[str, str]] = {}
+    for line in text.splitlines():
+        number, _, rest = line.strip().partition("|")
+        state, _, reason = rest.partition("|")
+        if number.isascii() and number.isdigit() and state:
+            found[int(number)] = (state, "" if reason in _NOTHING else reason)
+    return found
 
 
 def parse_seconds(text: str) -> int | None:

@@ -18,15 +18,14 @@ from watchdog.observers.polling import PollingObserver
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.events import Event, parse_event
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.mounts import file_system
+from verl_slurm.mounts import is_remote
 from verl_slurm.paths import RunPaths
+from verl_slurm.snapshot import read_status
 from verl_slurm.submit.liveness import job_state, settle
-from verl_slurm.submit.record import last_job, read_status
+from verl_slurm.submit.record import last_job
 
-__all__ = ["follow_lines", "follow_run"]
+__all__ = ["follow_lines", "follow_newest", "follow_run"]
 
-# As str.startswith takes them; fuse covers fuse.sshfs and its like.
-_REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "panfs", "9p", "virtiofs", "afs")
 _POLL_S = 2.0
 # watchdog calls it an error when an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
@@ -37,15 +36,17 @@ _WRITES = frozenset({"created", "modified", "moved", "closed"})
 
 
 class _Bell(FileSystemEventHandler):
-    """Rings when one of the watched names changes."""
+    """Rings when one of the watched names changes; None: when anything does."""
 
-    def __init__(self, paths: set[str]) -> None:
+    def __init__(self, paths: set[str] | None) -> None:
         self._paths = paths
         self.queue: SimpleQueue[None] = SimpleQueue()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         # "opened" and "closed_no_write" are our own reading: they would ring for ever.
-        if event.event_type in _WRITES and {str(event.src_path), str(event.dest_path)} & self._paths:
+        if event.event_type not in _WRITES:
+            return
+        if self._paths is None or {str(event.src_path), str(event.dest_path)} & self._paths:
             self.queue.put(None)
 
 
@@ -88,6 +89,48 @@ def follow_lines(
             except Empty:
                 if not _read_lines(path, offset):
                     yield None
+    finally:
+        observer.stop()
+        observer.join()
+
+
+def follow_newest(
+    directory: Path, newest: Callable[[], Path | None], num_lines: int | None = None
+) -> Iterator[tuple[Path, bytes]]:
+    """Yield (file, line) of the newest file in `directory`, to its end before that of the next one.
+
+    Never ends by itself.
+
+    Args:
+        directory: must exist.
+        newest: which one that is now; None: there is none yet.
+        num_lines: pass over all but so many of those that are there already; None: none.
+
+    Called by: cli.logs.
+    """
+    bell = _Bell(None)
+    observer = _observer(directory)
+    observer.schedule(bell, str(directory))
+    observer.start()
+    path, offset = newest(), 0
+    if path is not None and num_lines is not None:
+        lines = _read_lines(path, 0)
+        offset = sum(len(line) + 1 for line in lines[: len(lines) - num_lines])
+    try:
+        while True:
+            later = newest()  # before the last look at the former: nobody writes in that any more
+            if path is not None:
+                for line in _read_lines(path, offset):
+                    offset += len(line) + 1
+                    yield path, line
+            if later != path:
+                if path is not None and (rest := _read_rest(path, offset)):
+                    yield path, rest  # its writer was killed in the middle of a line
+                path, offset = later, 0
+            else:
+                bell.queue.get()
+                while not bell.queue.empty():
+                    bell.queue.get()
     finally:
         observer.stop()
         observer.join()
@@ -160,13 +203,17 @@ def _ended(event: Event) -> ExitCode | None:
 
 
 def _read_lines(path: Path, offset: int) -> list[bytes]:
+    return _read_rest(path, offset).split(b"\n")[:-1]
+
+
+def _read_rest(path: Path, offset: int) -> bytes:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            return file.read().split(b"\n")[:-1]
+            return file.read()
     except FileNotFoundError:
-        return []
+        return b""
 
 
 def _observer(directory: Path) -> BaseObserver:
-    return PollingObserver(timeout=_POLL_S) if file_system(directory).startswith(_REMOTE) else Observer()
+    return PollingObserver(timeout=_POLL_S) if is_remote(directory) else Observer()

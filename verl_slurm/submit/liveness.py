@@ -4,17 +4,22 @@ import asyncio
 import re
 import socket
 from contextlib import suppress
+from datetime import datetime
 
 import msgspec
 import psutil
 
-from verl_slurm.errors import NotFound
+from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.submit.record import Submission
+from verl_slurm.submit.newest_job import Submission
 
-__all__ = ["JobState", "controller", "job_state", "settle"]
+__all__ = ["JobState", "controller", "job_state", "leads", "settle"]
+
+_BY_HAND = "local-"
+"""So begins the job id of a lead that no submitit started."""
 
 
 _JOB = re.compile(r"[0-9]{1,10}")
@@ -69,7 +74,10 @@ def _local_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
-    """submitit's local controller of this run, if it lives. A reused process id is not taken for it."""
+    """submitit's local controller of this run, or a lead that was started by hand (`local-PID`, with a hostfile), if
+    it lives. A reused process id is not taken for it."""
+    if job.job_id.startswith(_BY_HAND):
+        return _lead_by_hand(paths, job)
     if not _JOB.fullmatch(job.job_id):
         return None
     try:
@@ -79,6 +87,27 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     except (ValueError, psutil.Error):
         return None
     return None
+
+
+def leads(paths: RunPaths, job: Submission) -> list[psutil.Process]:
+    """The processes that take the signals of a local run. Called by: cli.jobs."""
+    process = controller(paths, job)
+    if process is None:
+        return []
+    return [process] if job.job_id.startswith(_BY_HAND) else process.children()
+
+
+def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
+    try:
+        owner = read_epoch(paths)
+        if owner is None or job.job_id != owner.job_id:
+            return None
+        process = psutil.Process(owner.pid)
+        # Who is younger than the claim only has the same number.
+        ours = process.create_time() <= datetime.fromisoformat(owner.taken).timestamp() + 1.0
+        return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
+    except (ValueError, VerlSlurmError, psutil.Error):
+        return None
 
 
 def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:

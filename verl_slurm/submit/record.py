@@ -1,46 +1,22 @@
 """What is known of a run's jobs, read from its journal and its status file."""
 
-from typing import Any
-
-import msgspec
-
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
-from verl_slurm.errors import UNREADABLE, NotFound
+from verl_slurm.errors import NotFound
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
-from verl_slurm.submit.plan import Cluster
+from verl_slurm.snapshot import read_status
+from verl_slurm.submit.newest_job import Submission, newest_job
 
 __all__ = [
-    "Submission",
     "has_begun",
     "has_ended",
     "last_job",
-    "read_status",
     "require_run",
     "steps_done",
 ]
-
-
-class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """The job that a run has, or had last."""
-
-    job_id: str
-    cluster: Cluster
-    host: str = ""
-    """Where a local one was started."""
-    time: str = ""
-
-
-_STATUS: dict[str, type] = {
-    **dict.fromkeys(("epoch", "generation", "restarts", "step", "steps", "index"), int),
-    **dict.fromkeys(
-        ("state", "job_id", "phase", "last_checkpoint", "last_checkpoint_time", "cause", "updated"), str
-    ),
-    "metrics": dict,
-}
 
 
 def require_run(paths: RunPaths) -> RunPaths:
@@ -52,18 +28,6 @@ def require_run(paths: RunPaths) -> RunPaths:
     if not paths.run_yaml.is_file():
         load_resolved(paths.run_yaml)  # says so
     return paths
-
-
-def read_status(paths: RunPaths) -> dict[str, Any]:
-    """The daemon's snapshot, or an empty one where no daemon ever ran. Replaced atomically, so always whole.
-
-    It informs, nothing depends on it: a value that is not of its type is left out.
-    """
-    try:
-        status = msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
-    except (FileNotFoundError, *UNREADABLE):
-        return {}
-    return {key: value for key, value in status.items() if isinstance(value, _STATUS.get(key, object))}
 
 
 def has_begun(paths: RunPaths) -> bool:
@@ -102,24 +66,7 @@ def last_job(paths: RunPaths) -> Submission:
     Raises:
         NotFound: the run was never submitted.
     """
-    cluster: Cluster = "slurm"
-    host = ""
-    found: Submission | None = None
-    followed: set[str] = set()
-    for event in read_events(paths):
-        if event["event"] == "successor":
-            followed.add(str(event.get("after")))
-        elif str(event.get("job_id")) in followed:
-            continue  # the last words of the job that another one follows
-        # A lead says so too: a run may have been started by hand, through the sbatch template.
-        if event["event"] in ("submitted", "successor", "started") and event.get("cluster") in (
-            "slurm",
-            "local",
-        ):
-            cluster, host = event["cluster"], str(event.get("host", ""))
-        job_id = event.get("job_id")
-        if isinstance(job_id, str) and job_id and (found is None or job_id != found.job_id):
-            found = Submission(job_id=job_id, cluster=cluster, host=host, time=str(event.get("time", "")))
+    found = newest_job(read_events(paths))
     if found is None:
         raise NotFound(
             "the run has no job yet",

@@ -8,6 +8,7 @@ requeued, after which it runs once more and ends well.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,8 @@ def main(run: Path) -> int:
         return end(23)
     end(25)
     if "SLURM_JOB_ID" in os.environ:
+        if got is signal.SIGUSR2:
+            subprocess.run(["scontrol", "requeue", job_id], check=True)
         return 25
     os.environ["STUB_RESTART"] = "1"
     os.execv(sys.executable, [sys.executable, "-m", "verl_slurm_daemon", *sys.argv[1:]])

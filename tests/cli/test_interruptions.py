@@ -1,0 +1,138 @@
+"""What `status` says of a run's interruptions."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.many_runs import make_run
+from verl_slurm.cli import render
+from verl_slurm.cli.interruptions import interruption_facts, interruption_words, interruptions_table
+from verl_slurm.cli.spans import span
+from verl_slurm.events import append_event
+from verl_slurm.outages import Outage
+
+Cli = Callable[..., Any]
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+BACK = Outage(
+    cause="preemption",
+    began="2026-11-21T11:00:00+00:00",
+    seconds=73.6,
+    back=True,
+    save_s=3.1,
+    queue_s=40.0,
+    start_s=22.0,
+    again_s=5.0,
+    saved="step_000004_sp0047",
+    resumed="step_000004_sp0047",
+)
+CRASH = Outage(
+    cause="crash", began="2026-11-21T11:30:00+00:00", seconds=20.0, back=True, queue_s=0.0, resumed=""
+)
+LASTING = Outage(cause="node_lost", began="2026-11-21T11:59:00+00:00")
+
+
+class Each:
+    """As much of `Outages` as is read."""
+
+    def __init__(self, *each: Outage) -> None:
+        self.each = list(each)
+
+
+def words(*each: Outage) -> str:
+    return interruption_words(interruption_facts(Each(*each), NOW))  # type: ignore[arg-type]
+
+
+def test_the_sum_is_a_sentence() -> None:
+    assert words() == "never"
+    assert words(BACK) == "once (1 preemption): 1 min 14 s in all, 40 s of it in the queue; no token was lost"
+    assert words(BACK, BACK, CRASH) == (
+        "3 times (2 preemption, 1 crash): 2 min 47 s in all, 1 min 20 s of it in the queue; "
+        "1 without a save, finished rollouts are in the ledger"
+    )
+
+
+def test_one_that_lasts_counts_with_its_time_so_far() -> None:
+    facts = interruption_facts(Each(LASTING), NOW)  # type: ignore[arg-type]
+    assert (facts["seconds"], facts["tokens_lost"], facts["each"][0]["lasts"]) == (60.0, None, True)
+
+
+def test_each_is_a_line_with_its_parts() -> None:
+    headings, lines = interruptions_table([BACK, CRASH, LASTING], NOW, 200)
+    assert headings[1:] == ["cause", "cost", "save", "queue", "start", "again", "tokens lost", "resumed from"]
+    assert lines[0][1:] == [
+        "preemption",
+        "1 min 14 s",
+        "3.1 s",
+        "40 s",
+        "22 s",
+        "5.0 s",
+        "0",
+        "step_000004_sp0047",
+    ]
+    assert lines[1][1:] == ["crash", "20 s", "-", "0.0 s", "-", "-", "unfinished ones", "the beginning"]
+    assert lines[2][1:3] == ["node lost", "1 min so far"]
+
+
+@pytest.mark.parametrize("width", [120, 80, 50])
+def test_a_narrow_terminal_loses_columns(width: int) -> None:
+    headings, lines = interruptions_table([BACK, CRASH, LASTING], NOW, width)
+    shown = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+    assert sum(shown) + render.GAP * (len(shown) - 1) <= width
+    assert headings[1:3] == ["cause", "cost"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0.0 s"),
+        (0.26, "0.3 s"),
+        (59.7, "1 min"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_a_span_is_said_in_two_units_at_most(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_status_tells_what_happened_and_what_each_interruption_cost(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "done", num_events=700)
+    out = cli("status", paths.root).out
+    times = cli("status", paths.root, "--json").json["interruptions"]
+    assert times["tokens_lost"] == 0
+    assert f"{times['count']} times ({times['count']} preemption)" in out
+    assert "no token was lost" in out
+    assert out.count("step_000300_sp0088") == 1
+    assert len(times["each"]) == times["count"] > 5
+    table = [line for line in out.splitlines() if " preemption  " in line]
+    assert len(table) == 5
+    few = cli("status", paths.root, "--interruptions", 0).out
+    assert " preemption  " not in few
+
+
+def test_a_requeued_run_is_not_back_at_step_0(cli: Cli, tmp_path: Path) -> None:
+    """The new lead's snapshot, before its ranks have said anything."""
+    paths = make_run(tmp_path / "run", "queued", cluster="local", host="elsewhere")
+    step = cli("status", paths.root, "--json").json["checkpoint"]["step"]
+    paths.status.write_text('{"state": "starting", "step": 0, "steps": 5000, "phase": ""}')
+    assert f"step {step}/5000" in cli("status", paths.root).out
+    assert cli("status", paths.root, "--json").json["step"] == step
+
+
+def test_a_snapshot_that_outlived_its_lead_is_not_believed(cli: Cli, tmp_path: Path) -> None:
+    import socket
+
+    paths = make_run(tmp_path / "run", cluster="local", job_id="999999999", host=socket.gethostname())
+    out = cli("status", paths.root).out
+    assert "gone; running when its daemon last said so" in out
+    append_event(paths, "ended", epoch=1, job_id="999999999", exit_code=0)
+    assert "gone; " not in cli("status", paths.root).out
+
+
+def test_since_is_counted_from_the_first_sign() -> None:
+    later = interruption_facts(Each(LASTING), NOW + timedelta(hours=1))  # type: ignore[arg-type]
+    assert later["seconds"] == 3660.0

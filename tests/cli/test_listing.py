@@ -1,0 +1,118 @@
+"""`list`: a line a run, on terminals of any width, and as JSON."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.many_runs import make_run
+from verl_slurm.cli import render
+from verl_slurm.cli.listing import runs_table
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.submit.fleet import glance
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A running, a queued, a killed, a finished and a failed run."""
+
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str]]:
+        return {1: ("RUNNING", ""), 2: ("PENDING", "Priority")}
+
+    monkeypatch.setattr(SlurmClient, "states", answer)
+    make_run(tmp_path / "run-1", job_id="1", num_events=400)
+    make_run(tmp_path / "run-2", "queued", job_id="2")
+    make_run(tmp_path / "run-3-killed", job_id="3")
+    make_run(tmp_path / "run-4", "done", job_id="4")
+    make_run(tmp_path / "run-5", "failed", job_id="5")
+    return tmp_path
+
+
+def test_each_run_is_a_line_with_its_state_and_what_interruptions_cost(cli: Cli, place: Path) -> None:
+    result = cli("list", place)
+    assert result.code == ExitCode.OK
+    heading, rule, *lines = result.out.splitlines()
+    assert heading.split() == (
+        ["run", "job", "state", "step", "of", "reward", "checkpoint", "interrupted", "cost", "updated"]
+    )
+    assert set(rule) == {"─"}
+    states = [re.split(r"  +", line)[:3] for line in lines]
+    assert states == [
+        ["run-1", "1", "running"],
+        ["run-2", "2", "queued"],
+        ["run-3-killed", "3", "gone"],
+        ["run-4", "4", "done"],
+        ["run-5", "5", "failed with 22"],
+    ]
+    assert "preemption" in lines[0]
+    assert re.search(r"\d min( \d+ s)?  ", lines[0])
+    assert "\x1b" not in result.out
+
+
+def test_json_has_it_as_values(cli: Cli, place: Path) -> None:
+    first, second, killed, *_ = cli("list", place, "--json").json
+    assert (first["state"], first["job_alive"], first["job_state"]) == ("running", True, "RUNNING")
+    assert (second["state"], second["job_detail"]) == ("queued", "Priority")
+    assert (killed["state"], killed["job_alive"], killed["status"]["state"]) == ("gone", False, "running")
+    assert first["interruptions"]["count"] > 1
+    assert first["interruptions"]["last"]["cause"] == "preemption"
+    assert first["interruptions"]["last"]["queue_s"] == 40.0
+    assert second["interruptions"]["last"]["seconds"] is None, "it waits still"
+    assert first["checkpoint"]["name"] == f"step_{first['checkpoint']['step']:06d}"
+
+
+def test_only_runs_in_a_state(cli: Cli, place: Path) -> None:
+    def names(*words: str) -> list[str]:
+        return [Path(run["run_dir"]).name for run in cli("list", place, *words, "--json").json]
+
+    assert names("--state", "failed") == ["run-5"]
+    assert names("--state", "gone", "--state", "queued") == ["run-2", "run-3-killed"]
+    assert names("--state", "saving") == []
+    assert cli("list", place, "--state", "saving").code == 0
+
+
+@pytest.mark.parametrize("width", [240, 120, 80, 60, 40, 24])
+def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(place: Path, width: int) -> None:
+    told = [(glance(root), "running") for root in sorted(place.iterdir())]
+    headings, lines = runs_table(told, place, width)
+    shown = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+    assert sum(shown) + render.GAP * (len(shown) - 1) <= width
+    assert {"run", "state", "step"} <= set(headings)
+
+
+def test_colours_are_for_terminals_and_not_against_anyones_will(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown() -> str:
+        render.plain_table(["run", "state"], [["a", "gone"]], colours={"gone": "red"})
+        render.fields([("state", "gone; running once")], {"gone": "red"})
+        return capsys.readouterr().out
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b" not in shown()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown().count("\x1b[31m") == 2
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in shown()
+
+
+def test_an_empty_choice_of_runs_is_still_a_table(cli: Cli, place: Path) -> None:
+    assert runs_table([], place, 80)[1] == []
+
+
+def test_slurm_that_does_not_answer_is_said_once_and_no_state_is_claimed(
+    cli: Cli, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(place / "nowhere"))
+    result = cli("list", place)
+    assert result.code == ExitCode.OK
+    assert "there is no squeue here" in result.error
+    assert "running?" in result.out
+    assert [run["job_alive"] for run in cli("list", place, "--json").json[:2]] == [None, None]

@@ -1,0 +1,61 @@
+"""`logs`: which file, how much of it, and on into the next start's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.many_runs import make_run
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.follow import follow_newest
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = make_run(tmp_path / "run")
+    paths.run_yaml.write_text(
+        "name: run\nmodel: {path: m}\ndata: {root: d}\ndistributed: {nodes: 2, dp_size: 4}\n"
+    )
+    paths.logs.mkdir()
+    paths.rank_log(1, 1, 0).write_text("a\nb\nc\n")
+    paths.rank_log(1, 1, 1).write_text("old\n")
+    paths.rank_log(2, 1, 1).write_text("new\n")
+    return paths
+
+
+def test_a_rank_is_found_on_its_node(cli: Cli, run: RunPaths) -> None:
+    assert cli("logs", run.root, "--rank", 1).out == "a\nb\nc\n"
+    assert cli("logs", run.root, "--rank", 2).out == "new\n"
+    missing = cli("logs", run.root, "--rank", 4)
+    assert missing.code == ExitCode.NOT_FOUND
+    assert "expected 0 to 3" in missing.error
+    assert cli("logs", run.root, "--rank", 1, "--node", 1).code == ExitCode.USAGE
+
+
+def test_the_last_lines_only_and_as_json(cli: Cli, run: RunPaths) -> None:
+    assert cli("logs", run.root, "--node", 0, "-n", 2).out == "b\nc\n"
+    line = cli("logs", run.root, "--node", 1, "--json").json
+    assert line == {"file": str(run.rank_log(2, 1, 1)), "line": "new"}
+    assert len(cli("logs", run.root, "--all", "--json").json) == 3
+
+
+def test_following_goes_on_in_the_next_starts_file(run: RunPaths) -> None:
+    def newest() -> Path:
+        return max(run.logs.glob("*.node_0000.log"))
+
+    first, second = run.rank_log(1, 1, 0), run.rank_log(2, 1, 0)
+    lines = follow_newest(run.logs, newest, 1)
+    assert next(lines) == (first, b"c")
+    with first.open("a") as file:
+        file.write("d\nkilled in the mid")
+    assert next(lines) == (first, b"d")
+    second.write_text("again\n")
+    assert [next(lines), next(lines)] == [(first, b"killed in the mid"), (second, b"again")]
+    with second.open("a") as file:
+        file.write("more\n")
+    assert next(lines) == (second, b"more")
+    lines.close()

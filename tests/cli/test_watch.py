@@ -1,0 +1,69 @@
+"""`watch` of many runs; of one: test_submit_local.py."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.many_runs import make_run
+from verl_slurm.events import append_event
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.submit.inotify import Watches
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs, of which the living one ends as soon as it is waited for."""
+
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str]]:
+        return {7: ("RUNNING", "")}
+
+    monkeypatch.setattr(SlurmClient, "states", answer)
+    living = make_run(tmp_path / ("a-name-that-is-longer-than-its-column" + "-1"))
+    make_run(tmp_path / "over", "done")
+    real = Watches.wait
+
+    def wait(watches: Watches, timeout_s: float) -> set[Path] | None:
+        append_event(living, "cause", epoch=1, job_id="7", cause="preemption", evidence="\x1b[31m")
+        append_event(living, "ended", epoch=1, job_id="7", exit_code=0)
+        return real(watches, timeout_s)
+
+    monkeypatch.setattr(Watches, "wait", wait)
+    return tmp_path
+
+
+def test_many_runs_are_counted_and_told_with_their_names(cli: Cli, place: Path) -> None:
+    result = cli("watch", place)
+    assert result.code == ExitCode.OK
+    first, cause, ended = result.out.splitlines()
+    assert first == "2 runs: 1 running, 1 done" or first == "2 runs: 1 done, 1 running"
+    assert cause.startswith("…hat-is-longer-than-its-column"[0]), "the end of a name tells runs apart"
+    assert "its-column-1  " in cause
+    assert "PREEMPTION: \\x1b[31m" in cause
+    assert "ended with 0" in ended
+
+
+def test_as_json_each_event_is_a_line_with_its_run(cli: Cli, place: Path) -> None:
+    head, *events = map(json.loads, cli("watch", place, "--json").out.splitlines())
+    assert (head["event"], head["runs"], head["states"]) == ("watching", 2, {"running": 1, "done": 1})
+    assert [event["event"] for event in events] == ["cause", "ended"]
+    assert {Path(event["run_dir"]).parent for event in events} == {place}
+
+
+def test_several_runs_may_be_named(cli: Cli, place: Path, tmp_path: Path) -> None:
+    gone = make_run(tmp_path / "x" / "gone", cluster="local", job_id="999999999", host=socket.gethostname())
+    result = cli("watch", gone.root, place / "over")
+    assert result.code == ExitCode.CRASHED
+    assert "said nothing more" in result.out
+
+
+def test_a_place_without_runs_is_not_waited_for(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli("watch", tmp_path / "empty").code == ExitCode.NOT_FOUND
+    assert cli("watch", tmp_path / "nowhere").code == ExitCode.NOT_FOUND

@@ -1,0 +1,130 @@
+"""Run directories as a daemon leaves them, made of nothing but their files: for tests and benchmarks of the fleet."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.outages import Outages
+from verl_slurm.paths import RunPaths
+
+Kind = Literal["running", "done", "queued", "cancelled", "failed"]
+_BEGAN = datetime(2026, 11, 1, 8, tzinfo=UTC)
+_SAVES_A_LIFE = 50
+
+
+class Teller:
+    """A journal in the making, with a clock of its own."""
+
+    def __init__(self, job_id: str, cluster: str, host: str = "node1") -> None:
+        self.events: list[dict[str, Any]] = []
+        self.job_id, self.cluster, self.host = job_id, cluster, host
+        self.now, self.epoch, self.step, self.last = _BEGAN, 0, 0, ""
+
+    def say(self, event: str, after_s: float = 1.0, **fields: Any) -> None:
+        self.now += timedelta(seconds=after_s)
+        time = self.now.isoformat(timespec="milliseconds")
+        mine = {"epoch": self.epoch, "job_id": self.job_id}
+        self.events.append({"time": time, "event": event, **mine, **fields})
+
+    def start(self, queued_s: float = 40.0) -> None:
+        self.epoch += 1
+        where = {"cluster": self.cluster, "host": self.host, "restart": self.epoch - 1, "nodes": "node[1-2]"}
+        self.say("started", queued_s, **where, pid=4242)
+        self.say("resume", reason=f"{self.last or 'there'} is the newest checkpoint that verifies")
+        self.say("generation", number=1, resume=self.last or None, progress=f"{self.last}+140004")
+        self.say("training", 20.0, step=self.step, phase="update", index=8)
+        self.say("first_rollout", 5.0, step=self.step, phase="generate", index=1)
+
+    def save(self, *, emergency: bool = False) -> None:
+        self.step += not emergency
+        self.last = f"step_{self.step:06d}" + ("_sp0088" if emergency else "")
+        self.say("saved", 3.0, name=self.last, seconds=0.7, num_bytes=16_000_000_000, emergency=emergency)
+        self.say("verified", 2.0, name=self.last, detail="16000000000 bytes in 1.9 s")
+
+    def preempt(self) -> None:
+        evidence = "SIGCONT to lead; JobState=RUNNING Reason=None Restarts=0 (ours 0) PreemptTime=2026-11-21"
+        self.say("cause", 30.0, cause="preemption", evidence=evidence, seconds_left=29.3)
+        self.say("save", 0.1, request_id=1, stop=True)
+        self.save(emergency=True)
+        self.say("requeue", 0.5, accepted=True, detail="requeued: JobState=COMPLETING Restarts=1")
+        self.say("ended", exit_code=25, exit="REQUEUED", reason="requeued")
+
+
+def make_run(
+    root: Path,
+    kind: Kind = "running",
+    *,
+    job_id: str = "7",
+    cluster: str = "slurm",
+    host: str = "node1",
+    num_events: int = 60,
+    num_checkpoints: int = 2,
+) -> RunPaths:
+    """One run with a journal of about so many events: lives of fifty saves, with preemptions between them."""
+    paths = RunPaths(root)
+    paths.checkpoints.mkdir(parents=True)
+    paths.run_yaml.write_text(f"name: {root.name}\n")
+    teller = Teller(job_id, cluster, host)
+    teller.say("submitted", cluster=cluster, host=host)
+    teller.start()
+    while len(teller.events) < num_events - 12:
+        for _ in range(min(_SAVES_A_LIFE, (num_events - len(teller.events)) // 2)):
+            teller.save()
+        teller.preempt()
+        if kind == "queued" and len(teller.events) >= num_events - 12:
+            break
+        teller.start()
+    if kind in ("done", "cancelled", "failed"):
+        code = {"done": 0, "cancelled": 23, "failed": 22}[kind]
+        teller.say("ended", exit_code=code, exit="", reason="all steps are done")
+    paths.events.write_bytes(b"".join(json.dumps(event).encode() + b"\n" for event in teller.events))
+    _write_status(paths, teller, kind)
+    first = max(teller.step - num_checkpoints + 1, 1)
+    for step in range(first, first + num_checkpoints):
+        _write_checkpoint(paths, step)
+    return paths
+
+
+def _write_status(paths: RunPaths, teller: Teller, kind: Kind) -> None:
+    outages = Outages(teller.events)
+    status = {
+        "state": "running" if kind == "running" else "ended",
+        **{"job_id": teller.job_id, "cluster": teller.cluster, "host": teller.host},
+        **{"epoch": teller.epoch, "generation": 1, "restarts": teller.epoch - 1},
+        **{"step": teller.step, "steps": 5000, "phase": "generate", "index": 3},
+        "metrics": dict.fromkeys(("reward", "kl", "loss", "tokens_per_second", "step_s", "entropy"), 0.5),
+        **{"last_checkpoint": teller.last, "cause": "", "updated": teller.now.isoformat()},
+        "interruptions": len(outages.each),
+        "interrupted_s": outages.seconds,
+        "last_interruption": msgspec.to_builtins(outages.each[-1]) if outages.each else {},
+    }
+    paths.status.write_text(json.dumps(status))
+
+
+def _write_checkpoint(paths: RunPaths, step: int) -> None:
+    path = paths.checkpoint(step)
+    path.mkdir()
+    names = [
+        f"{domain}/rank_{rank:04d}.bin" for domain in ("actor", "critic", "optimizer") for rank in range(16)
+    ]
+    manifest = Manifest(
+        name=path.name,
+        step=step,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id="0" * 64,
+        dataset_fingerprint="0" * 64,
+        world_size=16,
+        topology=Topology(dp=16),
+        files=tuple(FileEntry(path=name, size=333_333_333, sha256="0" * 64) for name in names),
+        created_utc="2026-11-01T08:00:00Z",
+        save_seconds=0.7,
+    )
+    (path / MANIFEST).write_bytes(render(sealed(manifest)))

@@ -1,0 +1,116 @@
+"""What an interruption cost, from made-up journals with a clock of their own."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tests.many_runs import Teller
+from verl_slurm.outages import Outages
+
+
+def told(teller: Teller) -> Outages:
+    return Outages(teller.events)
+
+
+@pytest.fixture
+def teller() -> Teller:
+    teller = Teller("7", "slurm")
+    teller.say("submitted", cluster="slurm")
+    teller.start()
+    return teller
+
+
+def test_a_preemption_costs_what_lies_between_the_warning_and_the_first_new_rollout(teller: Teller) -> None:
+    teller.save()
+    teller.preempt()
+    (lasting,) = told(teller).each
+    assert (lasting.cause, lasting.seconds, lasting.tokens_lost) == ("preemption", None, None)
+    teller.start(queued_s=40.0)
+    (one,) = told(teller).each
+    # 0.1 asked, 3 saved, 2 verified, 0.5 requeued, 1 ended, 40 queued, 2 resume and generation, 20 ranks, 5 rollout
+    assert (one.save_s, one.queue_s, one.start_s, one.again_s) == (3.1, 40.0, 22.0, 5.0)
+    assert (one.seconds, one.back) == (73.6, True)
+    assert one.saved == one.resumed == "step_000001_sp0088"
+    assert one.tokens_lost == 0
+    assert one.began == "2026-11-01T08:01:43.000+00:00"
+
+
+def test_event_by_event_is_as_read_back(teller: Teller) -> None:
+    teller.preempt()
+    teller.start()
+    heard = Outages()
+    for event in teller.events:
+        heard.feed(event)
+    assert heard.each == told(teller).each
+
+
+def test_a_crash_is_mended_in_place_without_a_queue(teller: Teller) -> None:
+    teller.say("hang", detail="rank 3")
+    teller.say("crash", 60.0, kind="hang", detail="rank 3")
+    teller.say("generation", 4.0, number=2, resume=None)
+    teller.say("training", 10.0, step=0, phase="generate", index=0)
+    teller.say("first_rollout", 1.0, step=0, phase="generate", index=1)
+    (one,) = told(teller).each
+    assert (one.cause, one.seconds, one.queue_s, one.start_s) == ("hang", 75.0, 0.0, 14.0)
+    assert one.tokens_lost is None, "the micro-batches of the ranks that hung"
+
+
+def test_a_lead_that_died_is_missed_from_its_last_word_on(teller: Teller) -> None:
+    teller.save()
+    teller.start(queued_s=500.0)
+    (one,) = told(teller).each
+    assert (one.cause, one.queue_s, one.seconds) == ("lead_lost", 500.0, 527.0)
+
+
+def test_a_second_one_before_the_run_is_back_begins_where_the_first_ends(teller: Teller) -> None:
+    teller.preempt()
+    teller.start()
+    del teller.events[-1]  # no new rollout: the next one came before
+    teller.preempt()
+    teller.start()
+    first, second = told(teller).each
+    assert (first.back, second.back) == (False, True)
+    began, then = (datetime.fromisoformat(one.began) for one in (first, second))
+    assert first.seconds == (then - began) / timedelta(seconds=1)
+    assert told(teller).seconds == pytest.approx((first.seconds or 0) + (second.seconds or 0))
+
+
+@pytest.mark.parametrize("cause", ["cancel", "operator", "unknown", "suspended"])
+def test_what_the_user_ended_or_only_saved_is_no_interruption(teller: Teller, cause: str) -> None:
+    teller.say("cause", cause=cause, evidence="")
+    teller.say("ended", exit_code=23)
+    teller.say("submitted", 1e6, cluster="slurm")
+    teller.start()
+    assert told(teller).each == []
+
+
+def test_the_run_may_end_before_anything_new_was_sampled(teller: Teller) -> None:
+    teller.preempt()
+    teller.start()
+    del teller.events[-1]
+    teller.say("ended", 3.0, exit_code=0)
+    (one,) = told(teller).each
+    assert one.back
+    assert one.seconds is not None
+
+
+def test_the_last_words_of_a_fenced_incarnation_change_nothing(teller: Teller) -> None:
+    teller.preempt()
+    teller.start()
+    before = told(teller).each
+    late = {"time": datetime(2026, 12, 1, tzinfo=UTC).isoformat(), "epoch": 1, "event": "crash"}
+    assert Outages([*teller.events, late]).each == before
+
+
+@pytest.mark.parametrize("event", [{}, {"event": "cause"}, {"event": 3, "time": "x", "epoch": "y"}])
+def test_lines_that_make_no_sense_are_passed_over(event: dict[str, Any]) -> None:
+    assert Outages([event]).each == []
+
+
+def test_a_clock_that_goes_backwards_is_no_time(teller: Teller) -> None:
+    teller.preempt()
+    teller.now -= timedelta(hours=1)
+    teller.start()
+    (one,) = told(teller).each
+    assert (one.seconds, one.queue_s) == (0.0, 0.0)

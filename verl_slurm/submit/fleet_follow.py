@@ -1,0 +1,206 @@
+"""Follow many runs at once: woken by the kernel when a journal grows, and by nothing else.
+
+The journals are watched, not the snapshots beside them: those are replaced twice a second by every run that trains,
+and tell nothing that who watches a thousand runs could read. On a network file system, of whose other writers inotify
+is silent, the journals' sizes are looked at every few seconds. What no journal tells, that a lead was killed, the
+scheduler is asked: one question for all, while nothing else happens.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.events import Event, parse_event
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.mounts import is_remote
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.fleet import Glance, ask_for, find_runs, glance, is_over, outcome_of, state_of
+from verl_slurm.submit.inotify import Watches
+
+__all__ = ["FleetWatch", "Followed", "state_after"]
+
+_LOOK_S = 5.0
+"""Between looks at sizes, where inotify is silent."""
+_ASK_S = 60.0
+"""Between questions to the scheduler, at least."""
+
+
+class Followed(msgspec.Struct, kw_only=True):
+    """One run that is followed. Called by: FleetWatch, cli.fleet_watch."""
+
+    root: Path
+    state: str
+    alive: bool
+    """Whether more is to be expected of it."""
+    offset: int
+    """Bytes of its journal that were told."""
+    exit_code: int | None = None
+    """With which it ended while it was followed."""
+
+
+class FleetWatch:
+    """The runs in, or below, some directories.
+
+    Args:
+        places: run directories, or directories that hold some.
+        on_event: gets each event as it is written, with its run; among them ours, `gone`, as `follow_run` has it.
+
+    Called by: cli.fleet_watch.
+    """
+
+    def __init__(self, places: Sequence[Path], on_event: Callable[[Followed, Event], None]) -> None:
+        self._places, self._on_event = places, on_event
+        self.runs: dict[Path, Followed] = {}
+        self.problem = ""
+        """Why the scheduler did not answer."""
+        # inotify is silent about what others write: the sizes are looked at.
+        self._looks = any(is_remote(place) for place in places)
+
+    def follow(self, on_turn: Callable[[], None]) -> ExitCode | int:
+        """Until no run lives any more.
+
+        Args:
+            on_turn: is called first when all runs are known, then whenever something was told.
+
+        Returns:
+            OK, or the highest code with which one ended meanwhile.
+
+        Raises:
+            OSError: so many files may not be watched, or the place cannot be read.
+        """
+        with Watches() as watches:
+            for place in self._places:
+                self._find(place, watches)
+            self._ask()
+            on_turn()
+            while any(run.alive for run in self.runs.values()):
+                told = self._turn(watches)
+                if told:
+                    on_turn()
+        return max((run.exit_code or 0 for run in self.runs.values()), default=0)
+
+    def _turn(self, watches: Watches) -> int:
+        """Wait, and tell what came; how many events."""
+        changed = watches.wait(_LOOK_S if self._looks else _ASK_S)
+        if self._looks or changed is None:
+            changed = {*self._places, *(RunPaths(root).events for root in self.runs)}
+        elif not changed:
+            return self._ask()
+        told = 0
+        for path in sorted(changed):
+            run = self.runs.get(path.parent)
+            if run is not None and path.name == "events.jsonl":
+                told += self._read(run)
+            else:
+                told += self._find(path, watches)
+        return told
+
+    def _find(self, place: Path, watches: Watches) -> int:
+        """Take up the runs at and below `place` that are not known; how many."""
+        found = 0
+        roots: Iterable[tuple[Path, bool]] = [(place, True)]
+        if not (place / "run.yaml").exists():
+            self._hear(
+                watches.add_directory, place
+            )  # before we look: what comes in between is seen twice, not never
+            roots = find_runs(place, on_directory=lambda path: self._hear(watches.add_directory, path))
+        for root, open_to_us in roots:
+            if open_to_us and root not in self.runs:
+                found += 1
+                self._take_up(root, watches)
+        return found
+
+    def _take_up(self, root: Path, watches: Watches) -> None:
+        paths = RunPaths(root)
+        if not self._hear(watches.add_file, paths.events):
+            self._hear(watches.add_directory, root)
+            if not self._hear(watches.add_file, paths.events):
+                return  # prepared; its journal comes with its first job
+        offset = _size(paths.events)
+        seen = glance(root)
+        self.runs[root] = Followed(
+            root=root, state=state_of(seen, None), alive=not is_over(seen), offset=offset
+        )
+
+    def _hear(self, add: Callable[[Path], bool], path: Path) -> bool:
+        """Whether `path` is there. Where the kernel watches no more for us, we look for ourselves."""
+        try:
+            return add(path)
+        except PermissionError:
+            return False
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # fs.inotify.max_user_watches
+                raise
+            self._looks = True
+            return path.exists()
+
+    def _read(self, run: Followed) -> int:
+        told = 0
+        try:
+            with RunPaths(run.root).events.open("rb") as file:
+                file.seek(run.offset)
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            run.state, run.alive = "removed", False
+            return 1
+        for line in lines:
+            run.offset += len(line) + 1
+            event = parse_event(line)
+            if event is not None:
+                run.state = state_after(event, run.state)
+                self._judge(run, event)
+                self._on_event(run, event)
+                told += 1
+        return told
+
+    def _judge(self, run: Followed, event: Event) -> None:
+        if event["event"] in ("submitted", "started", "successor"):
+            run.alive, run.exit_code = True, None
+        elif event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED:
+            code = event.get("exit_code")
+            run.alive, run.exit_code = False, code if isinstance(code, int) else int(ExitCode.INTERNAL)
+
+    def _ask(self) -> int:
+        """Whether those that are silent still live; how many do not."""
+        glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
+        seen, self.problem = ask_for(glances)
+        gone = 0
+        for one in glances:
+            run, answer = self.runs[one.root], seen.get(one.root)
+            run.state = state_of(one, answer)
+            if one.job is None:
+                run.state, run.alive = one.error or "removed", False
+            if run.state == "gone" and one.job is not None:
+                gone += 1
+                run.alive, run.exit_code = False, int(ExitCode.CRASHED)
+                self._on_event(run, {"event": "gone", "job_id": one.job.job_id, "state": "gone"})
+        return gone
+
+
+def state_after(event: Event, state: str) -> str:
+    """A run's state when this event has come; as `fleet.state_of` names it. Pure."""
+    match event["event"]:
+        case "submitted" | "successor":
+            return "queued"
+        case "started" | "generation":
+            return "starting"
+        case "training":
+            return "running"
+        case "save" if event.get("stop") is True:
+            return "saving"
+        case "crash":
+            return "paused"
+        case "ended":
+            return "queued" if event.get("exit_code") == ExitCode.REQUEUED else outcome_of(event)
+        case _:
+            return state
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
