@@ -202,7 +202,7 @@ class SlurmAllocation:
             if nodes and not await self._can_spare(nodes, own, facts.partition.split(",")[0]):
                 return f"nothing is avoided: partition {facts.partition} has too few other nodes like that"
             wanted = ",".join(([own] if own else []) + list(nodes))
-            await self._client.exclude(self._job.job_id, wanted)
+            await self._client.exclude(facts, wanted)
         except VerlSlurmError as error:
             return f"nothing is avoided: {error}"
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"

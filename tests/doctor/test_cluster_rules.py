@@ -78,13 +78,10 @@ def test_without_a_grace_time_kill_wait_is_what_there_is() -> None:
     assert preemption("REQUEUE", 0, 20.0, KillWait="10 sec").verdict == "warning"
 
 
-def test_a_cluster_that_cancels_at_once_is_bad_and_says_how_to_go_on() -> None:
-    finding = preemption("CANCEL", 0, 1.0)
-    assert finding.verdict == "bad"
-    assert "verl-slurm submit RUN" in finding.remedy
-    assert (
-        preemption("CANCEL", 30, 1.0).verdict == "good"
-    )  # the daemon asks for its requeue in the grace time
+@pytest.mark.parametrize("grace", [0, 30])
+def test_a_job_that_a_preemption_cancels_asks_for_its_requeue_in_the_time_there_is(grace: int) -> None:
+    assert preemption("CANCEL", grace, 1.0).verdict == "good"
+    assert preemption("CANCEL", grace, 1000.0).verdict == "warning"
 
 
 @pytest.mark.parametrize(("mode", "word"), [("OFF", "nothing preempts"), ("SUSPEND,GANG", "stands still")])

@@ -33,6 +33,7 @@ def facts_of(name: str) -> JobFacts:
         ("norequeue_preempted_in_grace", "warning", "preemption"),
         ("norequeue_preempted_completing", "term", "preemption"),
         ("norequeue_preempted", "poll", "preemption"),
+        ("cancel_mode_preempted_completing", "term", "preemption"),
         ("time_limit_completing", "term", "time_limit"),
         ("time_limit_over", "poll", "time_limit"),
         ("scancel_completing", "term", "cancel"),
@@ -62,6 +63,11 @@ def test_a_requeue_with_a_node_that_slurm_calls_down_is_a_lost_node(moment: str)
     )
     assert (cause.kind, cause.may_requeue, cause.ends_job) == ("node_lost", False, True)
     assert "node2" in cause.evidence
+
+
+def test_a_cancel_in_the_grace_time_of_a_job_that_may_not_be_requeued_is_a_cancel() -> None:
+    facts = msgspec.structs.replace(facts_of("scancel_in_grace_completing"), requeue=False)
+    assert decide_cause("term", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "cancel"
 
 
 def test_the_deadline_of_a_preemption_is_the_end_of_the_grace_time() -> None:

@@ -3,7 +3,7 @@
 What is behind the rules was measured on 22.05.8, and is in the manual pages of slurm.conf(5) and sbatch(1):
 
 * a preemption leaves GraceTime, then KillWait between TERM and KILL; with GraceTime 0 it is KillWait alone;
-* PreemptMode=CANCEL ends the job, unless it has asked for its requeue before, which the daemon does in the grace time;
+* PreemptMode=CANCEL ends the job, unless it asks for its requeue, which the daemon does in that time;
 * the end of a preemption or of a time limit comes up to 30 s late, never early: nothing here counts on that;
 * `--signal=B:USR1@N` may come up to 60 s early, never late;
 * a lost node is noticed by slurmctld after 2 to 3 times SlurmdTimeout.
@@ -93,13 +93,6 @@ def _preemption(
     grace, margin = partition.grace_s, config.daemon.save_margin_s
     time = f"GraceTime {grace} s" if grace else f"GraceTime 0, KillWait {kill_wait} s"
     found = f"PreemptMode={mode}, {time}"
-    if not grace and "CANCEL" in mode:
-        return bad(
-            "preemption",
-            f"{found}: a preempted job is cancelled and cannot ask for its requeue",
-            "ask the administrators for a GraceTime or for PreemptMode=REQUEUE; "
-            "until then `verl-slurm submit RUN` starts it again from the newest checkpoint",
-        )
     available = (grace or kill_wait) - margin
     if available <= 0:
         return warn(

@@ -9,7 +9,9 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 * time limit: nothing at the warning: RUNNING, EndTime as ever. TERM up to 28 s after EndTime, with it
   COMPLETING, Reason=TimeLimit, Restarts unchanged; then TIMEOUT.
 * scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED.
-* scancel in the grace time: the same, with PreemptTime still set.
+* scancel in the grace time: the same, with PreemptTime still set, to the grace time's beginning.
+* PreemptMode=CANCEL: RUNNING as above in the grace time, if there is one; then COMPLETING, Restarts unchanged,
+  PreemptTime = EndTime = now; then PREEMPTED. `scontrol requeue` is taken until KillWait is over.
 * scancel -b -s USR1: nothing.
 * scontrol requeue by anyone: at once COMPLETING, Restarts+1 (requeuehold: Reason=job_requeued_in_held_state).
 * a node lost: nothing for 2 to 3 times SlurmdTimeout (27 and 30 s); then COMPLETING, Restarts+1, NodeList =
@@ -17,7 +19,7 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 * scontrol suspend: SUSPENDED.
 
 So Restarts decides first, then the state, then PreemptTime: in the grace time a user's scancel still shows
-PreemptTime, and only COMPLETING with Restarts unchanged tells it from the preemption.
+PreemptTime, and only COMPLETING with Restarts unchanged and a PreemptTime before EndTime tells it from the preemption.
 """
 
 from collections.abc import Collection
@@ -102,10 +104,8 @@ def decide_cause(
         return Cause(kind="time_limit", evidence=shown)
     if facts.state == "NODE_FAIL":
         return Cause(kind="node_lost", evidence=shown)
-    if facts.state == "PREEMPTED" or (
-        # one that may not be requeued keeps its Restarts when preempted; for one that may, this is scancel
-        facts.state == "COMPLETING" and facts.preempt_time is not None and not facts.requeue
-    ):
+    # one that may not be requeued, or that PreemptMode=CANCEL ends, keeps its Restarts when preempted
+    if facts.state == "PREEMPTED" or facts.ended_by_preemption:
         return Cause(kind="preemption", evidence=shown)
     if facts.state == "COMPLETING" or facts.state.startswith("CANCELLED"):
         return Cause(kind="cancel", evidence=f"{shown}: ended by its user or an administrator")

@@ -70,12 +70,15 @@ _BATCH_DIED = frozenset({"JobLaunchFailure", "RaisedSignal", "NonZeroExitCode"})
 whomever) or failed. `scancel`, with any signal but through `-b`, leaves Reason=None: measured."""
 
 
-def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
+def refuse_requeue(
+    facts: JobFacts, own_restarts: int, *, grace_s: int | None = None
+) -> RequeueOutcome | None:
     """Whether the job must not be requeued (any more), and why; None: go on. Pure.
 
     Args:
         facts: read just before.
         own_restarts: SLURM_RESTART_COUNT of this run (0 where unset).
+        grace_s: GraceTime of its partition; None: not known.
     """
     if facts.restarts > own_restarts:
         return RequeueOutcome(
@@ -85,15 +88,18 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
         )
     # after scancel the job is COMPLETING with Restarts unchanged, then CANCELLED; scontrol requeue would
     # revive it (rc 0, seen), so a job that ends is left alone, unless Slurm itself says that it is the time
-    # limit, or that the batch process died
+    # limit, that the batch process died, or a preemption without a grace time. With one, a cancel in its first
+    # second looks like its end, and a cancel is final; whoever is preempted asks within the grace time.
     timed_out = facts.state in {"COMPLETING", "TIMEOUT"} and facts.reason == "TimeLimit"
     bereft = facts.state in {"COMPLETING", "FAILED"} and facts.reason in _BATCH_DIED
-    if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not (timed_out or bereft)):
+    preempted = facts.ended_by_preemption and grace_s == 0
+    ending = timed_out or bereft or preempted
+    if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not ending):
         return RequeueOutcome(
             kind="cancelled",
             detail=f"JobState={facts.state}, Restarts={facts.restarts} unchanged: ended by its user",
         )
-    if not facts.is_running and not timed_out and not bereft:
+    if not facts.is_running and not ending:
         return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
     if not facts.requeue:
         return RequeueOutcome(
@@ -232,8 +238,10 @@ class SlurmClient:
 
         Raises:
             SlurmRefused: not ours, or over already.
+            NotFound, SlurmMissing: as `job`.
         """
-        done = await self.run(commands.cancel(job_id))
+        job = await self.job(job_id)
+        done = await self.run(commands.cancel(job.target))
         if done.exit_code != 0 or "error" in done.stderr.lower():
             raise SlurmRefused(
                 "Slurm did not cancel the job",
@@ -247,8 +255,10 @@ class SlurmClient:
 
         Raises:
             SlurmRefused: not ours, or not running.
+            NotFound, SlurmMissing: as `job`.
         """
-        done = await self.run(commands.signal_batch(job_id, signal))
+        job = await self.job(job_id)
+        done = await self.run(commands.signal_batch(job.target, signal))
         if done.exit_code != 0 or "error" in done.stderr.lower():
             raise SlurmRefused(
                 "Slurm did not signal the job",
@@ -281,14 +291,14 @@ class SlurmClient:
             remedy=remedy,
         )
 
-    async def exclude(self, job_id: int, nodes: str) -> None:
+    async def exclude(self, job: JobFacts, nodes: str) -> None:
         """Set the nodes that the job is to stay away from, in Slurm's bracket form.
 
         Raises:
             SlurmRefused: an unknown node, or the job is over.
             SlurmMissing: no answer.
         """
-        done = await self.run(commands.update_excluded(job_id, nodes))
+        done = await self.run(commands.update_excluded(job.target, nodes))
         if done.exit_code != 0:
             raise SlurmRefused(
                 "Slurm did not take the nodes to exclude",
@@ -315,24 +325,29 @@ class SlurmClient:
         """
         began = time.monotonic()
         facts = await self.job(job_id)
-        refusal = refuse_requeue(facts, own_restarts)
+        grace_s = (await self.partition(facts.partition)).grace_s if facts.ended_by_preemption else None
+        refusal = refuse_requeue(facts, own_restarts, grace_s=grace_s)
         if refusal is not None and refusal.kind != "already_requeued":
             return refusal
         kind: Literal["requeued", "already_requeued"] = "already_requeued"
         if refusal is None:
             kind = "requeued"
-            done = await self.run(commands.requeue(job_id))
+            done = await self.run(commands.requeue(facts.target))
             if done.exit_code != 0:
                 said = done.stderr.strip() or f"exit {done.exit_code}"
                 if not is_answer(done):
                     return RequeueOutcome(kind="unconfirmed", detail=said)
                 disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
                 return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
-        outcome = await self._shorten(job_id, delay_s, kind, own_restarts)
+        outcome = await self._shorten(facts, delay_s, kind, own_restarts)
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
     async def _shorten(
-        self, job_id: int, delay_s: int, kind: Literal["requeued", "already_requeued"], own_restarts: int
+        self,
+        job: JobFacts,
+        delay_s: int,
+        kind: Literal["requeued", "already_requeued"],
+        own_restarts: int,
     ) -> RequeueOutcome:
         """Set the start time and read it back; again while Slurm has a later one."""
         said = ""
@@ -342,9 +357,9 @@ class SlurmClient:
                 await asyncio.sleep(_READ_BACK_PAUSE_S)
             asked_at = datetime.now(UTC)
             try:
-                done = await self.run(commands.update_start_time(job_id, delay_s))
+                done = await self.run(commands.update_start_time(job.target, delay_s))
                 said = done.stderr.strip()
-                facts = await self.job(job_id)
+                facts = await self.job(job.job_id)
             except (SlurmMissing, NotFound) as error:
                 said = error.one_line()
                 continue
