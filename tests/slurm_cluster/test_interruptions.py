@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import ROOT, SMALL, LiveRun, same_weights
+from tests.harness import ROOT, SMALL, LiveRun, ends_like
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
@@ -16,29 +16,11 @@ from verl_slurm.runtime_state import ledger
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
-@pytest.fixture(scope="module")
-def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
-    """The same run, undisturbed."""
-    run = LiveRun(cluster, tmp_path_factory.mktemp("twin") / "run", *SMALL).submit()
-    run.wait_end()
-    assert len(run.events("generation")) == 1, run.story()
-    return run
-
-
 @pytest.fixture
 def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
     live = LiveRun(cluster, tmp_path / "run", *SMALL)
     yield live
     live.cancel()
-
-
-def ends_like(run: LiveRun, twin: LiveRun) -> None:
-    """The run goes on to its end, with the twin's weights, and nothing was generated twice."""
-    run.wait_end()
-    same, said = same_weights(run.paths.root, twin.paths.root)
-    assert same, said
-    stats = ledger.stats(run.paths)
-    assert stats.duplicates == (), run.story()
 
 
 @pytest.mark.parametrize("phase", ["generate", "update"])
@@ -202,6 +184,7 @@ def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: Live
     ends_like(run, twin)
 
 
+@pytest.mark.scenario("L09", "L10")
 def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
     run: LiveRun, twin: LiveRun, cluster: DevCluster
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from typing import TYPE_CHECKING
 
 import click
 import psutil
@@ -12,7 +13,11 @@ from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["ask_for_save", "cancel", "requeue"]
+if TYPE_CHECKING:
+    from verl_slurm.slurm.client import RequeueOutcome
+    from verl_slurm.slurm.parse import JobFacts
+
+__all__ = ["ask_for_save", "cancel", "requeue", "way_on"]
 
 _EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 
@@ -65,23 +70,33 @@ def requeue(run: RunPaths, as_json: bool) -> int:
         client, number = SlurmClient(), int(job.job_id)
         delay_s = load_resolved(run.run_yaml).daemon.requeue_delay_s
 
-        async def ask() -> tuple[bool, str]:
+        async def ask() -> "tuple[JobFacts, RequeueOutcome]":
             facts = await client.job(number)
-            outcome = await client.requeue(number, delay_s, own_restarts=facts.restarts)
-            return outcome.will_run_again, outcome.detail
+            return facts, await client.requeue(number, delay_s, own_restarts=facts.restarts)
 
-        accepted, detail = asyncio.run(ask())
-        if not accepted:
+        facts, outcome = asyncio.run(ask())
+        detail = outcome.detail
+        if not outcome.will_run_again:
+            other = f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit"
             raise SlurmRefused(
                 "the job was not requeued",
                 where=job.job_id,
-                found=detail,
-                remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
+                found=f"{detail}; {facts.reason}" if facts.reason else detail,
+                remedy=way_on(facts) or other,
             )
     else:
         _signal_local(run, signal.SIGUSR2)
     _say(as_json, run, job.job_id, "requeued", f"job {job.job_id} is being requeued: {detail}")
     return ExitCode.OK
+
+
+def way_on(facts: "JobFacts") -> str:
+    """What has a job go on that stands still; empty: nothing of that kind holds it. Pure."""
+    if facts.state == "SUSPENDED":
+        return f"scontrol resume {facts.target}"
+    if "held" in (facts.reason or "").lower():
+        return f"scontrol release {facts.target}"
+    return ""
 
 
 def _require_living(run: RunPaths) -> None:

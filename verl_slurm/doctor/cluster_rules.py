@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.findings import Finding, bad, good, warn
+from verl_slurm.doctor.findings import Finding, good, warn
 from verl_slurm.doctor.save_time import SaveTime
 from verl_slurm.slurm.parse import PartitionFacts
 
