@@ -197,6 +197,7 @@ def test_whether_there_was_a_grace_time_is_asked_of_the_partition(
     assert ("1" in log.read_text().splitlines()) == (grace_s == 0)  # `scontrol requeue 1`
 
 
+@pytest.mark.scenario("L07")
 @pytest.mark.parametrize("moment", ["scancel_completing", "scancel_over", "suspended"])
 def test_a_refused_requeue_sends_nothing(stub: Stub, tmp_path: Path, moment: str) -> None:
     log = tmp_path / "asked"

@@ -23,6 +23,7 @@ def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
     live.cancel()
 
 
+@pytest.mark.scenario("L01")
 @pytest.mark.parametrize("phase", ["generate", "update"])
 def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
     run: LiveRun, twin: LiveRun, cluster: DevCluster, phase: str
@@ -46,6 +47,7 @@ def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
     ends_like(run, twin)
 
 
+@pytest.mark.scenario("L03")
 def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) -> None:
     # Slurm looks for limits every 30 s and warns of all that end before its next look: of a limit of one minute at
     # once, before there is anything to save. So the limit comes nearer only when the run trains.
