@@ -64,12 +64,13 @@ def test_a_copy_on_nodes_that_do_not_come_back_is_not_waited_for(
         run.wait_event("ended", exit_code=25)
 
         run.wait_slurm(lambda facts: facts.state == "PENDING")
-        # First the new ones: what is required must not be excluded, nor the other way round.
         run.slurm("scontrol", "update", f"jobid={run.job_id}", "ReqNodeList=node3,node4", "StartTime=now")
         again = run.wait_event("started", restart=1)
         assert again["nodes"] == "node[3-4]", run.story()
         resumed = run.wait_event("generation", after=seen)
         assert resumed["resume"] == shared["name"], run.story()
+        told = " ".join(event["reason"] for event in run.events("resume"))
+        assert f"{saved['name']} is on the disks of node[1-2] alone" in told
         ends_like(run, twin)
     finally:
         run.cancel()
