@@ -14,7 +14,14 @@ import pytest
 
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import fail_daemon, fail_node, preempt, restore_daemon, restore_node
+from verl_slurm.devcluster.faults import (
+    await_saved_state,
+    fail_daemon,
+    fail_node,
+    preempt,
+    restore_daemon,
+    restore_node,
+)
 from verl_slurm.devcluster.processes import Known, end_all, known, list_members
 from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
@@ -163,6 +170,7 @@ def test_a_controller_and_a_munged_that_were_killed_come_back_to_a_job_that_ran_
     cluster = make_cluster(nodes=1, cred_expire_s=5)
     job = submit(cluster, tmp_path, "exec sleep 600")
     before = until(cluster, job, lambda facts: facts.state == "RUNNING")
+    await_saved_state(cluster, job)
     for which in ("munged", "slurmctld"):
         fail_daemon(cluster, which)
         assert not cluster.status().running

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import fail_daemon, preempt, restore_daemon
+from verl_slurm.devcluster.faults import await_saved_state, fail_daemon, preempt, restore_daemon
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
@@ -32,7 +32,8 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
     try:
         run.wait_phase("generate")
         stopped = run.ranks()[0]
-        stopped.suspend()  # so that the save is not done before the controller is gone
+        stopped.suspend()  # so that neither the run nor the save is done before the controller is gone
+        await_saved_state(cluster, int(run.job_id))
         preempt(cluster, int(run.job_id), hold_s=1)
         assert run.wait_event("cause")["cause"] == "preemption", run.story()
         fail_daemon(cluster, "slurmctld")
@@ -47,8 +48,12 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
         run.wait_event("generation", resume=saved["name"])
 
         run.wait_event("training", after=seen)
+        stopped = run.ranks()[0]
+        stopped.suspend()
+        await_saved_state(cluster, int(run.job_id))
         for which in ("slurmctld", "munged"):
             fail_daemon(cluster, which)
+            stopped.resume()
             trains_on(run)
             restore_daemon(cluster, which)
         ends_like(run, twin)

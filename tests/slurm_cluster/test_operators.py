@@ -71,6 +71,7 @@ def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays
     run.wait_event("generation", after=seen, resume=saved["name"])
 
 
+@pytest.mark.soak
 @pytest.mark.scenario("L10")
 def test_a_node_that_is_set_down_and_steps_that_are_killed_get_no_warning_and_lose_no_rollout(
     run: LiveRun, twin: LiveRun
@@ -86,7 +87,8 @@ def test_a_node_that_is_set_down_and_steps_that_are_killed_get_no_warning_and_lo
         assert not any(event["emergency"] for event in run.events("saved")), "there was no time for one"
         seen = len(run.events())
         run.wait_event("training", after=seen)
-        run.slurm("scancel", "-s", "KILL", run.job_id)
+        # The step alone: of the whole job Slurm makes a cancel of it, whatever the signal (22.05.8).
+        run.slurm("scancel", "-s", "KILL", f"{run.job_id}.0")
         run.wait_event("crash", after=seen)
         run.wait_event("generation", after=seen, number=2)
         ends_like(run, twin)
@@ -96,6 +98,7 @@ def test_a_node_that_is_set_down_and_steps_that_are_killed_get_no_warning_and_lo
         run.slurm("scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
 
+@pytest.mark.soak
 @pytest.mark.scenario("L03")
 def test_a_warning_of_the_time_limit_that_all_steps_get_kills_nobody_and_is_one_warning(
     run: LiveRun, twin: LiveRun

@@ -84,6 +84,7 @@ def test_where_a_preemption_leaves_no_time_for_a_save_the_ledger_brings_the_roll
         run.cancel()
 
 
+@pytest.mark.soak
 def test_a_preemption_that_suspends_the_job_costs_it_nothing_but_time(
     make_cluster: Callable[..., DevCluster], twin: LiveRun, tmp_path: Path
 ) -> None:

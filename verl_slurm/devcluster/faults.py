@@ -22,6 +22,7 @@ __all__ = [
     "Daemon",
     "NodeFailure",
     "Preemption",
+    "await_saved_state",
     "fail_daemon",
     "fail_node",
     "preempt",
@@ -231,8 +232,29 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
     )
 
 
+def await_saved_state(cluster: DevCluster, job_id: int, *, timeout_s: float = 60.0) -> None:
+    """Until slurmctld has written down that the job is what it is now.
+
+    It does so some seconds after a change. One that is killed before that forgets it, and starts a job that runs
+    already a second time, with the same number of restarts (seen on 22.05.8).
+
+    Raises:
+        SlurmRefused: it did not, in time.
+    """
+    client = SlurmClient(cluster.client_env())
+    asyncio.run(client.run(["scontrol", "update", f"JobId={job_id}", f"Comment={time.time_ns()}"]))
+    asked, file = time.time_ns(), cluster.directory / "state" / "job_state"
+    deadline = time.monotonic() + timeout_s
+    while not file.exists() or file.stat().st_mtime_ns < asked:
+        if time.monotonic() > deadline:
+            raise SlurmRefused("slurmctld does not save its state", where=file, remedy="look at its log")
+        time.sleep(_POLL_S)
+
+
 def fail_daemon(cluster: DevCluster, which: Daemon) -> None:
     """SIGKILL the controller, or munged without which nobody can talk to anybody. Jobs run on.
+
+    What the controller has not written down yet is lost: `await_saved_state`.
 
     Raises:
         NotFound: no cluster is running.
