@@ -235,15 +235,16 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
 def await_saved_state(cluster: DevCluster, job_id: int, *, timeout_s: float = 60.0) -> None:
     """Until slurmctld has written down that the job is what it is now.
 
-    It does so some seconds after a change. One that is killed before that forgets it, and starts a job that runs
+    It does so within seconds of a change. One that is killed before that forgets it, and starts a job that runs
     already a second time, with the same number of restarts (seen on 22.05.8).
 
     Raises:
         SlurmRefused: it did not, in time.
     """
-    client = SlurmClient(cluster.client_env())
-    asyncio.run(client.run(["scontrol", "update", f"JobId={job_id}", f"Comment={time.time_ns()}"]))
+    # A change of no consequence: what is written down after it has all that was before. At once, or 5 s later.
     asked, file = time.time_ns(), cluster.directory / "state" / "job_state"
+    client = SlurmClient(cluster.client_env())
+    asyncio.run(client.run(["scontrol", "update", f"JobId={job_id}", f"Comment={asked}"]))
     deadline = time.monotonic() + timeout_s
     while not file.exists() or file.stat().st_mtime_ns < asked:
         if time.monotonic() > deadline:
