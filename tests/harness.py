@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import Event, read_events
 from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state import ledger
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm.snapshot import read_status
@@ -150,6 +152,14 @@ class LiveRun:
         ended = self.wait_event("ended", timeout_s=timeout_s, exit_code=exit_code)
         return ended
 
+    def wait_slurm(self, until: Callable[[JobFacts], bool], timeout_s: float = 150.0) -> JobFacts:
+        """Until Slurm has the job so. It tells nobody by itself: one has to ask."""
+        deadline = time.monotonic() + timeout_s
+        while not until(facts := self.facts()):
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(0.2)
+        return facts
+
     def ranks(self, node: str | None = None) -> list[psutil.Process]:
         """The trainer processes of this run, on one node or on all."""
         found = []
@@ -240,6 +250,15 @@ def same_weights(a: Path, b: Path) -> tuple[bool, str]:
         check=False,
     )
     return done.returncode == 0, done.stdout + done.stderr
+
+
+def ends_like(run: LiveRun, twin: LiveRun) -> None:
+    """The run goes on to its end, with the twin's weights, and nothing was generated twice."""
+    run.wait_end()
+    same, said = same_weights(run.paths.root, twin.paths.root)
+    assert same, said
+    stats = ledger.stats(run.paths)
+    assert stats.duplicates == (), run.story()
 
 
 def wait_until_gone(word: str, patience_s: float = 20.0) -> None:

@@ -28,7 +28,7 @@ from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import step_argv
-from verl_slurm_daemon.successor import predecessor, queue_successor
+from verl_slurm_daemon.successor import cancelled_task, predecessor, queue_successor
 
 __all__ = [
     "Allocation",
@@ -198,14 +198,18 @@ class SlurmAllocation:
         )
 
     async def cancelled_before(self) -> str:
-        former = predecessor(read_events(self._paths), self.job_id)
+        events, array = read_events(self._paths), self._job.array_job_id
+        former = predecessor(events, self.job_id) if array is None else cancelled_task(events, self.job_id)
         if not former.isdigit():
             return ""
         try:
-            state = (await self._client.job(int(former))).state
+            facts = await self._client.job(int(former))
         except VerlSlurmError:
             return ""  # forgotten, or no answer: then the journal's word counts, and it says to go on
-        return f"job {former}, which this one follows, is {state}" if state.startswith("CANCELLED") else ""
+        if array is not None and not (facts.array_task or "").startswith(f"{array}_"):
+            return ""  # of an earlier chain
+        ended = facts.state.startswith("CANCELLED")
+        return f"job {former}, which this one follows, is {facts.state}" if ended else ""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         own = str(self._config.slurm.extra.get("exclude") or "")
@@ -222,7 +226,7 @@ class SlurmAllocation:
             if nodes and not await self._can_spare(nodes, own, facts.partition.split(",")[0]):
                 return f"nothing is avoided: partition {facts.partition} has too few other nodes like that"
             wanted = ",".join(([own] if own else []) + list(nodes))
-            await self._client.exclude(self._job.job_id, wanted)
+            await self._client.exclude(facts, wanted)
         except VerlSlurmError as error:
             return f"nothing is avoided: {error}"
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"

@@ -6,6 +6,7 @@ Every effect runs as a task of its own and reports by an event; none is waited f
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import sys
@@ -46,7 +47,7 @@ from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.requeueing import requeue
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.scrubbing import scrub_forever
-from verl_slurm_daemon.second_copy import bring_home_argv, collect
+from verl_slurm_daemon.second_copy import bring_home_argv, collect, left_behind, parts_since
 from verl_slurm_daemon.tier_child import TierMover
 
 __all__ = ["Effects"]
@@ -234,6 +235,9 @@ class Effects:
             await self._bring_home(point.name)
         has_tiers = bool(self._config.tiers)
         point = await asyncio.to_thread(find, has_tiers)
+        if checkpoint.local_dir:
+            present = os.listdir(self._paths.checkpoints)
+            told += left_behind(read_events(self._paths), present, parts_since(self._paths))
         for line in dict.fromkeys([*told, *point.reasons]):
             self._journal.event("resume", reason=line)
         return point

@@ -4,18 +4,19 @@ At the start of a generation, where a node may hold something newer than shared 
 damaged since), and after a save that does not read back. `checkpoint/local_copy.py` is the specification.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, local_directory, send_home, this_node
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.load import load_resolved
+from verl_slurm.events import Event
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import require_epoch
 from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 
-__all__ = ["bring_home_argv", "collect", "run_bring_home"]
+__all__ = ["bring_home_argv", "collect", "left_behind", "parts_since", "run_bring_home"]
 
 
 def bring_home_argv(python: str, paths: RunPaths, epoch: int, after: str) -> list[str]:
@@ -49,7 +50,7 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
     oldest = checkpoint_order(after) or (-1, -1)
     for part in list_parts(directory, keys) if directory is not None else ():
         lacking = not (paths.checkpoints / part.name).exists()
-        if part.order > oldest and lacking and part.manifest.epoch >= _parts_since(paths):
+        if part.order > oldest and lacking and part.manifest.epoch >= parts_since(paths):
             send_home(part, paths)
     return ExitCode.OK
 
@@ -70,8 +71,38 @@ def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequenc
     return lines
 
 
-def _parts_since(paths: RunPaths) -> int:
-    """The first incarnation whose parts count: what is older, the user has left behind on purpose."""
+def left_behind(events: Sequence[Event], present: Collection[str], since: int = 0) -> list[str]:
+    """What nodes hold alone and did not send: they are not in this job, or have lost it. A line a checkpoint. Pure.
+
+    Args:
+        events: the run's journal.
+        present: the names of the checkpoints on shared storage, after `collect`.
+        since: the first incarnation whose parts count (`parts_since`).
+
+    Called by: effects.
+    """
+    where, alone = "", dict[str, str]()
+    for event in events:
+        match event["event"]:
+            case "started":
+                where = str(event.get("nodes", ""))
+            case "saved" if event.get("on_shared") is False:
+                if int(event.get("epoch") or 0) >= since:
+                    alone[str(event.get("name", ""))] = where
+            case "saved":
+                alone.clear()  # what is older is not missed
+    return [
+        f"{name} is on the disks of {nodes or 'other nodes'} alone, and did not come home: the run goes on without it"
+        for name, nodes in alone.items()
+        if name not in present
+    ]
+
+
+def parts_since(paths: RunPaths) -> int:
+    """The first incarnation whose parts count: what is older, the user has left behind on purpose.
+
+    Called by: effects.
+    """
     try:
         return int(paths.parts_since.read_text())
     except (FileNotFoundError, ValueError):

@@ -18,7 +18,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
-__all__ = ["predecessor", "queue_successor", "successor_script", "was_queued"]
+__all__ = ["cancelled_task", "predecessor", "queue_successor", "successor_script", "was_queued"]
 
 
 def predecessor(events: Sequence[Event], job_id: str) -> str:
@@ -27,6 +27,23 @@ def predecessor(events: Sequence[Event], job_id: str) -> str:
         if event["event"] == "successor" and event.get("job_id") == job_id:
             return str(event.get("after", ""))
     return ""
+
+
+def cancelled_task(events: Sequence[Event], job_id: str) -> str:
+    """The job that `verl-slurm cancel` ended, where nothing but `job_id` was started since; empty: none. Pure.
+
+    The next task of a chain starts by itself, whatever became of the one before it.
+    """
+    job = asked = ""
+    for event in events:
+        match event["event"]:
+            case "started" if event.get("job_id") != job_id:
+                job, asked = str(event.get("job_id", "")), ""
+            case "submitted":
+                asked = ""
+            case "cancel_asked":
+                asked = job
+    return asked
 
 
 def was_queued(events: Sequence[Event], job_id: str) -> str:

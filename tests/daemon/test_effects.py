@@ -81,6 +81,7 @@ def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.
     return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
 
 
+@pytest.mark.scenario("L06")
 def test_a_requeue_that_got_no_answer_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

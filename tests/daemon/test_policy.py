@@ -326,6 +326,7 @@ def test_a_verified_checkpoint_renews_the_budget() -> None:
         story.then(ev.BackoffOver(0))
 
 
+@pytest.mark.scenario("L08")
 def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
     story = training()
     story.model = msgspec.structs.replace(story.model, limits=Limits(99, 1.0, 99))
@@ -338,6 +339,7 @@ def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
     assert waits == [1.0, 2.0, 4.0, 1.0]
 
 
+@pytest.mark.scenario("L08")
 def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
     story = training()
     story.then(ev.GenerationEnded(1))

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from verl_slurm_daemon import second_copy
 from verl_slurm_daemon.resume import find_resume_point
-from verl_slurm_daemon.second_copy import bring_home_argv, collect, run_bring_home
+from verl_slurm_daemon.second_copy import bring_home_argv, collect, left_behind, run_bring_home
 
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.checkpoint.local_copy import local_directory
@@ -96,3 +96,15 @@ def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
     parsed = _parser().parse_args(argv[4:])
     assert (parsed.command, parsed.epoch, parsed.after) == ("bring-home", 7, "step_000010")
     assert second_copy.__doc__
+
+
+def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_shared_storage() -> None:
+    started = {"event": "started", "nodes": "n[1-2]"}
+    alone = {"event": "saved", "name": "step_000020", "on_shared": False}
+    (line,) = left_behind([started, alone, {"event": "started", "nodes": "n3"}], ["step_000010"])
+    assert line.startswith("step_000020 is on the disks of n[1-2] alone")
+    assert left_behind([started, alone], ["step_000020"]) == []
+    newer = {"event": "saved", "name": "step_000030", "on_shared": True}
+    assert left_behind([started, alone, newer], ["step_000030"]) == []
+    assert left_behind([started, {**alone, "epoch": 3}], [], since=4) == []  # its user went back behind it
+    assert left_behind([], []) == []

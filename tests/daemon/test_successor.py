@@ -120,8 +120,8 @@ def mine(run: RunPaths, number: str, **more: str) -> SlurmAllocation:
 class Forbidding:
     """A Slurm that may not requeue; the job before this one is in `state`."""
 
-    def __init__(self, state: str = "TIMEOUT") -> None:
-        self.state = state
+    def __init__(self, state: str = "TIMEOUT", array_task: str | None = None) -> None:
+        self.state, self.array_task = state, array_task
 
     async def requeue(self, *_: object, **__: object) -> RequeueOutcome:
         return RequeueOutcome(kind="forbidden", detail="Requeue=0")
@@ -161,3 +161,31 @@ def test_a_cancel_of_the_job_before_is_final(
     monkeypatch.setattr(module, "SlurmClient", lambda: Forbidding(state))
     assert bool(asyncio.run(mine(run, "38").cancelled_before())) is stops
     assert not asyncio.run(mine(run, "39").cancelled_before())  # nobody's successor
+
+
+@pytest.mark.parametrize(
+    ("state", "array_task", "stops"),
+    [
+        ("CANCELLED", "36_1", True),
+        ("COMPLETED", "36_1", False),  # it ended before the cancel reached it
+        ("CANCELLED", "30_8", False),  # of a chain before this one
+        ("CANCELLED", None, False),
+    ],
+)
+def test_a_cancelled_task_of_a_chain_is_followed_by_no_other(
+    run: RunPaths, state: str, array_task: str | None, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SlurmClient", lambda: Forbidding(state, array_task))
+    task = {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "2"}
+
+    def cancelled_before() -> str:
+        append_event(run, "started", job_id="38", cluster="slurm")  # a lead asks when it has said so
+        return asyncio.run(mine(run, "38", **task).cancelled_before())
+
+    append_event(run, "started", job_id="37", cluster="slurm")
+    assert not cancelled_before()
+    append_event(run, "started", job_id="37", cluster="slurm")
+    append_event(run, "cancel_asked")
+    assert bool(cancelled_before()) is stops
+    append_event(run, "submitted", job_id="39", cluster="slurm")  # its user wants it to go on
+    assert not cancelled_before()

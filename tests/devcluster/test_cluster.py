@@ -14,7 +14,14 @@ import pytest
 
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.devcluster.faults import (
+    await_saved_state,
+    fail_daemon,
+    fail_node,
+    preempt,
+    restore_daemon,
+    restore_node,
+)
 from verl_slurm.devcluster.processes import Known, end_all, known, list_members
 from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
@@ -155,6 +162,25 @@ def test_a_failed_node_loses_everything_and_comes_back(
     assert again.node_list is not None
     assert "2" not in again.node_list
     assert restore_node(cluster, node) == "idle"
+
+
+def test_a_controller_and_a_munged_that_were_killed_come_back_to_a_job_that_ran_on(
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
+) -> None:
+    cluster = make_cluster(nodes=1, cred_expire_s=5)
+    job = submit(cluster, tmp_path, "exec sleep 600")
+    before = until(cluster, job, lambda facts: facts.state == "RUNNING")
+    await_saved_state(cluster, job)
+    for which in ("munged", "slurmctld"):
+        fail_daemon(cluster, which)
+        assert not cluster.status().running
+        with pytest.raises(NotFound):
+            fail_daemon(cluster, which)
+        restore_daemon(cluster, which)
+        assert cluster.status().running
+    after = until(cluster, job, lambda facts: facts.state == "RUNNING")
+    assert after.start_time == before.start_time
+    cancel(cluster, job)
 
 
 def test_unknown_nodes_and_absent_clusters_are_named(cluster: DevCluster, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -52,8 +53,35 @@ def test_nobody_but_this_machine_can_connect() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"nodes": 0}, {"nodes": 17}, {"grace_s": -1}, {"cred_expire_s": 0}, {"nodez": 1}]
+    ("mode", "everywhere", "of_the_partition"),
+    [
+        ("REQUEUE", "PreemptMode=REQUEUE", "PreemptMode=REQUEUE GraceTime=0"),
+        ("CANCEL", "PreemptMode=CANCEL", "PreemptMode=CANCEL GraceTime=0"),
+        ("SUSPEND", "PreemptMode=SUSPEND,GANG", "PreemptMode=SUSPEND GraceTime=0"),
+    ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+def test_what_becomes_of_a_preempted_job_is_as_asked(
+    mode: Literal["REQUEUE", "CANCEL", "SUSPEND"], everywhere: str, of_the_partition: str
+) -> None:
+    lines = slurm_conf(ClusterOptions(preempt_mode=mode, grace_s=0), layout()).splitlines()
+    assert everywhere in lines
+    (preemptible,) = (line for line in lines if line.startswith("PartitionName=preemptible"))
+    (urgent,) = (line for line in lines if line.startswith("PartitionName=urgent"))
+    assert of_the_partition in preemptible
+    assert "PreemptMode=OFF" in urgent
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nodes": 0},
+        {"nodes": 17},
+        {"grace_s": -1},
+        {"cred_expire_s": 0},
+        {"preempt_mode": "cancel"},
+        {"nodez": 1},
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(options, ClusterOptions)

@@ -119,6 +119,11 @@ def test_stopped_steps_hide_neither_a_preemption_nor_the_time_limit() -> None:
     assert near.kind == "time_limit"
 
 
+def test_a_cancel_in_the_grace_time_of_a_job_that_may_not_be_requeued_is_a_cancel() -> None:
+    facts = msgspec.structs.replace(facts_of("scancel_in_grace_completing"), requeue=False)
+    assert decide_cause("term", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "cancel"
+
+
 def test_the_deadline_of_a_preemption_is_the_end_of_the_grace_time() -> None:
     facts = facts_of("preempted_in_grace")
     cause = decide_cause("warning", facts, own_restarts=0, signal_lead_s=60, now=EARLY)
@@ -166,7 +171,7 @@ def test_a_silent_slurm_is_unknown_and_never_requeued() -> None:
 
 
 def test_only_what_nobody_wanted_may_be_requeued() -> None:
-    for path in sorted(GOLDEN.rglob("*.txt")):
+    for path in sorted([*GOLDEN.glob("*.txt"), *(GOLDEN / "newer").glob("*.txt")]):
         name = str(path.relative_to(GOLDEN).with_suffix(""))
         for trigger in ("warning", "term", "poll"):
             cause = decide_cause(trigger, facts_of(name), own_restarts=0, signal_lead_s=60, now=EARLY)

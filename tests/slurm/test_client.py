@@ -39,6 +39,7 @@ def facts_of(name: str) -> JobFacts:
     return parse_job((GOLDEN / f"{name}.txt").read_text(), 1)
 
 
+@pytest.mark.scenario("L13")
 def test_a_command_that_hangs_is_killed_at_its_deadline(stub: Stub, tmp_path: Path) -> None:
     client = stub(f"echo $$ > {tmp_path}/pid; exec sleep 600", timeout_s=0.5)
     with pytest.raises(SlurmMissing, match="no end within"):
@@ -47,12 +48,17 @@ def test_a_command_that_hangs_is_killed_at_its_deadline(stub: Stub, tmp_path: Pa
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.scenario("L13")
 def test_endless_output_is_cut_off(stub: Stub) -> None:
     with pytest.raises(SlurmMissing, match="bytes of output"):
         asyncio.run(stub("exec yes").job(1))
 
 
-@pytest.mark.parametrize("script", ["echo garbage", "exit 0", "printf '\\377\\376'"])
+@pytest.mark.scenario("L13")
+@pytest.mark.parametrize(
+    "script",
+    ["echo garbage", "exit 0", "printf '\\377\\376'", "head -c 2097152 /dev/zero", "yes x | head -c 2097152"],
+)
 def test_garbage_is_not_taken_for_an_answer(stub: Stub, script: str) -> None:
     with pytest.raises((NotFound, SlurmMissing)):
         asyncio.run(stub(script).job(1))
@@ -88,14 +94,42 @@ def test_without_slurm_the_error_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_signal_goes_to_the_batch_process_alone(stub: Stub, tmp_path: Path) -> None:
-    client, log = stub("exit 1"), tmp_path / "asked"
-    (tmp_path / "scontrol").rename(tmp_path / "scancel")
-    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" > {log}\n')
-    asyncio.run(client.signal_batch(7, "USR1"))
-    assert log.read_text() == "--batch --signal=USR1 7\n"
-    (tmp_path / "scancel").write_text("#!/bin/sh\necho 'scancel: error: Invalid job id' >&2; exit 1\n")
+    client, log = stub(f"cat {shlex.quote(str(GOLDEN / 'running.txt'))}"), tmp_path / "asked"
+    scancel = tmp_path / "scancel"
+    scancel.write_text(f'#!/bin/sh\necho "$@" > {log}\n')
+    scancel.chmod(0o755)
+    asyncio.run(client.signal_batch(1, "USR1"))
+    assert log.read_text() == "--batch --signal=USR1 1\n"
+    scancel.write_text("#!/bin/sh\necho 'scancel: error: Invalid job id' >&2; exit 1\n")
     with pytest.raises(SlurmRefused, match="Invalid job id"):
-        asyncio.run(client.signal_batch(7, "USR1"))
+        asyncio.run(client.signal_batch(1, "USR1"))
+
+
+@pytest.mark.scenario("L14")
+def test_what_is_done_to_a_task_of_an_array_is_done_to_no_other(stub: Stub, tmp_path: Path) -> None:
+    """One task has the array's own number as its JobId, and by that number Slurm means all of them (22.05.8)."""
+    log, golden = tmp_path / "asked", shlex.quote(str(GOLDEN / "array" / "running.txt"))
+    client = stub(f'[ "$1" = show ] && exec cat {golden}; echo "$@" >> {log}')
+    (tmp_path / "scancel").symlink_to(tmp_path / "scontrol")
+
+    async def story() -> None:
+        facts = await client.job(3)
+        assert facts.array_task == "3_3"
+        await client.requeue(3, 10, own_restarts=0)
+        await client.exclude(facts, "node4")
+        await client.signal_batch(3, "USR1")
+        await client.cancel(3)
+        assert (await client.job(4)).target == "3_1"
+
+    asyncio.run(story())
+    said = log.read_text().splitlines()
+    assert said[0] == "requeue 3_3"
+    assert set(said[1:]) == {
+        "update JobId=3_3 StartTime=now+10",
+        "update JobId=3_3 ExcNodeList=node4",
+        "--batch --signal=USR1 3_3",
+        "3_3",
+    }
 
 
 def test_the_signals_of_the_jobs_end_do_not_stop_a_command(stub: Stub) -> None:
@@ -144,6 +178,7 @@ def test_what_must_not_be_requeued_is_left_alone(moment: str, own: int, kind: st
     assert (None if refusal is None else refusal.kind) == kind
 
 
+@pytest.mark.scenario("L07")
 @pytest.mark.parametrize("moment", ["scancel_completing", "scancel_over", "suspended"])
 def test_a_refused_requeue_sends_nothing(stub: Stub, tmp_path: Path, moment: str) -> None:
     log = tmp_path / "asked"
@@ -153,6 +188,7 @@ def test_a_refused_requeue_sends_nothing(stub: Stub, tmp_path: Path, moment: str
     assert log.read_text() == "show\n"
 
 
+@pytest.mark.scenario("L13")
 def test_a_requeue_that_changes_nothing_is_unconfirmed(stub: Stub) -> None:
     golden = shlex.quote(str(GOLDEN / "running.txt"))
     outcome = asyncio.run(stub(f"cat {golden}").requeue(1, 10, own_restarts=0))

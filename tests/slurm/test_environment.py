@@ -16,6 +16,7 @@ FIRST = {
 }
 
 
+@pytest.mark.scenario("L14")
 def test_a_first_start() -> None:
     job = SlurmJob.from_environ(FIRST)
     assert job is not None
@@ -25,6 +26,7 @@ def test_a_first_start() -> None:
     assert job.label == "2"
 
 
+@pytest.mark.scenario("L14")
 def test_a_restart_and_an_array_task() -> None:
     env = FIRST | {"SLURM_RESTART_COUNT": "3", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0"}
     job = SlurmJob.from_environ(env)
@@ -36,7 +38,7 @@ def test_outside_of_a_job_there_is_none() -> None:
     assert SlurmJob.from_environ({}) is None
 
 
-@pytest.mark.scenario("M10")
+@pytest.mark.scenario("L14", "M10")
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -7,7 +7,6 @@ import pytest
 
 from tests.harness import SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
 from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -19,22 +18,6 @@ def run(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> Iterator[Liv
     live = LiveRun(make_cluster(cred_expire_s=10, kill_wait_s=30), tmp_path / "run", *SMALL)
     yield live
     live.cancel()
-
-
-def test_a_preemption_that_cancels_without_grace_time_is_saved_and_comes_back(run: LiveRun) -> None:
-    run.slurm("scontrol", "update", "PartitionName=preemptible", "PreemptMode=CANCEL", "GraceTime=0")
-    run.submit()
-    run.wait_phase("update")
-    preempt(run.cluster, int(run.job_id), hold_s=1)
-    cause = run.wait_event("cause")
-    assert cause["cause"] == "preemption", run.story()
-    assert "ends as=PREEMPTED" in cause["evidence"]
-    saved = run.wait_event("saved", emergency=True)
-    run.wait_event("ended", exit_code=25)
-    run.wait_event("generation", resume=saved["name"])
-    assert run.facts().restarts == 1
-    run.wait_end()
-    assert ledger.stats(run.paths).duplicates == ()
 
 
 def test_a_node_that_fails_a_job_which_may_not_be_requeued_is_followed_by_another_job(run: LiveRun) -> None:

@@ -7,22 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import ROOT, SMALL, LiveRun, same_weights
+from tests.harness import ROOT, SMALL, LiveRun, ends_like
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
-
-
-@pytest.fixture(scope="module")
-def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
-    """The same run, undisturbed."""
-    run = LiveRun(cluster, tmp_path_factory.mktemp("twin") / "run", *SMALL).submit()
-    run.wait_end()
-    assert len(run.events("generation")) == 1, run.story()
-    return run
 
 
 @pytest.fixture
@@ -32,15 +23,7 @@ def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
     live.cancel()
 
 
-def ends_like(run: LiveRun, twin: LiveRun) -> None:
-    """The run goes on to its end, with the twin's weights, and nothing was generated twice."""
-    run.wait_end()
-    same, said = same_weights(run.paths.root, twin.paths.root)
-    assert same, said
-    stats = ledger.stats(run.paths)
-    assert stats.duplicates == (), run.story()
-
-
+@pytest.mark.scenario("L01")
 @pytest.mark.parametrize("phase", ["generate", "update"])
 def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
     run: LiveRun, twin: LiveRun, cluster: DevCluster, phase: str
@@ -64,6 +47,7 @@ def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
     ends_like(run, twin)
 
 
+@pytest.mark.scenario("L03")
 def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) -> None:
     # Slurm looks for limits every 30 s and warns of all that end before its next look: of a limit of one minute at
     # once, before there is anything to save. So the limit comes nearer only when the run trains.
@@ -222,6 +206,7 @@ def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: Live
     ends_like(run, twin)
 
 
+@pytest.mark.scenario("L09", "L10")
 def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
     run: LiveRun, twin: LiveRun, cluster: DevCluster
 ) -> None:

@@ -60,6 +60,7 @@ def test_one_node_holds_all_ranks(cluster: DevCluster, tmp_path: Path) -> None:
     run.wait_end()
 
 
+@pytest.mark.scenario("L14")
 def test_a_heterogeneous_job_has_ranks_in_each_component_and_survives_a_requeue(
     cluster: DevCluster, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_heterogeneous_job_has_ranks_in_each_component_and_survives_a_requeue(
     assert len(run.events("started")) == 2
 
 
+@pytest.mark.scenario("L07", "L14")
 def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
     cluster: DevCluster, tmp_path: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
     assert same, said
 
 
+@pytest.mark.scenario("L07")
 def test_a_job_that_may_not_be_requeued_is_followed_by_another(cluster: DevCluster, tmp_path: Path) -> None:
     run = LiveRun(cluster, tmp_path / "run", *LONGER)
     sbatch(run, "--no-requeue", "multi_node.sbatch")

@@ -77,6 +77,7 @@ def _manifest(directory: Path, *, world_size: int = 2, config: bytes = b"") -> N
         (directory / "config.yaml").write_bytes(config)
 
 
+@pytest.mark.scenario("L09")
 def test_a_checkpoint_of_another_world_size_is_refused_where_a_step_would_be_another(tmp_path: Path) -> None:
     wider = msgspec.structs.replace(CONFIG, distributed=DistributedConfig(dp_size=4))
     _manifest(tmp_path / "step_000001", world_size=4, config=dump(wider))

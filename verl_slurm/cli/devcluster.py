@@ -73,7 +73,14 @@ def command() -> None:
     type=int,
     default=30,
     show_default=True,
-    help="Seconds from a preemption's warning to the end of the job.",
+    help="Seconds from a preemption's warning to the end of the job; 0: no warning.",
+)
+@click.option(
+    "--preempt-mode",
+    type=click.Choice(["REQUEUE", "CANCEL", "SUSPEND"]),
+    default="REQUEUE",
+    show_default=True,
+    help="What becomes of a job that is preempted.",
 )
 @click.option(
     "--kill-wait",
@@ -183,6 +190,8 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     done = preempt(DevCluster(directory), job, hold_s=hold_s)
     if done.seen == "preempt_time":
         what = f"is being preempted; its grace time ends at {done.deadline}"
+    elif done.seen == "suspended":
+        what = "is suspended, and goes on when the urgent job has ended"
     else:
         what = "was preempted and is queued again"
     _say(as_json, done, f"job {job} {what} (by job {done.urgent_job_id}, after {done.seconds:.1f} s)")

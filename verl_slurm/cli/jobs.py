@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from typing import TYPE_CHECKING
 
 import click
 import psutil
@@ -12,7 +13,11 @@ from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
-__all__ = ["ask_for_save", "cancel", "requeue"]
+if TYPE_CHECKING:
+    from verl_slurm.slurm.client import RequeueOutcome
+    from verl_slurm.slurm.parse import JobFacts
+
+__all__ = ["ask_for_save", "cancel", "requeue", "way_on"]
 
 _EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 
@@ -64,7 +69,9 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     state = _require_living(run)
     append_event(run, "requeue_asked")
     if job.cluster == "slurm":
-        detail = _requeue_now(run, int(job.job_id)) if at_once else _wish_for_requeue(run, job.job_id, state)
+        detail = (
+            _requeue_now(run, int(job.job_id)) if at_once else _wish_for_requeue(run, int(job.job_id), state)
+        )
     else:
         _signal_local(run, signal.SIGUSR2)
         detail = "it saves and starts again in place"
@@ -72,12 +79,14 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     return ExitCode.OK
 
 
-def _wish_for_requeue(run: RunPaths, job_id: str, state: str) -> str:
+def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:
     from verl_slurm.slurm.client import SlurmClient
 
+    client = SlurmClient()
     if state != "RUNNING":
-        raise _not_requeued(run, job_id, f"it is {state}, and only a running job saves")
-    asyncio.run(SlurmClient().signal_batch(int(job_id), signal.SIGUSR2.name.removeprefix("SIG")))
+        facts = asyncio.run(client.job(number))
+        raise _not_requeued(run, facts, f"it is {state}, and only a running job saves")
+    asyncio.run(client.signal_batch(number, signal.SIGUSR2.name.removeprefix("SIG")))
     return f"its daemon saves first; verl-slurm watch {run.root} shows it"
 
 
@@ -88,24 +97,33 @@ def _requeue_now(run: RunPaths, number: int) -> str:
     client = SlurmClient()
     delay_s = load_resolved(run.run_yaml).daemon.requeue_delay_s
 
-    async def ask() -> tuple[bool, str]:
+    async def ask() -> "tuple[JobFacts, RequeueOutcome]":
         facts = await client.job(number)
-        outcome = await client.requeue(number, delay_s, own_restarts=facts.restarts)
-        return outcome.will_run_again, outcome.detail
+        return facts, await client.requeue(number, delay_s, own_restarts=facts.restarts)
 
-    accepted, detail = asyncio.run(ask())
-    if not accepted:
-        raise _not_requeued(run, str(number), detail)
-    return detail
+    facts, outcome = asyncio.run(ask())
+    if not outcome.will_run_again:
+        raise _not_requeued(run, facts, outcome.detail)
+    return outcome.detail
 
 
-def _not_requeued(run: RunPaths, job_id: str, found: str) -> SlurmRefused:
+def _not_requeued(run: RunPaths, facts: "JobFacts", found: str) -> SlurmRefused:
+    other = f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit"
     return SlurmRefused(
         "the job was not requeued",
-        where=job_id,
-        found=found,
-        remedy=f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit",
+        where=facts.job_id,
+        found=f"{found}; {facts.reason}" if facts.reason else found,
+        remedy=way_on(facts) or other,
     )
+
+
+def way_on(facts: "JobFacts") -> str:
+    """What has a job go on that stands still; empty: nothing of that kind holds it. Pure."""
+    if facts.state == "SUSPENDED":
+        return f"scontrol resume {facts.target}"
+    if "held" in (facts.reason or "").lower():
+        return f"scontrol release {facts.target}"
+    return ""
 
 
 def _require_living(run: RunPaths) -> str:

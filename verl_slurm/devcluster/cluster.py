@@ -159,11 +159,11 @@ class DevCluster:
             name=layout.name,
             slurm_version=version_text,
             options=options,
-            munged=self._start_munged(programs),
+            munged=self._first_munged(),
         )
         # written after each start: whatever goes wrong from here on, `stop` knows what there is to end
         write_state(self.directory, state)
-        state = msgspec.structs.replace(state, slurmctld=self._start_slurmctld(programs))
+        state = msgspec.structs.replace(state, slurmctld=self.start_slurmctld())
         write_state(self.directory, state)
         for node in node_names(options.nodes):
             state = msgspec.structs.replace(state, slurmd={**state.slurmd, node: self.start_slurmd(node)})
@@ -216,12 +216,17 @@ class DevCluster:
             remedy="read that log; `verl-slurm devcluster stop` cleans up",
         )
 
-    def _start_munged(self, programs: dict[str, str]) -> Known:
+    def _first_munged(self) -> Known:
+        write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
+        return self.start_munged()
+
+    def start_munged(self) -> Known:
+        """Start munged with the key that there is. The caller holds the lock and keeps the state file."""
         munge = self.directory / "munge"
-        write_file(munge / "key", secrets.token_bytes(128))
+        (munge / "pid").unlink(missing_ok=True)
         log = self.directory / "log" / "munged.log"
         argv = [
-            programs["munged"],
+            find_programs()["munged"],
             # munged wants its socket's directory open to all users; ours is for one user, so 0700 is right
             "--force",
             f"--key-file={munge / 'key'}",
@@ -233,10 +238,13 @@ class DevCluster:
         ]
         return self._spawn(argv, munge / "pid", log)
 
-    def _start_slurmctld(self, programs: dict[str, str]) -> Known:
+    def start_slurmctld(self) -> Known:
+        """Start slurmctld on the state that there is. The caller holds the lock and keeps the state file."""
         log = self.directory / "log" / "slurmctld.log"
-        argv = [programs["slurmctld"], "-f", str(self.slurm_conf)]
-        return self._spawn(argv, self.directory / "run" / "slurmctld.pid", log)
+        pid_file = self.directory / "run" / "slurmctld.pid"
+        pid_file.unlink(missing_ok=True)
+        argv = [find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
+        return self._spawn(argv, pid_file, log)
 
     def start_slurmd(self, node: str) -> Known:
         """Start one node's slurmd. The caller holds the lock and keeps the state file."""

@@ -12,7 +12,7 @@ names come and go between versions, defaults do not.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 PREEMPTIBLE = "preemptible"
-"""The default partition: its jobs are preempted (requeued after the grace time) by `urgent`."""
+"""The default partition: its jobs are preempted by `urgent`; requeued after the grace time, unless asked otherwise."""
 URGENT = "urgent"
 
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=16)]
@@ -44,7 +44,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cpus_per_node: _NodeCount = 2
     """Claimed, not checked: two, so that a two-CPU urgent job and a training job collide on any machine."""
     grace_s: _Seconds = 30
-    """From the warning of a preemption to the TERM of everything."""
+    """From the warning of a preemption to the TERM of everything; 0: there is no warning."""
+    preempt_mode: Literal["REQUEUE", "CANCEL", "SUSPEND"] = "REQUEUE"
+    """What becomes of a job of `preemptible` that `urgent` preempts. SUSPEND knows no grace time."""
     kill_wait_s: _Seconds = 15
     """From TERM to KILL."""
     slurmd_timeout_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] = 10
@@ -123,7 +125,8 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         "ReturnToService=2",
         "JobRequeue=1",
         "PreemptType=preempt/partition_prio",
-        "PreemptMode=REQUEUE",
+        # whoever is suspended is continued by the gang scheduler: Slurm takes the one only with the other
+        f"PreemptMode={'SUSPEND,GANG' if options.preempt_mode == 'SUSPEND' else options.preempt_mode}",
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0",
         f"KillWait={options.kill_wait_s}",
@@ -141,8 +144,9 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
             f"CPUs={options.cpus_per_node} RealMemory={layout.memory_mb} State=UNKNOWN"
         )
     lines.append(
-        f"PartitionName={PREEMPTIBLE} Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE "
-        f"GraceTime={options.grace_s} DefaultTime=60 MaxTime=1440 State=UP"
+        f"PartitionName={PREEMPTIBLE} Nodes=ALL Default=YES PriorityTier=1 "
+        f"PreemptMode={options.preempt_mode} GraceTime={options.grace_s} "
+        "DefaultTime=60 MaxTime=1440 State=UP"
     )
     lines.append(
         f"PartitionName={URGENT} Nodes=ALL PriorityTier=10 PreemptMode=OFF "

@@ -1,4 +1,4 @@
-"""What can happen to a job on the embedded cluster, made to happen: preemption, loss of a node, its return.
+"""What can happen to a job on the embedded cluster, made to happen: preemption, the loss of a node or of a daemon.
 
 Nothing is simulated. The preemption is Slurm's own, by a job of higher priority that needs the same nodes;
 the node loss is a SIGKILL of everything on it at once, which is what a power cut looks like from outside.
@@ -18,7 +18,19 @@ from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.parse import JobFacts
 
-__all__ = ["NodeFailure", "Preemption", "fail_node", "preempt", "restore_node"]
+__all__ = [
+    "Daemon",
+    "NodeFailure",
+    "Preemption",
+    "await_saved_state",
+    "fail_daemon",
+    "fail_node",
+    "preempt",
+    "restore_daemon",
+    "restore_node",
+]
+
+Daemon = Literal["slurmctld", "munged"]
 
 _POLL_S = 0.05
 
@@ -31,10 +43,10 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: int
     urgent_job_id: int
-    seen: Literal["preempt_time", "requeued"]
+    seen: Literal["preempt_time", "requeued", "suspended"]
     """What Slurm showed first. `requeued`: the job has left already (no grace time, or by itself)."""
     deadline: str | None
-    """End of the grace time, UTC, ISO 8601; None where it is over."""
+    """End of the grace time, UTC, ISO 8601; None where it is over, or there is none."""
     seconds: float
     """From the submission of the urgent job to that sight."""
 
@@ -86,11 +98,13 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
     urgent = await _submit_urgent(client, before, hold_s)
     while time.monotonic() - began < timeout_s:
         facts = await client.job(job_id)
-        seen: Literal["preempt_time", "requeued"] | None = None
+        seen: Literal["preempt_time", "requeued", "suspended"] | None = None
         if facts.restarts > before.restarts:
             seen = "requeued"
         elif facts.preempt_time is not None:
             seen = "preempt_time"
+        elif facts.state == "SUSPENDED":
+            seen = "suspended"
         if seen is not None:
             end = facts.end_time if seen == "preempt_time" else None
             return Preemption(
@@ -216,3 +230,62 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
         found=cluster.node_states().get(node, "unknown"),
         remedy=f"look at {cluster.directory}/log",
     )
+
+
+def await_saved_state(cluster: DevCluster, job_id: int, *, timeout_s: float = 60.0) -> None:
+    """Until slurmctld has written down that the job is what it is now.
+
+    It does so within seconds of a change. One that is killed before that forgets it, and starts a job that runs
+    already a second time, with the same number of restarts (seen on 22.05.8).
+
+    Raises:
+        SlurmRefused: it did not, in time.
+    """
+    # A change of no consequence: what is written down after it has all that was before. At once, or 5 s later.
+    asked, file = time.time_ns(), cluster.directory / "state" / "job_state"
+    client = SlurmClient(cluster.client_env())
+    asyncio.run(client.run(["scontrol", "update", f"JobId={job_id}", f"Comment={asked}"]))
+    deadline = time.monotonic() + timeout_s
+    while not file.exists() or file.stat().st_mtime_ns < asked:
+        if time.monotonic() > deadline:
+            raise SlurmRefused("slurmctld does not save its state", where=file, remedy="look at its log")
+        time.sleep(_POLL_S)
+
+
+def fail_daemon(cluster: DevCluster, which: Daemon) -> None:
+    """SIGKILL the controller, or munged without which nobody can talk to anybody. Jobs run on.
+
+    What the controller has not written down yet is lost: `await_saved_state`.
+
+    Raises:
+        NotFound: no cluster is running.
+    """
+    with locked(cluster.directory):
+        state = _state(cluster)
+        end_all([process for process in (state.munged if which == "munged" else state.slurmctld,) if process])
+
+
+def restore_daemon(cluster: DevCluster, which: Daemon, *, timeout_s: float = 30.0) -> None:
+    """Start it again, on the state and with the key that it left, and wait until Slurm answers.
+
+    Raises:
+        NotFound: there is no such cluster.
+        SlurmRefused: it does not come up, or does not answer in time.
+    """
+    with locked(cluster.directory):
+        state = read_state(cluster.directory)
+        if state is None:
+            raise NotFound(
+                "no such embedded cluster", where=cluster.directory, remedy="verl-slurm devcluster start"
+            )
+        process = cluster.start_munged() if which == "munged" else cluster.start_slurmctld()
+        write_state(cluster.directory, msgspec.structs.replace(state, **{which: process}))
+    deadline = time.monotonic() + timeout_s
+    while not cluster.node_states():
+        if time.monotonic() > deadline:
+            raise SlurmRefused(
+                f"Slurm does not answer since {which} was started again",
+                where=cluster.directory / "log",
+                remedy="read the logs there",
+            )
+        time.sleep(_POLL_S)

@@ -11,7 +11,7 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
   COMPLETING, Reason=TimeLimit, Restarts unchanged; then TIMEOUT.
 * scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED. Who did it, its user or
   an administrator, Slurm shows nowhere but in sacct (`CANCELLED by UID`).
-* scancel in the grace time: the same, with PreemptTime still set.
+* scancel in the grace time: the same, with PreemptTime still set, to the grace time's beginning.
 * scancel -b -s USR1: nothing.
 * scontrol requeue by anyone: at once COMPLETING, Restarts+1 (requeuehold: Reason=job_requeued_in_held_state).
 * a node lost: nothing for 2 to 3 times SlurmdTimeout (27 and 30 s); then COMPLETING, Restarts+1, NodeList =
@@ -24,9 +24,9 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 
 So Restarts decides first, then the state, then PreemptTime: in the grace time a user's scancel still shows
 PreemptTime, and only COMPLETING with Restarts unchanged tells it from the preemption. Where that does not tell either
-(--no-requeue, PreemptMode=CANCEL), 23.11 and newer say it in JSON (`full_state.py`: ended_as), and where there is no
-grace time to cancel in, EndTime = PreemptTime says it; else a job that may be requeued counts as cancelled: no cancel
-is ever undone.
+(--no-requeue, PreemptMode=CANCEL), a PreemptTime before EndTime is a scancel's, 23.11 and newer say it in JSON
+(`full_state.py`: ended_as), and where there is no grace time to cancel in, EndTime = PreemptTime says it; else a job
+that may be requeued counts as cancelled: no cancel is ever undone.
 
 What a lead never sees of its own job, from Slurm's source: BOOT_FAIL, CONFIGURING, DEADLINE (before its start:
 --deadline takes effect as EndTime), REQUEUED, REQUEUE_HOLD, REQUEUE_FED, SPECIAL_EXIT, EXPEDITING, RESV_DEL_HOLD (it
@@ -132,10 +132,8 @@ def decide_cause(
     if facts.failed or facts.state == "NODE_FAIL":
         return Cause(kind="failed", evidence=shown)
     end = facts.ended_as if facts.state == "COMPLETING" else facts.state
-    if end == "PREEMPTED" or (
-        # one that may not be requeued keeps its Restarts when preempted; for one that may, this is scancel
-        end is None and facts.preempt_time is not None and not facts.requeue
-    ):
+    # one that may not be requeued keeps its Restarts when preempted; of one that may, Slurm's word is wanted
+    if end == "PREEMPTED" or (end is None and facts.ended_by_preemption and not facts.requeue):
         return Cause(kind="preemption", evidence=shown)
     if facts.state == "COMPLETING" or facts.state.startswith("CANCELLED"):
         return Cause(kind="cancel", evidence=f"{shown}: ended by its user or an administrator")

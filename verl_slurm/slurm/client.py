@@ -202,8 +202,8 @@ class SlurmClient:
         Called by: SlurmAllocation.withdraw.
         """
         try:
-            done = await self.run(commands.forbid_requeue(job_id))
-        except SlurmMissing as error:
+            done = await self.run(commands.forbid_requeue((await self.job(job_id)).target))
+        except (SlurmMissing, NotFound) as error:
             return error.one_line()
         return "" if done.exit_code == 0 else done.stderr.strip() or f"exit code {done.exit_code}"
 
@@ -222,8 +222,10 @@ class SlurmClient:
 
         Raises:
             SlurmRefused: not ours, or over already.
+            NotFound, SlurmMissing: as `job`.
         """
-        done = await self.run(commands.cancel(job_id))
+        job = await self.job(job_id)
+        done = await self.run(commands.cancel(job.target))
         if done.exit_code != 0 or "error" in done.stderr.lower():
             raise SlurmRefused(
                 "Slurm did not cancel the job",
@@ -237,8 +239,10 @@ class SlurmClient:
 
         Raises:
             SlurmRefused: not ours, or not running.
+            NotFound, SlurmMissing: as `job`.
         """
-        done = await self.run(commands.signal_batch(job_id, signal))
+        job = await self.job(job_id)
+        done = await self.run(commands.signal_batch(job.target, signal))
         if done.exit_code != 0 or "error" in done.stderr.lower():
             raise SlurmRefused(
                 "Slurm did not signal the job",
@@ -271,14 +275,14 @@ class SlurmClient:
             remedy=remedy,
         )
 
-    async def exclude(self, job_id: int, nodes: str) -> None:
+    async def exclude(self, job: JobFacts, nodes: str) -> None:
         """Set the nodes that the job is to stay away from, in Slurm's bracket form.
 
         Raises:
             SlurmRefused: an unknown node, or the job is over.
             SlurmMissing: no answer.
         """
-        done = await self.run(commands.update_excluded(job_id, nodes))
+        done = await self.run(commands.update_excluded(job.target, nodes))
         if done.exit_code != 0:
             raise SlurmRefused(
                 "Slurm did not take the nodes to exclude",
@@ -311,18 +315,22 @@ class SlurmClient:
         kind: Literal["requeued", "already_requeued"] = "already_requeued"
         if refusal is None:
             kind = "requeued"
-            done = await self.run(commands.requeue(job_id))
+            done = await self.run(commands.requeue(facts.target))
             if done.exit_code != 0:
                 said = done.stderr.strip() or f"exit {done.exit_code}"
                 if not is_answer(done):
                     return RequeueOutcome(kind="unconfirmed", detail=said)
                 disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
                 return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
-        outcome = await self._shorten(job_id, delay_s, kind, own_restarts)
+        outcome = await self._shorten(facts, delay_s, kind, own_restarts)
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
     async def _shorten(
-        self, job_id: int, delay_s: int, kind: Literal["requeued", "already_requeued"], own_restarts: int
+        self,
+        job: JobFacts,
+        delay_s: int,
+        kind: Literal["requeued", "already_requeued"],
+        own_restarts: int,
     ) -> RequeueOutcome:
         """Set the start time and read it back; again while Slurm has a later one, and `_SETTLE_S` at most."""
         said = ""
@@ -337,9 +345,9 @@ class SlurmClient:
             asked_at = datetime.now(UTC)
             try:
                 # a slurmctld that hangs here must leave time to see whether the requeue was taken
-                done = await self.run(commands.update_start_time(job_id, delay_s), left / 2)
+                done = await self.run(commands.update_start_time(job.target, delay_s), left / 2)
                 said = done.stderr.strip()
-                facts = await self.job(job_id, until - time.monotonic())
+                facts = await self.job(job.job_id, until - time.monotonic())
             except (SlurmMissing, NotFound) as error:
                 said = error.one_line()
                 continue

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 __all__ = [
+    "JOB",
     "NAME",
     "NODE_LIST",
     "cancel",
@@ -34,6 +35,8 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A node's, partition's or cluster's name."""
 NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
 """Slurm's bracket form: `gpu[01-04,07],login1`."""
+JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
+"""A job, or one task of an array: `JobFacts.target`."""
 
 
 def _checked(pattern: re.Pattern[str], value: str) -> str:
@@ -103,35 +106,35 @@ def show_hostnames(node_list: str) -> list[str]:
     return ["scontrol", "show", "hostnames", _checked(NODE_LIST, node_list)]
 
 
-def requeue(job_id: int) -> list[str]:
+def requeue(job: str) -> list[str]:
     """Ends the running job (TERM now, KILL after KillWait) and queues it again."""
-    return ["scontrol", "requeue", str(job_id)]
+    return ["scontrol", "requeue", _checked(JOB, job)]
 
 
-def forbid_requeue(job_id: int) -> list[str]:
+def forbid_requeue(job: str) -> list[str]:
     """What `--no-requeue` would have been."""
-    return ["scontrol", "update", f"JobId={job_id}", "Requeue=0"]
+    return ["scontrol", "update", f"JobId={_checked(JOB, job)}", "Requeue=0"]
 
 
-def update_start_time(job_id: int, delay_s: int) -> list[str]:
+def update_start_time(job: str, delay_s: int) -> list[str]:
     """Not before `delay_s` from now."""
-    return ["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay_s}"]
+    return ["scontrol", "update", f"JobId={_checked(JOB, job)}", f"StartTime=now+{delay_s}"]
 
 
-def update_excluded(job_id: int, nodes: str) -> list[str]:
+def update_excluded(job: str, nodes: str) -> list[str]:
     """The nodes that the job is to stay away from; empty: none. Taken for a job that is COMPLETING, too (22.05.8)."""
     return [
         "scontrol",
         "update",
-        f"JobId={job_id}",
+        f"JobId={_checked(JOB, job)}",
         f"ExcNodeList={_checked(NODE_LIST, nodes) if nodes else ''}",
     ]
 
 
-def signal_batch(job_id: int, signal: str) -> list[str]:
+def signal_batch(job: str, signal: str) -> list[str]:
     """To the batch process alone, which is the lead; the steps hear nothing of it."""
-    return ["scancel", "--batch", f"--signal={_checked(NAME, signal)}", str(job_id)]
+    return ["scancel", "--batch", f"--signal={_checked(NAME, signal)}", _checked(JOB, job)]
 
 
-def cancel(job_id: int) -> list[str]:
-    return ["scancel", str(job_id)]
+def cancel(job: str) -> list[str]:
+    return ["scancel", _checked(JOB, job)]

@@ -64,12 +64,28 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     std_out: str | None
     excluded: str | None = None
     """Nodes that it stays away from, in Slurm's bracket form."""
+    array_task: str | None = None
+    """`12_3`: the third task of array 12."""
     failed_node: str | None = None
     """The node that Slurm gave up, while the job completes; 23.02 and newer."""
     expedited: bool = False
     """Queued with `--requeue=expedite` (25.11 and newer): see `expedite.py`."""
     ended_as: str | None = None
     """What a COMPLETING job will be, e.g. PREEMPTED, where that was asked for and Slurm says it (`full_state.py`)."""
+
+    @property
+    def target(self) -> str:
+        """What names this job alone to a command that changes it. One task of an array has the array's own number as
+        its JobId, and Slurm takes that number for all tasks: `scontrol requeue 12` ends every one (seen on 22.05.8)."""
+        return self.array_task or str(self.job_id)
+
+    @property
+    def ended_by_preemption(self) -> bool:
+        """Slurm has ended it for another job, as far as times tell. It sets PreemptTime anew at that moment, which is
+        the job's EndTime, too; a scancel in the grace time leaves PreemptTime at the beginning of the grace (both seen
+        on 22.05.8), so that only one in its first second looks the same."""
+        ending = self.state in {"COMPLETING", "PREEMPTED"} and self.preempt_time is not None
+        return ending and self.preempt_time == self.end_time
 
     @property
     def failed(self) -> bool:

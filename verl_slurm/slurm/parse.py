@@ -168,7 +168,14 @@ def _job(fields: dict[str, str]) -> JobFacts:
         excluded=_optional(fields.get("ExcNodeList", "")),
         failed_node=_optional(fields.get("FailedNode", "")),
         expedited=fields.get("ExpeditedRequeue") == "Yes",
+        array_task=_array_task(fields),
     )
+
+
+def _array_task(fields: dict[str, str]) -> str | None:
+    """None where it is no task, or where the record stands for several that wait (`ArrayTaskId=2-8%1`)."""
+    task = f"{fields.get('ArrayJobId', '')}_{fields.get('ArrayTaskId', '')}"
+    return task if re.fullmatch(r"\d{1,10}_\d{1,10}", task, re.ASCII) else None
 
 
 def _optional(value: str) -> str | None:

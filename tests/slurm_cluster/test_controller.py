@@ -1,0 +1,63 @@
+"""slurmctld and munged die under a run, when it needs them and when it does not."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import SMALL, LiveRun, ends_like
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.faults import await_saved_state, fail_daemon, preempt, restore_daemon
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+
+def trains_on(run: LiveRun) -> None:
+    """Until rank 0 is somewhere else than now; a run that is over meanwhile has trained on, too."""
+
+    def where() -> tuple[object, ...]:
+        now = run.status()
+        return (now.get("state"), now.get("step"), now.get("phase"), now.get("index"))
+
+    before = where()
+    run.wait(lambda: where() != before)
+
+
+@pytest.mark.scenario("L06", "L12")
+def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_none(
+    make_cluster: Callable[..., DevCluster], twin: LiveRun, tmp_path: Path
+) -> None:
+    cluster = make_cluster(nodes=2, grace_s=600, kill_wait_s=120, cred_expire_s=10)
+    run = LiveRun(cluster, tmp_path / "run", *SMALL).submit()
+    try:
+        run.wait_phase("generate")
+        stopped = run.ranks()[0]
+        stopped.suspend()  # so that neither the run nor the save is done before the controller is gone
+        await_saved_state(cluster, int(run.job_id))
+        preempt(cluster, int(run.job_id), hold_s=1)
+        assert run.wait_event("cause")["cause"] == "preemption", run.story()
+        fail_daemon(cluster, "slurmctld")
+        stopped.resume()
+        run.wait_event("requeue", accepted=False)
+        (saved,) = (event for event in run.events("saved") if event["emergency"])
+        assert run.events("verified")[-1]["name"] == saved["name"], "the save does not wait for Slurm"
+        restore_daemon(cluster, "slurmctld")
+        run.wait_event("requeue", accepted=True)
+        run.wait_event("ended", exit_code=25)
+        seen = len(run.events())
+        run.wait_event("generation", resume=saved["name"])
+
+        run.wait_event("training", after=seen)
+        stopped = run.ranks()[0]
+        stopped.suspend()
+        await_saved_state(cluster, int(run.job_id))
+        for which in ("slurmctld", "munged"):
+            fail_daemon(cluster, which)
+            stopped.resume()
+            trains_on(run)
+            restore_daemon(cluster, which)
+        ends_like(run, twin)
+        assert len(run.events("generation")) == 2, run.story()
+        assert run.facts().restarts == 1
+    finally:
+        run.cancel()
