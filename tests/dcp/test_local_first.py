@@ -173,6 +173,7 @@ with World.at(Path(sys.argv[1]), two_media=True) as world:
 """
 
 
+@pytest.mark.scenario("P09")
 def test_after_kill_9_while_shared_storage_hangs_the_run_goes_on_from_the_nodes_copy(tmp_path: Path) -> None:
     root = tmp_path / "w"
     repository = Path(__file__).resolve().parents[2]

@@ -11,6 +11,7 @@ Started as a script in place of `python -m verl_slurm_daemon`: `stand_in.py lead
     no_forks     pids cgroup of the lead: just before the rank says that it saved, its limit becomes 1
     no_files     just before that, the lead may open no more files
     orphans      the rank leaves so many processes that end without anybody who waits for them
+    strikes      not this rank, but the trainer's own, struck as `struck_rank.py` says
     marks        a file into which is written how far it has come
     talks        the rank says more than a small disk holds
     dies         the rank dies after each of its saves but the last
@@ -49,9 +50,27 @@ def lead() -> None:
         "--epoch",
         str(epoch),
     ]
+    if "strikes" in BENT:
+        _tell_what_is_heard()
     if "dies_at" in BENT or "count" in BENT:
         _count_down(int(BENT.get("dies_at", 0)), BENT.get("count"))
     sys.exit(main())
+
+
+def _tell_what_is_heard() -> None:
+    """What ranks say of their parts, once it is in the lead's queue."""
+    from verl_slurm_daemon.pace_watch import PaceWatch
+
+    from verl_slurm.wire.messages import FromRank, PartSaved
+
+    hear = PaceWatch.hear
+
+    def heard(self: PaceWatch, node: str, message: FromRank) -> None:
+        hear(self, node, message)
+        if isinstance(message, PartSaved):
+            mark(f"part of rank {message.rank}")
+
+    PaceWatch.hear = heard  # type: ignore[method-assign]
 
 
 def _hungry() -> None:
@@ -90,6 +109,17 @@ def agent() -> None:
     from verl_slurm_daemon import agent as module
     from verl_slurm_daemon.__main__ import main
 
+    if "strikes" in BENT:
+        real = module.launcher_argv
+
+        def torchrun(*args: Any) -> list[str]:
+            argv = real(*args)
+            at = argv.index("verl_slurm.trainer")
+            assert argv[at - 2 : at] == ["-m", "--"]
+            return [*argv[: at - 2], "--", str(Path(__file__).with_name("struck_rank.py")), *argv[at + 1 :]]
+
+        module.launcher_argv = torchrun
+        sys.exit(main())
     module.launcher_argv = lambda python, config, paths, launch, scratch: [
         python,
         __file__,

@@ -327,7 +327,7 @@ def cycles(stage: Stage, count: int) -> None:
     for what, number in last.counts.items():
         assert number - first.counts[what] < count / 3, what
     assert last.num_bytes - first.num_bytes < (4 << 20) + 2048 * count
-    left = [path for path in stage.paths.root.rglob("*.tmp")]
+    left = list(stage.paths.root.rglob("*.tmp"))
     assert not left
 
 

@@ -290,6 +290,7 @@ def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed:
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.scenario("P01")
 def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -362,6 +363,7 @@ def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.scenario("P08")
 def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
