@@ -58,6 +58,7 @@ def main() -> int:
         if args.command == "lead":
             from verl_slurm_daemon.lead import run_lead
 
+            quiet_streams()  # whoever reads the lead's log may stop reading, and a save must not wait for him
             run_lead(args.run.resolve(), args.hostfile)
         if args.command == "join":
             from verl_slurm_daemon.join import run_join

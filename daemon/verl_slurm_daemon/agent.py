@@ -41,6 +41,7 @@ from verl_slurm.wire.messages import (
     ToAgent,
 )
 from verl_slurm_daemon.agent_log import AgentLog
+from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.launcher import launcher_argv, launcher_env
 from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
@@ -93,6 +94,7 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._note_error)
+        bury_orphans(loop)
         job = slurm_job(dict(os.environ), self._log)
         heard = RELAYED if job is None else WARNINGS
         for number in heard:
@@ -180,7 +182,7 @@ class Agent:
         ranks.ranks = range(launch.node_rank * here, (launch.node_rank + 1) * here)
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         self._rank_log = log
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "wb") as output:
+        with open(self._open_rank_log(log), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
                 *launcher_argv(sys.executable, self._config, self._paths, launch, ranks.directory),
                 env=launcher_env(dict(os.environ), self._config, ranks.directory),
@@ -214,6 +216,16 @@ class Agent:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         return None
+
+    def _open_rank_log(self, path: Path) -> int:
+        """What the ranks say is worth less than what they do: without a place for it, it goes nowhere."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._log.say("no_rank_log", loud=True, error=f"{error}")
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"verl-slurmd: the ranks have no log: {error}\n")
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     async def _leave(self, job: SlurmJob | None) -> bool:
         """Kill what runs here, and stay until this agent may leave; whether the lead has let it go."""

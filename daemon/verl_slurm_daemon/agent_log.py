@@ -110,5 +110,6 @@ class _Quiet(io.TextIOBase):
 
 
 def quiet_streams() -> None:
-    """Make printing harmless. Called by: `__main__`, for an agent: its streams end in an srun that may be dead."""
+    """Make printing harmless. Called by: `__main__`: an agent's streams end in an srun that may be dead, a lead's in a
+    pipe that nobody may read."""
     sys.stdout, sys.stderr = _Quiet(1), _Quiet(2)

@@ -6,8 +6,10 @@ answer: it says so in its result, because a lead must go on saving while slurmct
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
@@ -40,6 +42,8 @@ __all__ = [
 ]
 
 
+_LAST_WORD_S = 3.0
+"""Before Slurm's KILL: to write down how it ended, and to leave with an exit code."""
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
 # A job that is COMPLETING is gone after KillWait (30 s by default), and a little.
 _LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
@@ -113,6 +117,7 @@ class SlurmAllocation:
         self._client = SlurmClient()
         self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
         self._expedited: bool | None = None
+        self._last_try = math.inf
 
     async def address(self) -> str:
         with contextlib.suppress(VerlSlurmError, ValueError):
@@ -134,6 +139,8 @@ class SlurmAllocation:
             lost_nodes=await self._lost_nodes(facts),
         )
         left = None if cause.deadline is None else (cause.deadline - datetime.now(UTC)).total_seconds()
+        if cause.kind == "time_limit" and left is not None:
+            self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
         if left is None and cause.ends_job:
             left = self._kill_wait_s  # it is being ended now: TERM has come, KILL follows
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
@@ -162,10 +169,10 @@ class SlurmAllocation:
                 self._job.job_id, self._config.daemon.requeue_delay_s, own_restarts=self.restart
             )
         except VerlSlurmError as error:
-            return str(error)
+            return self._unanswered(str(error))
         said = f"{outcome.kind}: {outcome.detail}"
         if outcome.kind == "unconfirmed":
-            return said
+            return self._unanswered(said)
         if outcome.kind == "cancelled":
             return RequeueAnswered(ExitCode.CANCELLED, said)
         alone = self._job.array_job_id is None and self._job.het_size == 1
@@ -173,6 +180,11 @@ class SlurmAllocation:
             return await self._follow(said)
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
         return RequeueAnswered(code, said)
+
+    def _unanswered(self, said: str) -> RequeueAnswered | str:
+        """To be asked again, while it can matter. A job that is preempted, or whose node is lost, is requeued by Slurm
+        itself in the end; one that has run into its time limit is not, and then our exit code says why."""
+        return said if time.monotonic() < self._last_try else RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
 
     async def _follow(self, why: str) -> RequeueAnswered | str:
         try:

@@ -30,12 +30,14 @@ from verl_slurm.snapshot import read_status
 from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
+from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 from verl_slurm_daemon.log_line import now
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
+from verl_slurm_daemon.reserve import keep_threads
 from verl_slurm_daemon.states import State
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ class Lead:
 
     async def run(self) -> ExitCode:
         loop = asyncio.get_running_loop()
+        keep_threads(loop)
+        bury_orphans(loop)
         for number in _SIGNALS:
             name = signal.Signals(number).name
             loop.add_signal_handler(number, self._events.put_nowait, ev.SignalArrived(name, "lead"))

@@ -66,6 +66,10 @@ class Model(msgspec.Struct, frozen=True):
     finished: frozenset[int] = frozenset()
     unverified: str = ""
     """The newest checkpoint whose read-back has not been heard of."""
+    came: frozenset[int] = frozenset()
+    """The ranks that have come to the save before the end."""
+    wrote: frozenset[int] = frozenset()
+    """Those of them whose own part of it is durable."""
     on_nodes: SavedOnNodes | None = None
     """What the nodes' disks have of the save before the end, when shared storage has not, yet."""
     failure: str = ""

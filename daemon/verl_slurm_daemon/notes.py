@@ -2,9 +2,12 @@
 
 from verl_slurm.wire.messages import Saved, SavedOnNodes
 from verl_slurm_daemon import actions as act
+from verl_slurm_daemon.model import Model
 from verl_slurm_daemon.states import State
 
-__all__ = ["given_up", "kept_note", "saved_notes"]
+__all__ = ["given_up", "kept_note", "late_ranks", "saved_notes"]
+
+_MOST_NAMED = 8
 
 
 def saved_notes(message: Saved) -> tuple[act.Note, ...]:
@@ -25,6 +28,19 @@ def kept_note(message: SavedOnNodes) -> act.Note:
     """Said at once: should the daemon be killed next, a person still reads where the work is. Called by: policy."""
     reason = f"{message.name} is on the nodes' disks, read back; shared storage is still being written"
     return act.Note("second_copy", {"name": message.name, "reason": reason})
+
+
+def late_ranks(model: Model) -> str:
+    """For whom the save before the end still waits; empty: for no rank. Called by: policy."""
+    if model.state is not State.SAVING:
+        return ""
+    absent, writing = frozenset(range(model.world_size)) - model.came, model.came - model.wrote
+    late, what = (absent, "not come to it") if absent else (writing, "not written its part")
+    if not late:
+        return ""
+    named = ", ".join(str(rank) for rank in sorted(late)[:_MOST_NAMED])
+    more = f" and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+    return f": rank {named}{more} has {what}"
 
 
 def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:

@@ -21,6 +21,7 @@ from verl_slurm.wire.messages import (
     Finished,
     FromRank,
     Notice,
+    PartSaved,
     Progress,
     RankStarted,
     Refused,
@@ -33,7 +34,7 @@ from verl_slurm.wire.messages import (
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.model import Decision, FailureKind, Intent, Model, suspects
-from verl_slurm_daemon.notes import given_up, kept_note, saved_notes
+from verl_slurm_daemon.notes import given_up, kept_note, late_ranks, saved_notes
 from verl_slurm_daemon.states import NEXT, State
 
 __all__ = ["decide"]
@@ -89,7 +90,8 @@ def _decide(model: Model, event: ev.Event) -> Decision:
             return _on_verified(model, event)
         case ev.SaveDeadline():
             if model.state in (State.SAVING, State.CHECKING):
-                return _give_up(model, "the deadline is near and the save is not verified")
+                why = f"the deadline is near and the save is not verified{late_ranks(model)}"
+                return _give_up(model, why)
             return Decision(model)
         case ev.BackoffOver(stuck):
             return _on_backoff_over(model, stuck)
@@ -175,7 +177,9 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
         return _leave(model, note)  # nobody there who could save
     if model.state is State.RUNNING:
         request_id = model.request_id + 1
-        model = msgspec.structs.replace(model, state=State.SAVING, request_id=request_id)
+        model = msgspec.structs.replace(
+            model, state=State.SAVING, request_id=request_id, came=frozenset(), wrote=frozenset()
+        )
         return Decision(model, (note, act.RequestSave(request_id, True, event.seconds_left)))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
         return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
@@ -195,8 +199,10 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
     match message:
         case RankStarted():
             return Decision(msgspec.structs.replace(model, started=True))
-        case SaveStarted() | Stopped():
+        case Stopped():
             return Decision(model)
+        case SaveStarted() | PartSaved():
+            return Decision(_further(model, message))
         case Progress():
             return _on_progress(model, message)
         case SavedOnNodes():
@@ -204,6 +210,10 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 return Decision(model)
             return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
         case Saved():
+            if message.request_id > model.request_id:  # nobody asked that
+                return Decision(
+                    model, (act.Note("ignored", {"reason": f"an answer to {message.request_id}"}),)
+                )
             notes = saved_notes(message)
             if not message.on_shared:
                 # The ranks have read it back where it is; there is nothing here that we could read.
@@ -211,6 +221,8 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                     return _leave(model, *notes)
                 return Decision(model, notes)
             actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
+            if model.state is State.CHECKING and model.unverified and message.request_id != model.request_id:
+                return Decision(model, actions)  # late; what is waited for is the answer that came before it
             model = msgspec.structs.replace(model, unverified=message.name)
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
@@ -233,6 +245,15 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             return Decision(msgspec.structs.replace(model, finished=model.finished | {message.rank}))
         case _:
             assert_never(message)
+
+
+def _further(model: Model, message: SaveStarted | PartSaved) -> Model:
+    """How far a rank has got with the save before the end."""
+    if model.state is not State.SAVING or message.request_id != model.request_id:
+        return model
+    if isinstance(message, SaveStarted):
+        return msgspec.structs.replace(model, came=model.came | {message.rank})
+    return msgspec.structs.replace(model, wrote=model.wrote | {message.rank})
 
 
 def _on_progress(model: Model, message: Progress) -> Decision:

@@ -28,6 +28,7 @@ def test_lines_are_the_leads_in_form_private_and_one_each(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["/dev/full", "/nowhere/at/all.log", "/proc/self/status/x", "link"])
+@pytest.mark.scenario("P10")
 def test_a_log_that_cannot_be_written_is_done_without(tmp_path: Path, where: str) -> None:
     other = tmp_path / "other"
     other.write_text("mine")
@@ -50,6 +51,7 @@ def test_storage_that_is_back_is_written_to_again(tmp_path: Path) -> None:
     assert (tmp_path / "later/a.log").read_text().endswith("joined\n")
 
 
+@pytest.mark.scenario("P10")
 def test_storage_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hang, reached = threading.Event(), threading.Event()
     log = AgentLog(tmp_path / "a.log", "1 n")
@@ -91,6 +93,7 @@ raise SystemExit(3)
 
 
 @pytest.mark.parametrize("nobody_reads", ["closed", "full"])
+@pytest.mark.scenario("P10")
 def test_printing_neither_ends_nor_stops_an_agent(nobody_reads: str) -> None:
     reader, writer = os.pipe()
     if nobody_reads == "closed":

@@ -133,6 +133,7 @@ def test_a_term_is_the_users_cancel_saved_and_final(tmp_path: Path) -> None:
     assert not any(e["event"] == "requeue" for e in events)
 
 
+@pytest.mark.scenario("P02")
 def test_nothing_is_left_of_a_run_whose_lead_was_killed(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run")
     process = lead(paths)

@@ -15,12 +15,14 @@ from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import (
     Finished,
     Notice,
+    PartSaved,
     Progress,
     RankStarted,
     Refused,
     Saved,
     SavedOnNodes,
     SaveFailed,
+    SaveStarted,
 )
 
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
@@ -39,6 +41,14 @@ def saved(request_id: int) -> ev.RankSaid:
 
 def on_nodes(request_id: int) -> ev.RankSaid:
     return ev.RankSaid(SavedOnNodes(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+
+
+def came(rank: int) -> ev.RankSaid:
+    return ev.RankSaid(SaveStarted(rank=rank, request_id=1, step=1, safe_point=0))
+
+
+def wrote(rank: int, request_id: int = 1) -> ev.RankSaid:
+    return ev.RankSaid(PartSaved(rank=rank, request_id=request_id))
 
 
 def cause(kind: CauseKind, left: float | None = 25.0) -> ev.CauseKnown:
@@ -111,6 +121,34 @@ def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
     story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "ok"))
     assert story.model.state is State.LEAVING
     assert kinds(story.then(ev.GenerationEnded(9))) == [act.Exit]
+
+
+@pytest.mark.scenario("P03")
+def test_at_the_deadline_the_ranks_that_the_save_waits_for_are_named() -> None:
+    def reason(*said: ev.Event) -> str:
+        story = training()
+        story.then(cause("preemption"))
+        for event in said:
+            story.then(event)
+        (note,) = (a for a in story.then(ev.SaveDeadline()) if isinstance(a, act.Note))
+        return str(note.fields["reason"]).partition(": ")[2]
+
+    assert reason() == "rank 0, 1 has not come to it"
+    assert reason(came(0)) == "rank 1 has not come to it"
+    assert reason(came(0), came(1), wrote(1)) == "rank 0 has not written its part"
+    assert reason(came(0), came(1), wrote(1, request_id=0)) == "rank 0, 1 has not written its part"
+    assert reason(came(0), came(1), wrote(0), wrote(1)) == ""
+
+
+@pytest.mark.scenario("P08")
+def test_an_answer_that_comes_late_or_that_nobody_asked_for_is_not_waited_for() -> None:
+    story = training()
+    story.then(cause("preemption"))
+    assert kinds(story.then(saved(2))) == []
+    assert kinds(story.then(saved(1))) == [act.Verify]
+    other = Saved(rank=0, request_id=0, name="step_000001", seconds=0.1, num_bytes=9)
+    assert kinds(story.then(ev.RankSaid(other))) == [act.Verify]
+    assert act.Requeue() in story.then(ev.Verified(SAVED, True, ""))
 
 
 def test_a_failed_save_still_requeues() -> None:

@@ -78,17 +78,19 @@ def test_the_nodes_copy_is_committed_while_shared_storage_still_writes_and_then_
 def test_where_shared_storage_is_first_nothing_is_said_of_one_copy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, begun = Told(), list[Attempt]()
+    told, begun, has_begun = Told(), list[Attempt](), threading.Event()
     begin = SecondCopy.begin
 
     def remembered(self: SecondCopy, attempt: Attempt, *more: Any) -> Any:
         begun.append(attempt)
+        has_begun.set()
         return begin(self, attempt, *more)
 
     monkeypatch.setattr(SecondCopy, "begin", remembered)
     with gate(world.local) as local:
         saving = world.begin(2, on_kept=told)
         assert local.reached.wait(60)
+        assert has_begun.wait(60)  # the saver may write before that
         assert begun[0].on_shared.wait(60)
         assert verify(world.paths.checkpoints / NAME).ok
         local.open()
@@ -173,6 +175,7 @@ with World.at(Path(sys.argv[1]), two_media=True) as world:
 """
 
 
+@pytest.mark.scenario("P09")
 def test_after_kill_9_while_shared_storage_hangs_the_run_goes_on_from_the_nodes_copy(tmp_path: Path) -> None:
     root = tmp_path / "w"
     repository = Path(__file__).resolve().parents[2]

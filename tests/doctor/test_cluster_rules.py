@@ -64,6 +64,7 @@ def test_a_sound_cluster_has_nothing_but_good_findings() -> None:
     ]
 
 
+@pytest.mark.scenario("P07")
 def test_a_save_that_outlasts_the_grace_time_is_warned_of_with_both_figures() -> None:
     finding = preemption("REQUEUE", 30, 28.0)
     assert finding.verdict == "warning"

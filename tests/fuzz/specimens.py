@@ -450,6 +450,7 @@ def from_rank() -> Sequence[bytes]:
         messages.RankStarted(rank=0, pid=5),
         messages.Progress(rank=0, metrics={"reward": 0.5}, **where),  # type: ignore[arg-type]
         messages.SaveStarted(rank=0, request_id=1, step=3, safe_point=2),
+        messages.PartSaved(rank=0, request_id=1),
         messages.Saved(rank=0, request_id=1, name="step_000003_sp0002", seconds=0.5, num_bytes=1000),
         messages.SavedOnNodes(rank=0, request_id=1, name="step_000003", seconds=0.5, num_bytes=1000),
         messages.SaveFailed(rank=0, request_id=1, reason="no space"),

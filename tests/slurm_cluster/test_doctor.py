@@ -57,6 +57,7 @@ def test_a_partition_that_cannot_run_the_job_is_bad_and_nothing_is_queued(
     assert "again" not in found
 
 
+@pytest.mark.scenario("P07")
 def test_submit_says_before_it_queues_whether_the_grace_time_suffices(
     cluster: DevCluster, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRu
     assert run.facts().restarts == 0
 
 
+@pytest.mark.scenario("P01")
 def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveRun, twin: LiveRun) -> None:
     run.submit()
     run.wait_phase("update", step=2)
@@ -146,6 +147,7 @@ def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
     ends_like(run, twin)
 
 
+@pytest.mark.scenario("P02")
 def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
     run: LiveRun, twin: LiveRun
 ) -> None:
@@ -160,6 +162,7 @@ def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
     assert run.facts().restarts == 1
 
 
+@pytest.mark.scenario("P02")
 def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: LiveRun, twin: LiveRun) -> None:
     """A process that waits for a busy disk dies late: long after the ranks of both nodes have ended."""
     run.submit()

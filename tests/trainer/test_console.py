@@ -7,6 +7,7 @@ import pytest
 from verl_slurm.trainer import console
 
 
+@pytest.mark.scenario("P10")
 def test_a_line_that_cannot_be_written_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, speak in (("stdout", console.say), ("stderr", console.complain)):
         # Unbuffered below, so that closing the file has nothing left to fail with.

@@ -37,6 +37,7 @@ def _environ(control: str | None) -> dict[str, str]:
     return environ | ({CONTROL_VARIABLE: control} if control else {})
 
 
+@pytest.mark.scenario("P02")
 def test_a_rank_dies_with_its_launcher(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     launcher = subprocess.Popen(

@@ -64,6 +64,7 @@ from verl_slurm.wire.messages import (
     Finished,
     FromRank,
     Notice,
+    PartSaved,
     Progress,
     RankStarted,
     Saved,
@@ -290,6 +291,7 @@ def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed:
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.scenario("P01")
 def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -362,6 +364,7 @@ def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.scenario("P08")
 def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -596,6 +599,8 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
 ) -> None:
     class FirstOnNodes(_Saves):
         def begin(self, state: TrainState, *, tidy: bool, **more: Any) -> Future[SavedCheckpoint]:
+            if more["on_part"] is not None:
+                more["on_part"]()
             if more["on_kept"] is not None:
                 more["on_kept"](
                     SavedCheckpoint(name="step_000002", seconds=0.1, num_bytes=1, on_shared=False)
@@ -609,7 +614,7 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
     loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
     loop.run()
     told = [type(m) for m in line.messages]
-    assert told == [SaveStarted, *([SavedOnNodes] if stop else []), Saved, Finished]
+    assert told == [SaveStarted, *([PartSaved, SavedOnNodes] if stop else []), Saved, Finished]
 
 
 def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: Path) -> None:

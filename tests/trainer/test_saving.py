@@ -118,6 +118,7 @@ class _Commits:
         seconds_left: float | None = None,
         components: Components = (),
         on_kept: object = None,
+        on_part: object = None,
     ) -> Future[SavedCheckpoint]:
         step: Any = contents.runtime
         done: Future[SavedCheckpoint] = Future()

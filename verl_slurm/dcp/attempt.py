@@ -113,6 +113,7 @@ class Attempt:
     Attributes:
         on_kept: told, once, that every node's disk has it, read back, while shared storage does not yet; None:
             nobody wants to know.
+        on_part: told when this rank's own files are durable on a medium; None: nobody wants to know.
         answers: the saver's word on each medium, as soon as there is one.
         owned: whether this incarnation still owns the run, as far as rank 0 could find out; it raises `Fenced`.
         on_shared: set when shared storage has it.
@@ -126,6 +127,7 @@ class Attempt:
     started: float
     seconds_left: float | None
     on_kept: Callable[[SavedCheckpoint], None] | None = None
+    on_part: Callable[[], None] | None = None
     answers: Mapping[Medium, "Future[Written]"] = field(
         default_factory=lambda: {medium: Future() for medium in Medium}
     )

@@ -111,6 +111,7 @@ class CheckpointSaver:
         seconds_left: float | None = None,
         components: Components = (),
         on_kept: Callable[["SavedCheckpoint"], None] | None = None,
+        on_part: Callable[[], None] | None = None,
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
@@ -127,6 +128,7 @@ class CheckpointSaver:
                 committed, and if shared storage still has not got it then, this is told so: what it is told is a
                 save that nothing can undo, and the answer if there is to be one at once. Called from a thread of
                 its own, once at most, before or after the result is there.
+            on_part: told when this rank's own files are durable on a medium, from a thread of its own.
 
         Returns:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
@@ -141,6 +143,7 @@ class CheckpointSaver:
             started=time.monotonic(),
             seconds_left=seconds_left,
             on_kept=on_kept,
+            on_part=on_part,
         )
         plan: Future[Plan] = Future()
         staged = self._staging.begin(
@@ -277,6 +280,7 @@ class CheckpointSaver:
             small,
             attempt.answers[Medium.SHARED],
             first=(lambda: self._require_owner(attempt)) if two else (lambda: None),
+            on_part=attempt.on_part,
         )
         if side.problem and not two:
             raise RanksFailed("writing the checkpoint failed", found=side.problem)

@@ -131,7 +131,9 @@ class SecondCopy:
         small: "Future[Small]",
         manifest: Callable[[list[FileEntry]], Manifest],
     ) -> tuple[Kept, bool]:
-        side = write_side(self._ranks, directory, small, attempt.answers[Medium.LOCAL])
+        side = write_side(
+            self._ranks, directory, small, attempt.answers[Medium.LOCAL], on_part=attempt.on_part
+        )
         if side.problem:
             return Kept(side.problem), True
         whole = parse(

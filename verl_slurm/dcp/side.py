@@ -49,6 +49,7 @@ def write_side(
     answer: "Future[Written]",
     *,
     first: Callable[[], None] = lambda: None,
+    on_part: Callable[[], None] | None = None,
 ) -> Side:
     """Have every rank's files below `directory`, durably. Collective.
 
@@ -56,6 +57,7 @@ def write_side(
         directory: this rank's staging directory on the medium.
         answer: the saver's word on the tensors.
         first: done before anything else; what it raises fails the save.
+        on_part: told when this rank's own files are durable, before the others' are waited for.
 
     Raises:
         RanksFailed: a rank failed with more than its storage.
@@ -76,6 +78,8 @@ def write_side(
             wait([answer])  # whoever cleans up must not do so under a saver that writes
         written = answer.result()
         failed = failed or written.outcome.error or ""
+        if on_part is not None and not failed:
+            on_part()
         return Share((*mine.entries, *written.files), failed)
 
     share = ranks.together("writing the checkpoint", write)

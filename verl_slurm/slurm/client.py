@@ -91,7 +91,15 @@ class SlurmClient:
         """
         command = [self._program(argv[0]), *argv[1:]]
         timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
-        return await asyncio.to_thread(run_command, command, self._env, timeout_s)
+        try:
+            return await asyncio.to_thread(run_command, command, self._env, timeout_s)
+        except RuntimeError as error:  # no thread to be had
+            raise SlurmMissing(
+                "Slurm cannot be asked",
+                where=" ".join(argv),
+                found=str(error),
+                remedy="see what uses up this node's processes: ulimit -u, pids.max of the job's control group",
+            ) from error
 
     async def _ask(self, argv: list[str], what: str, where: object, within_s: float | None = None) -> str:
         """The output of a command that only reads."""

@@ -66,6 +66,8 @@ def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Co
             code = process.wait(max(0.0, began + timeout_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise _no_answer(argv, f"no end within {timeout_s:g} s") from None
+        except OSError as error:  # no descriptor left to listen with
+            raise _no_answer(argv, str(error)) from error
         finally:
             if process.poll() is None:
                 process.kill()

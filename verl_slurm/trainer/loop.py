@@ -214,6 +214,7 @@ class Loop:
             seconds_left=order.less(waited) if order is not None else None,
             # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
             on_kept=partial(self._reporter.saved_on_nodes, request_id) if order and order.stop else None,
+            on_part=partial(self._reporter.part_saved, request_id) if order and order.stop else None,
         )
         self._saving = _Saving(position, request_id, why, outcome)
 

@@ -15,7 +15,16 @@ from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
 from verl_slurm.wire import messages
 from verl_slurm.wire.client import RankLine
-from verl_slurm.wire.messages import Finished, Progress, Saved, SavedOnNodes, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import (
+    Finished,
+    PartSaved,
+    Progress,
+    Saved,
+    SavedOnNodes,
+    SaveFailed,
+    SaveStarted,
+    Stopped,
+)
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
@@ -116,6 +125,10 @@ class Reporter:
 
     def save_started(self, request_id: int, step: int, safe_point: int) -> None:
         self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
+
+    def part_saved(self, request_id: int) -> None:
+        """This rank has done its share of a save; the others may not have. From any thread."""
+        self._line.send(PartSaved(rank=self._rank, request_id=request_id))
 
     def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:
         """The checkpoint is in place; rank 0 says so, why it was made, and which medium does not have it."""

@@ -88,6 +88,7 @@ class Checkpointer:
         tidy: bool,
         seconds_left: float | None = None,
         on_kept: Callable[[SavedCheckpoint], None] | None = None,
+        on_part: Callable[[], None] | None = None,
     ) -> "Future[SavedCheckpoint]":
         """Save `state` as it is now; returns at once (`CheckpointSaver.begin`). Collective.
 
@@ -95,10 +96,11 @@ class Checkpointer:
             seconds_left: until the ranks must be gone; None: no hurry.
             tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
             on_kept: told when the nodes' disks have it and shared storage has not (`CheckpointSaver.begin`).
+            on_part: told when this rank's own files are durable.
         """
         contents = self._contents(state)
         then = self._tidy if tidy else self._remember
-        return self._saver.begin(contents, then, seconds_left=seconds_left, on_kept=on_kept)
+        return self._saver.begin(contents, then, seconds_left=seconds_left, on_kept=on_kept, on_part=on_part)
 
     def begin_partial(self, state: TrainState, components: Components) -> "Future[SavedCheckpoint]":
         """Save the tensors of `components` as they are now, to be exported or evaluated. Collective."""

@@ -22,7 +22,8 @@ lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume,
 rank  → lead   RankStarted, then Progress at most every 0.2 s (and at once at the first); Notice at times
    a preemption:
 lead  → agent  StopRequest(request_id, deadline_s)      → into the control page
-rank  → lead   SaveStarted, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the rename)
+rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the
+               rename; PartSaved, so that the lead can name who is late)
                before it, where the nodes' disks are done first: SavedOnNodes
    or the end of training:
 rank  → lead   Finished (every rank)
@@ -53,6 +54,7 @@ __all__ = [
     "Launch",
     "NodeExited",
     "Notice",
+    "PartSaved",
     "Progress",
     "RankStarted",
     "Refused",
@@ -72,6 +74,10 @@ __all__ = [
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 """What makes a rank write down where all its threads are (`faulthandler`: in C, whoever holds the GIL). It is none of
 those that Slurm or torchrun send."""
+
+
+CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
+"""As `paths.CHECKPOINT_NAME`: whoever acts upon a name looks below the run's own checkpoints, and nowhere else."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -181,13 +187,20 @@ class SaveStarted(_Message, frozen=True, kw_only=True):
     safe_point: int
 
 
+class PartSaved(_Message, frozen=True, kw_only=True):
+    """This rank's own files of a save that was asked for are durable; it waits for the others'."""
+
+    rank: int
+    request_id: int
+
+
 class Saved(_Message, frozen=True, kw_only=True):
     """Rank 0: the checkpoint is renamed into place and durable, on one medium or on all that were asked for."""
 
     rank: int
     request_id: int
     """0: a periodic save."""
-    name: str
+    name: CheckpointName
     seconds: float
     num_bytes: int
     on_shared: bool = True
@@ -206,7 +219,7 @@ class SavedOnNodes(_Message, frozen=True, kw_only=True):
 
     rank: int
     request_id: int
-    name: str
+    name: CheckpointName
     seconds: float
     num_bytes: int
 
@@ -254,6 +267,7 @@ FromRank = (
     RankStarted
     | Progress
     | SaveStarted
+    | PartSaved
     | SavedOnNodes
     | Saved
     | SaveFailed

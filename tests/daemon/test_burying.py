@@ -1,0 +1,42 @@
+"""Orphans that were adopted are waited for; our own children are left to those who started them."""
+
+import subprocess
+import sys
+
+import pytest
+
+# A child of ours that ends with 7, and one that leaves an orphan in a session of its own; says who is still there.
+_UNDERTAKER = """
+import asyncio, os, subprocess, sys
+from verl_slurm_daemon.burying import bury_orphans
+from verl_slurm_daemon.processes import become_subreaper
+
+async def main():
+    become_subreaper()
+    bury_orphans(asyncio.get_running_loop())
+    told, tell = os.pipe()
+    leaves = ["/bin/sh", "-c", "read line & echo $!; exit"]
+    own = subprocess.Popen(["/bin/sh", "-c", "exit 7"])
+    child = subprocess.Popen(leaves, stdin=told, stdout=subprocess.PIPE, start_new_session=True)
+    orphan = int(child.stdout.readline())
+    watch = os.pidfd_open(orphan)
+    child.wait()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(watch, ended.set)
+    os.close(told)
+    os.close(tell)
+    await ended.wait()
+    while os.path.exists(f"/proc/{orphan}"):
+        await asyncio.sleep(0)
+    print("buried", own.wait(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.scenario("P11")
+def test_an_adopted_orphan_is_buried_and_a_child_of_ours_keeps_its_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _UNDERTAKER], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "buried 7\n", done.stderr
