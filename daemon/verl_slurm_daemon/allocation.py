@@ -21,6 +21,7 @@ from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
@@ -307,7 +308,10 @@ class LocalAllocation:
     async def still_alive(self, owner: Epoch) -> str:
         if owner.host != socket.gethostname() or owner.pid == os.getpid():
             return ""
-        try:
+        if owner.born:
+            same = birth_of(owner.pid) == owner.born
+            return f"process {owner.pid} of job {owner.job_id} lives" if same else ""
+        try:  # taken by a version that did not note its birth
             process = psutil.Process(owner.pid)
             started = datetime.fromtimestamp(process.create_time(), UTC)
         except psutil.NoSuchProcess:

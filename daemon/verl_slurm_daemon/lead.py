@@ -19,7 +19,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import read_epoch, take_epoch
+from verl_slurm.fence import Epoch, read_epoch, take_epoch
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Progress, Saved
@@ -74,9 +74,10 @@ class Lead:
             loop.add_signal_handler(number, self._events.put_nowait, ev.SignalArrived(name, "lead"))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        await self._refuse_if_owned()
+        former = await self._refuse_if_owned()
         mine = take_epoch(
             self._paths,
+            after=former,  # two leads that both found it over: one of them gets it
             job_id=self._allocation.job_id,
             restart=self._allocation.restart,
             cluster=self._allocation.cluster,
@@ -115,7 +116,12 @@ class Lead:
             journal.event("fenced", exit_code=int(code), reason=reason)
         return code
 
-    async def _refuse_if_owned(self) -> None:
+    async def _refuse_if_owned(self) -> Epoch | None:
+        """The run's former owner, which is over.
+
+        Raises:
+            Fenced: it is not.
+        """
         owner = read_epoch(self._paths)
         alive = "" if owner is None else await self._allocation.still_alive(owner)
         if alive:
@@ -125,6 +131,7 @@ class Lead:
                 found=alive,
                 remedy=f"wait for it, or verl-slurm cancel {self._paths.root}",
             )
+        return owner
 
     async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
         if cancelled := await self._allocation.cancelled_before():
