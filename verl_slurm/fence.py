@@ -11,10 +11,8 @@ number. So it does not matter when, or whether, a winner gets to write the copy:
 or was killed, closes nobody's epoch. No clock and no age decide anything here.
 """
 
-import errno
 import os
 import re
-import secrets
 import socket
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,13 +21,12 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, Fenced
-from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.files import create_file, private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 
 __all__ = ["Epoch", "read_epoch", "require_epoch", "take_epoch"]
 
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 _TEMP = re.compile(r"\.?epoch_(\d{6,})\.")
 
@@ -121,7 +118,7 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
     """Win the number of `mine`, or the next one that is not spoilt."""
     while True:
         claim = _claim_path(paths, mine.epoch)
-        if _make(claim, msgspec.json.encode(mine)):
+        if create_file(claim, msgspec.json.encode(mine)):
             return mine
         there = _read_claim(paths, mine.epoch)
         if there == mine:
@@ -134,33 +131,6 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
                 remedy=f"verl-slurm status {paths.root}",
             )
         mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
-
-
-def _make(claim: Path, data: bytes) -> bool:
-    """Make `claim` with this content, at once and durably; False: the name is taken."""
-    temp = claim.parent / f"{claim.stem}.{secrets.token_hex(8)}.tmp"
-    try:
-        write_file(temp, data)
-        os.link(temp, claim, follow_symlinks=False)
-    except (FileExistsError, FileNotFoundError):  # not found: the winner has swept ours away
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # A file system without links. A claim that is read before it is written is passed over (`_read_claim`), and
-        # whoever passes it over takes a greater number, which closes this one.
-        try:
-            fd = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return False
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-    finally:
-        temp.unlink(missing_ok=True)
-    fsync_path(claim.parent)
-    return True
 
 
 def _sweep(paths: RunPaths, won: int) -> None:
@@ -186,8 +156,8 @@ def _read_copy(paths: RunPaths) -> Epoch | None:
 
 
 def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
-    """Who won `number`. None: a claim that says nothing, of version 0.1, which wrote none, or of a file system
-    without links; its number is spoilt.
+    """Who won `number`. None: a claim that says nothing, as a former version made them, or that is read before it is
+    written on a file system without links. Its number is spoilt: the next one is taken, which closes it.
 
     Raises:
         FileNotFoundError: nobody has claimed it.
