@@ -61,6 +61,7 @@ class Lead:
         self._model = Model(limits)
         self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)
         self._status_due = 0.0
+        self._lost = False
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
             from verl_slurm_daemon import lead_metrics  # 2 MB, and only here
@@ -197,7 +198,9 @@ class Lead:
         now = asyncio.get_running_loop().time()
         if changed or now >= self._status_due:
             self._status_due = now + _STATUS_EVERY_S
-            journal.status(status)
+            if (owner := journal.status(status)) and not self._lost:
+                self._lost = True
+                self._events.put_nowait(ev.RunLost(owner))
 
 
 def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
