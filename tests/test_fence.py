@@ -77,6 +77,7 @@ def test_a_winner_that_slept_before_it_wrote_the_copy_takes_nothing_back(
 ) -> None:
     paths = RunPaths(tmp_path)
     take_epoch(paths, job_id="1", restart=0)
+
     def sleeps(path: Path, data: bytes) -> None:
         if path == paths.epoch:
             monkeypatch.undo()

@@ -8,7 +8,9 @@ from verl_slurm.process_birth import birth_of
 
 
 def test_a_process_keeps_its_birth_over_an_exec_and_another_has_its_own() -> None:
-    show = "from verl_slurm.process_birth import birth_of; import os; print(birth_of(os.getpid()), flush=True)"
+    show = (
+        "from verl_slurm.process_birth import birth_of; import os; print(birth_of(os.getpid()), flush=True)"
+    )
     again = f"import os, sys; {show}; os.execv(sys.executable, [sys.executable, '-c', {show!r}])"
     said = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, check=True).stdout
     first, second = said.splitlines()

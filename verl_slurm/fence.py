@@ -83,7 +83,7 @@ def take_epoch(
     job_id: str,
     restart: int,
     cluster: str = "local",
-    after: Epoch | None | msgspec.UnsetType = msgspec.UNSET,
+    after: Epoch | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Epoch:
     """Close the present epoch and open the next one, as its only owner.
 

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from verl_slurm.errors import PermissionRefused
 
-__all__ = ["append_line", "create_file", "fsync_path", "make_private", "private_dir", "read_private", "write_file"]
+__all__ = [
+    "append_line",
+    "create_file",
+    "fsync_path",
+    "make_private",
+    "private_dir",
+    "read_private",
+    "write_file",
+]
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 

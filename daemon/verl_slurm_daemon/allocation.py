@@ -29,6 +29,7 @@ from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import JobFacts
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import step_argv
+from verl_slurm_daemon.slurm_clock import SlurmClock
 from verl_slurm_daemon.successor import predecessor, queue_successor
 
 __all__ = [
@@ -108,11 +109,14 @@ class SlurmAllocation:
         self.job_id, self.restart = str(job.job_id), job.restart_count
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
+        self._clock = SlurmClock()
         self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
 
     async def address(self) -> str:
         with contextlib.suppress(VerlSlurmError, ValueError):
-            self._kill_wait_s = float((await self._client.config())["KillWait"].split()[0])
+            conf, date = await self._client.config_and_time()
+            self._clock.hear(date)
+            self._kill_wait_s = float(conf["KillWait"].split()[0])
         # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
         return await self._client.node_addr(self._job.node_name)
 
@@ -126,10 +130,10 @@ class SlurmAllocation:
             facts,
             own_restarts=self.restart,
             signal_lead_s=self._config.slurm.signal_lead_s,
-            now=datetime.now(UTC),
+            now=self._clock.now(),
             lost_nodes=await self._lost_nodes(facts),
         )
-        left = None if cause.deadline is None else (cause.deadline - datetime.now(UTC)).total_seconds()
+        left = None if cause.deadline is None else (cause.deadline - self._clock.now()).total_seconds()
         if left is None and cause.ends_job:
             left = self._kill_wait_s  # it is being ended now: TERM has come, KILL follows
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
@@ -148,7 +152,7 @@ class SlurmAllocation:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError:
             return Outlook(answered=False)
-        left = (facts.end_time - datetime.now(UTC)).total_seconds() if facts.end_time else None
+        left = (facts.end_time - self._clock.now()).total_seconds() if facts.end_time else None
         return Outlook(True, left, facts.preempt_time is not None)
 
     async def requeue(self) -> RequeueAnswered | str:

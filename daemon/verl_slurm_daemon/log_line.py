@@ -29,7 +29,8 @@ def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = Fa
         loud: something is wrong.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
-    return f"{now()} +{time.monotonic():.3f} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip() + "\n"
+    when = f"{now()} +{time.monotonic():.3f}"
+    return f"{when} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip() + "\n"
 
 
 def _short(value: Any) -> str:

@@ -108,7 +108,9 @@ async def _wait_for_a_claim(paths: RunPaths, job_id: str, sleep: Callable[[float
         if create_file(claim, me) or (claim.read_bytes() == me and not next_claim.exists()):
             return ""
         for _ in range(_LOOKS):
-            await sleep(_LOOK_S)  # the journal may be on a network file system, which tells nobody of a change
+            await sleep(
+                _LOOK_S
+            )  # the journal may be on a network file system, which tells nobody of a change
             if there := was_queued(read_events(paths), job_id):
                 return there
     raise AssertionError("unreachable")

@@ -28,6 +28,7 @@ from verl_slurm.runtime_state import ledger
 
 pytestmark = pytest.mark.torch
 
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     paths = prepared(tmp_path_factory.mktemp("straight") / "run")

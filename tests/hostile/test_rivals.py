@@ -88,7 +88,7 @@ def processes(*work: tuple[Callable[..., None], tuple[Any, ...]]) -> Iterator[No
 
 def contender(name: str, root: Path, rounds: int, barrier: Any, told: Any) -> None:
     """What a lead does at its start, and then, whether it won or not, a save under the number it would have."""
-    paths, dice = RunPaths(root), random.Random(f"{SEED} {name}")  # noqa: S311 - no secret
+    paths, dice = RunPaths(root), random.Random(f"{SEED} {name}")
     for number in range(rounds):
         former = read_epoch(paths)
         barrier.wait(PATIENCE_S)
@@ -290,7 +290,7 @@ def some(paths: RunPaths, stop: Any, dice: random.Random) -> Iterator[Checkpoint
 
 
 def verifier(paths: RunPaths, stop: Any, seen: Any) -> None:
-    for info in some(paths, stop, random.Random(SEED + 1)):  # noqa: S311 - no secret
+    for info in some(paths, stop, random.Random(SEED + 1)):
         verdict = verify(info.path)
         if not verdict.ok:
             assert not info.path.exists(), f"seed {SEED}: {verdict.one_line()}"
@@ -298,7 +298,7 @@ def verifier(paths: RunPaths, stop: Any, seen: Any) -> None:
 
 
 def scrubber(paths: RunPaths, stop: Any, seen: Any) -> None:
-    for info in some(paths, stop, random.Random(SEED + 2)):  # noqa: S311 - no secret
+    for info in some(paths, stop, random.Random(SEED + 2)):
         found = scrub_one(info.path, set_aside=True)
         assert found.verdict.ok or found.gone, f"seed {SEED}: {found.verdict.one_line()}"
         _count(seen, "scrubbed", found.verdict.ok)
@@ -306,7 +306,7 @@ def scrubber(paths: RunPaths, stop: Any, seen: Any) -> None:
 
 def restorer(paths: RunPaths, stop: Any, seen: Any, scratch: Path) -> None:
     """Copies a checkpoint out and holds the copy against its own manifest: whole, or gone, and never a mixture."""
-    for info in some(paths, stop, random.Random(SEED + 3)):  # noqa: S311 - no secret
+    for info in some(paths, stop, random.Random(SEED + 3)):
         copy = scratch / info.name
         try:
             shutil.copytree(info.path, copy, symlinks=True)
@@ -335,7 +335,7 @@ def replicator(paths: RunPaths, stop: Any, seen: Any, tiers: list[OpenTier]) -> 
 
 def fetcher(paths: RunPaths, stop: Any, seen: Any, tiers: list[OpenTier], names: list[str]) -> None:
     """Brings back what was let go long ago, and is let go again."""
-    dice = random.Random(SEED + 4)  # noqa: S311 - no secret
+    dice = random.Random(SEED + 4)
     while not stop.is_set():
         try:
             fetch(paths, config_of(), dice.choice(names), tiers=tiers)
