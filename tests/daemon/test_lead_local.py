@@ -87,6 +87,7 @@ def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path
     assert not any(e["event"] == "generation" for e in events)
 
 
+@pytest.mark.scenario("C01")
 def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
     straight: RunPaths, tmp_path: Path
 ) -> None:

@@ -45,19 +45,21 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     # A node that Slurm takes for dead: its ranks live, and nobody above them says anything.
     old = psutil.Process(winner.pid).children(recursive=True)
     ranks = [process for process in old if "verl_slurm.trainer" in process.cmdline()]
-    launchers = [process for process in old if "torch.distributed.run" in process.cmdline()]
+    agents = [process for process in old if "verl_slurm_daemon" in process.cmdline()]
+    below = [process for process in old if process not in agents]
     assert len(ranks) >= 2
+    assert len(agents) == 2
     for process in old:
         process.suspend()
     winner.kill()
-    finish(winner)
+    winner.wait()  # its agents keep its output open
     successor = lead(paths)
     try:
         until(successor, "generation")
-        for process in (*ranks, *launchers):
+        for process in below:
             process.resume()  # their agents stay as they are, and kill nobody
         assert finish(successor) == 0
-        _, alive = psutil.wait_procs(launchers, timeout=120)
+        _, alive = psutil.wait_procs(below, timeout=120)
         assert not alive, "they come to an end of their own"
     finally:
         for process in old:
