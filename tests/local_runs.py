@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.harness import ROOT, SMALL
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -48,3 +50,15 @@ def until(process: "subprocess.Popen[str]", word: str) -> str:
 def finish(process: "subprocess.Popen[str]") -> int:
     process.communicate(timeout=120)
     return process.returncode
+
+
+_UNDISTURBED: list[RunPaths] = []
+
+
+def undisturbed(factory: pytest.TempPathFactory) -> RunPaths:
+    """What `prepared` comes to when nobody disturbs it; one for all tests of a session, to be compared with."""
+    if not _UNDISTURBED:
+        paths = prepared(factory.mktemp("straight") / "run")
+        assert finish(lead(paths)) == 0
+        _UNDISTURBED.append(paths)
+    return _UNDISTURBED[0]

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.harness import same_weights, wait_until_gone
-from tests.local_runs import finish, lead, prepared, until
+from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.manifest import parse, render, sealed
@@ -31,9 +31,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    paths = prepared(tmp_path_factory.mktemp("straight") / "run")
-    assert finish(lead(paths)) == 0
-    return paths
+    return undisturbed(tmp_path_factory)
 
 
 def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.harness import same_weights, wait_until_gone
-from tests.local_runs import finish, lead, prepared, until
+from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
@@ -53,9 +53,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    paths = prepared(tmp_path_factory.mktemp("straight") / "run")
-    assert finish(lead(paths)) == 0
-    return paths
+    return undisturbed(tmp_path_factory)
 
 
 def told(paths: RunPaths, *kinds: str) -> list[Event]:

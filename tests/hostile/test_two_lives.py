@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.harness import same_weights, wait_until_gone
-from tests.local_runs import finish, lead, prepared, until
+from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.events import read_events
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    paths = prepared(tmp_path_factory.mktemp("straight") / "run")
-    assert finish(lead(paths)) == 0
-    return paths
+    return undisturbed(tmp_path_factory)
 
 
 @pytest.mark.scenario("C01")
@@ -59,8 +57,8 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
         for process in below:
             process.resume()  # their agents stay as they are, and kill nobody
         assert finish(successor) == 0
-        _, alive = psutil.wait_procs(below, timeout=120)
-        assert not alive, "they come to an end of their own"
+        for rank in ranks:
+            _wait_for([rank.pid])  # they come to an end of their own
     finally:
         for process in old:
             if process.is_running():
@@ -73,7 +71,6 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     found = list_checkpoints(paths)
     assert {(info.kind, info.epoch) for info in found} == {("committed", 2)}
     assert all(verify(info.path).ok for info in found)
-    assert {path.name[:12] for path in paths.ledger.iterdir()} == {"epoch_000001", "epoch_000002"}
     assert ledger.stats(paths).problems == ()
     status = read_status(paths)
     assert (status["epoch"], status["state"]) == (2, "ended")
@@ -85,9 +82,18 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
 
 def _first_to_end(processes: "list[subprocess.Popen[str]]") -> "subprocess.Popen[str]":
     """The other one trains for seconds yet."""
-    ends = {os.pidfd_open(process.pid): process for process in processes}
+    first = _wait_for([process.pid for process in processes])
+    return next(process for process in processes if process.pid == first)
+
+
+def _wait_for(pids: list[int]) -> int:
+    """The first of them that ends. It may stay a zombie: its parent is stopped."""
+    ends = {os.pidfd_open(pid): pid for pid in pids if psutil.pid_exists(pid)}
+    if len(ends) < len(pids):
+        return next(pid for pid in pids if pid not in ends.values())
     try:
-        ready, _, _ = select.select(list(ends), [], [], 60)
+        ready, _, _ = select.select(list(ends), [], [], 120)
+        assert ready, f"none of {pids} ends"
         return ends[ready[0]]
     finally:
         for end in ends:
