@@ -50,7 +50,9 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     for process in old:
         process.suspend()
     winner.kill()
-    winner.wait()  # its agents keep its output open
+    winner.wait()
+    assert winner.stdout is not None
+    winner.stdout.close()  # its agents keep the other end open
     successor = lead(paths)
     try:
         until(successor, "generation")
