@@ -6,37 +6,20 @@ What is small of it runs with the other tests; `VERL_SLURM_SOAK=200 pytest -m so
 
 import asyncio
 import contextlib
-import json
-import multiprocessing
 import os
 import random
-import secrets
 import shutil
-import socket
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from verl_slurm_daemon.agent_metrics import AgentMetrics
-from verl_slurm_daemon.channel import AgentLink, serve
-from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead_address import (
-    LeadAddress,
-    read_lead_address,
-    remove_lead_address,
-    write_lead_address,
-)
-from verl_slurm_daemon.lead_metrics import LeadMetrics
-from verl_slurm_daemon.rank_socket import RankSocket
 from verl_slurm_daemon.successor import queue_successor
 
 from tests.checkpoint.conftest import manifest_of, stage
+from tests.hostile.racing import FORK, PATIENCE_S, processes
 from tests.tiers.conftest import config_of, opened, posix_config
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
@@ -47,7 +30,6 @@ from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.scrub import scrub_one
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.errors import CheckpointCorrupt, Fenced, NotFound, TierError
 from verl_slurm.events import read_events
 from verl_slurm.fence import read_epoch, require_epoch, take_epoch
@@ -58,29 +40,8 @@ from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import sync
 from verl_slurm.tiers.transfer import verify_copy
 
-FORK = multiprocessing.get_context("fork")
-PATIENCE_S = 120.0
-"""For a barrier and for a process's end; what needs longer has locked itself up."""
 SEED = 5
 MANY = int(os.environ.get("VERL_SLURM_SOAK") or 200)
-
-
-@contextlib.contextmanager
-def processes(*work: tuple[Callable[..., None], tuple[Any, ...]]) -> Iterator[None]:
-    """Run each in a process of its own until it ends; whoever fails, or does not end, fails the test."""
-    running = [FORK.Process(target=target, args=args) for target, args in work]
-    for process in running:
-        process.start()
-    try:
-        yield
-        for process, (target, _) in zip(running, work, strict=True):
-            process.join(PATIENCE_S)
-            assert process.exitcode is not None, f"{target.__name__} has locked itself up"
-            assert process.exitcode == 0, f"{target.__name__} ended with {process.exitcode}"
-    finally:
-        for process in running:
-            process.kill()
-            process.join()
 
 
 # ---- two jobs, one run (C01)
@@ -184,84 +145,6 @@ def test_of_the_agents_of_a_dead_lead_one_queues_the_successor(
     assert [len(said) for said in answers.values()] == [1] * jobs, "all name the same one"
     assert sorted(sent) == sorted(answer for said in answers.values() for answer in said)
     assert Counter(event["after"] for event in read_events(paths)) == {str(100 + n): 1 for n in range(jobs)}
-
-
-# ---- several daemons on one node (C05)
-
-
-def daemon(paths: RunPaths, config: RunConfig, epoch: int, others: Any, told: Any) -> None:
-    """All that a lead and its agent open, held open while the other three daemons have theirs."""
-    step = partial(asyncio.to_thread, others.wait, PATIENCE_S)
-
-    async def host() -> str:
-        return "127.0.0.1"
-
-    async def no_link(_: AgentLink) -> None:
-        raise AssertionError("nobody has the token")
-
-    async def live() -> None:
-        lead = LeadMetrics(paths, config, Status(epoch=epoch), time.time)
-        agent = AgentMetrics(paths, config, 0, lambda: True)
-        token = secrets.token_bytes(32)
-        server, port = await serve("127.0.0.1", token, epoch, 4, no_link)
-        write_lead_address(
-            paths, LeadAddress(epoch=epoch, generation=1, host="127.0.0.1", port=port, token=token.hex())
-        )
-        ranks = RankSocket(lambda _: None, max_ranks=4)
-        said = [await lead.open(host), await agent.open("127.0.0.1")]
-        await step()
-        (entry,) = json.loads(lead._exporter._written)
-        (other,) = json.loads(agent._exporter._written)
-        targets = [entry["targets"][0], other["targets"][0]]
-        told.put((str(paths.root), epoch, port, str(ranks.directory), targets, said))
-        await step()  # looked at from outside
-        if epoch == 2:
-            write_lead_address(paths, msgspec.structs.replace(read_lead_address(paths), epoch=2))
-            await step()  # the older ones leave
-            assert read_lead_address(paths).epoch == 2
-            assert ranks.directory.is_dir()
-        for one in (lead, agent):
-            one.close()
-        server.close()
-        ranks.close()
-        remove_lead_address(paths, epoch)
-        if epoch == 1:
-            await step()
-
-    asyncio.run(live())
-
-
-@pytest.mark.scenario("C05")
-def test_daemons_of_two_runs_and_two_of_each_on_one_node_have_their_own_of_everything(
-    tmp_path: Path,
-) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        wanted = int(free.getsockname()[1])
-    observed = ObservabilityConfig(metrics_port=wanted, targets_dir=str(tmp_path / "targets"))
-    config = RunConfig(name="run", observability=observed)
-    runs = [RunPaths(private_dir(tmp_path / name)) for name in "ab"]
-    for paths in runs:
-        private_dir(paths.control)
-    others, told = FORK.Barrier(5), FORK.SimpleQueue()
-    work = [(daemon, (paths, config, epoch, others, told)) for paths in runs for epoch in (1, 2)]
-    with processes(*work):
-        others.wait(PATIENCE_S)
-        found = [told.get() for _ in work]
-        pages = {}
-        for root, epoch, _, _, targets, _ in found:
-            with urllib.request.urlopen(f"http://{targets[0]}/metrics", timeout=30) as answer:
-                pages[root, epoch] = answer.read().decode()
-        others.wait(PATIENCE_S)
-        others.wait(PATIENCE_S)
-    for what in ([one[2] for one in found], [one[3] for one in found], [t for one in found for t in one[4]]):
-        assert len(set(what)) == len(what), f"shared: {what}"
-    assert all(f"verl_run_epoch {float(epoch)}" in page for (_, epoch), page in pages.items())
-    elsewhere = [text for one in found for text in one[5] if text]
-    assert len(elsewhere) >= 2 * (len(work) - 1), "a port that is another's is another one, and said"
-    assert all("are at port" in text for text in elsewhere)
-    assert list((tmp_path / "targets").iterdir()) == []
-    assert not any(paths.lead_address.exists() or Path(one[3]).exists() for paths in runs for one in found)
 
 
 # ---- everybody at once (C03)
