@@ -26,11 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
 
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
-from verl_slurm_daemon.allocation import LocalAllocation
 from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
+from verl_slurm_daemon.local_allocation import LocalAllocation
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 

@@ -2,12 +2,19 @@
 
 A requeued job can start while ranks of its former life still write (seen: a slurmd that lost its controller).
 No lease stops a paused writer, so the token is checked where it counts: every manifest carries its epoch, and a
-rank reads `RUN/epoch` once more just before the rename that commits. An epoch is won by creating its claim file
-(O_EXCL: one winner on POSIX and on NFSv3 and later), and only then written to `RUN/epoch`.
+rank reads who the owner is once more just before the rename that commits.
+
+Number N is won by whoever makes the name `control/epoch_N.claim`, by link(2), with all that is to be known of the
+winner in it: one winner on POSIX and on NFS, for ever, and no moment at which there is a claim that says nothing.
+`RUN/epoch` is a copy of the newest, where people and readers look first; the owner is the claim with the greatest
+number. So it does not matter when, or whether, a winner gets to write the copy: one that slept for an hour in between,
+or was killed, closes nobody's epoch. No clock and no age decide anything here.
 """
 
 import os
+import re
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +22,15 @@ from typing import Annotated
 import msgspec
 
 from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, Fenced
-from verl_slurm.files import private_dir, write_file
+from verl_slurm.files import create_file, private_dir, write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.process_birth import birth_of
 
 __all__ = ["Epoch", "read_epoch", "require_epoch", "take_epoch"]
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_TEMP = re.compile(r"\.?epoch_(\d{6,})\.")
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +44,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: _Number
     taken: str
+    born: str = ""
+    """`process_birth.birth_of(pid)`: tells this process from a later one of the same number, whatever clocks say."""
 
 
 def read_epoch(paths: RunPaths) -> Epoch | None:
@@ -43,17 +54,13 @@ def read_epoch(paths: RunPaths) -> Epoch | None:
     Raises:
         CheckpointCorrupt: the file is not what `take_epoch` writes.
     """
-    try:
-        return msgspec.json.decode(paths.epoch.read_bytes(), type=Epoch)
-    except FileNotFoundError:
-        return None
-    except UNREADABLE as error:
-        raise CheckpointCorrupt(
-            "the epoch of the run cannot be read",
-            where=paths.epoch,
-            found=error,
-            remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",
-        ) from error
+    owner = _read_copy(paths)
+    number = 1 if owner is None else owner.epoch + 1
+    with suppress(FileNotFoundError):
+        while True:  # once, nearly always: the copy is written right after the claim
+            owner = _read_claim(paths, number) or owner
+            number += 1
+    return owner
 
 
 def require_epoch(paths: RunPaths, epoch: int) -> None:
@@ -72,56 +79,97 @@ def require_epoch(paths: RunPaths, epoch: int) -> None:
         )
 
 
-def take_epoch(paths: RunPaths, *, job_id: str, restart: int, cluster: str = "local") -> Epoch:
+def take_epoch(
+    paths: RunPaths,
+    *,
+    job_id: str,
+    restart: int,
+    cluster: str = "local",
+    after: Epoch | msgspec.UnsetType | None = msgspec.UNSET,
+) -> Epoch:
     """Close the present epoch and open the next one, as its only owner.
+
+    Args:
+        after: the owner that the caller has seen, and found to be over: the epoch is taken from that one and from
+            nobody who came in between. Unset: from whoever owns the run now.
 
     Raises:
         Fenced: another incarnation took it in the same moment.
+
+    Called by: lead.
     """
     private_dir(paths.control)
-    before = read_epoch(paths)
-    number = _claim(paths, 1 if before is None else before.epoch + 1)
+    before = read_epoch(paths) if isinstance(after, msgspec.UnsetType) else after
     mine = Epoch(
-        epoch=number,
+        epoch=1 if before is None else before.epoch + 1,
         cluster=cluster,
         job_id=job_id,
         restart=restart,
         host=socket.gethostname(),
         pid=os.getpid(),
         taken=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        born=birth_of(os.getpid()),
     )
+    mine = _claim(paths, mine)
     write_file(paths.epoch, msgspec.json.encode(mine))
+    _sweep(paths, mine.epoch)
     return mine
 
 
-def _claim(paths: RunPaths, number: int) -> int:
-    """The first number from `number` on that we are the one to create the claim file of."""
+def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
+    """Win the number of `mine`, or the next one that is not spoilt."""
     while True:
-        claim = paths.control / f"epoch_{number:06d}.claim"
-        try:
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-            return number
-        except FileExistsError:
-            if not _abandoned(paths, claim):
-                raise Fenced(
-                    "another job took this run at the same moment",
-                    where=paths.root,
-                    found=f"a claim for epoch {number}",
-                    remedy=f"verl-slurm status {paths.root}",
-                ) from None
-        number += 1
+        claim = _claim_path(paths, mine.epoch)
+        if create_file(claim, msgspec.json.encode(mine)):
+            return mine
+        there = _read_claim(paths, mine.epoch)
+        if there == mine:
+            return mine  # NFS: the answer to our first try was lost
+        if there is not None:
+            raise Fenced(
+                "another job took this run at the same moment",
+                where=paths.root,
+                found=f"epoch {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
+                remedy=f"verl-slurm status {paths.root}",
+            )
+        mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
 
 
-_CLAIM_PATIENCE_S = 30.0
-"""From claim to `RUN/epoch` are two system calls; who needs longer was killed in between."""
+def _sweep(paths: RunPaths, won: int) -> None:
+    """Remove what those left who died in mid-claim; whoever still lives has lost, and will find that out."""
+    for temp in paths.control.glob("*epoch_*.tmp"):
+        number = _TEMP.match(temp.name)
+        if number is not None and int(number[1]) <= won:
+            temp.unlink(missing_ok=True)
 
 
-def _abandoned(paths: RunPaths, claim: Path) -> bool:
-    """Whether the claimant died between claiming and writing. Ages are measured by the file server's clock."""
-    probe = paths.control / f".probe.{os.getpid()}"
+def _read_copy(paths: RunPaths) -> Epoch | None:
     try:
-        probe.touch()
-        age = probe.stat().st_mtime - claim.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-    return age > _CLAIM_PATIENCE_S
+        return msgspec.json.decode(paths.epoch.read_bytes(), type=Epoch)
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise CheckpointCorrupt(
+            "the epoch of the run cannot be read",
+            where=paths.epoch,
+            found=error,
+            remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",
+        ) from error
+
+
+def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
+    """Who won `number`. None: a claim that says nothing, as a former version made them, or that is read before it is
+    written on a file system without links. Its number is spoilt: the next one is taken, which closes it.
+
+    Raises:
+        FileNotFoundError: nobody has claimed it.
+    """
+    try:
+        claimed = msgspec.json.decode(_claim_path(paths, number).read_bytes(), type=Epoch)
+    except UNREADABLE:
+        return None
+    return claimed if claimed.epoch == number else None
+
+
+def _claim_path(paths: RunPaths, number: int) -> Path:
+    return paths.control / f"epoch_{number:06d}.claim"

@@ -18,6 +18,7 @@ from verl_slurm.errors import PermissionRefused
 
 __all__ = [
     "append_line",
+    "create_file",
     "fsync_path",
     "make_private",
     "others_may_replace",
@@ -25,6 +26,8 @@ __all__ = [
     "read_private",
     "write_file",
 ]
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def private_dir(path: Path) -> Path:
@@ -118,6 +121,41 @@ def write_file(path: Path, data: bytes) -> None:
         temp.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Make `path`, 0600, with this content, at once and durably; False: the name is taken.
+
+    One of many gets it, on POSIX and on NFS, and nobody ever sees it half written: it is linked to its name (link(2)).
+    On a file system without links it is made and then written, so that a reader may find it empty.
+
+    Called by: fence, daemon.successor.
+    """
+    temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
+    try:
+        write_file(temp, data)
+        os.link(temp, path, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:  # whoever has the name swept our temporary file away
+        if path.exists():
+            return False
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+    finally:
+        temp.unlink(missing_ok=True)
+    fsync_path(path.parent)
+    return True
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:

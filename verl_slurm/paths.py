@@ -13,8 +13,8 @@ RUN/                        0700
   rewards.json              which reward is in force from which step on, where it was ever replaced
   rewards/<digest>.py       source of each function that was ever the reward
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
-  control/                  lead.json (address and token of the living lead), claims of epochs, resume_once,
-                            parts_since, tiers.json (what the mover read back in each tier), tiers.lock,
+  control/                  lead.json (address and token of the living lead), claims of epochs and of successors,
+                            resume_once, parts_since, tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
                             metrics/ (where Prometheus finds the lead and the agents)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger

@@ -346,18 +346,15 @@ class Effects:
         )
         for link in self._links.values():
             link.send(request)
-        seconds_left = left and round(left, 1)
-        self._journal.event("save", request=action.request_id, stop=action.stop, seconds_left=seconds_left)
         if left is not None:
-            self._mover.interrupt()
             self._arm(left)
+            self._mover.interrupt()
+        seconds_left = left and round(left, 1)  # written down last: a disk may be slow, and the time runs
+        self._journal.event("save", request=action.request_id, stop=action.stop, seconds_left=seconds_left)
 
     def _arm(self, seconds_left: float) -> None:
-        self._spawn(self._deadline(seconds_left - self._config.daemon.save_margin_s))
-
-    async def _deadline(self, seconds: float) -> None:
-        await asyncio.sleep(max(0.0, seconds))
-        self._post(ev.SaveDeadline())
+        seconds = max(0.0, seconds_left - self._config.daemon.save_margin_s)
+        asyncio.get_running_loop().call_later(seconds, self._post, ev.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
         found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)

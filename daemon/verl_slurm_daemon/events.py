@@ -77,6 +77,12 @@ class Hung(_Event, frozen=True):
     detail: str
 
 
+class RunLost(_Event, frozen=True):
+    """A newer incarnation owns the run: what ours do from here on counts for nothing."""
+
+    owner: str
+
+
 class GenerationEnded(_Event, frozen=True):
     """The step with the agents is gone: no process of ours is left on any node."""
 
@@ -125,6 +131,7 @@ Event = (
     | RankSaid
     | NodeFailed
     | Hung
+    | RunLost
     | GenerationEnded
     | Verified
     | SaveDeadline

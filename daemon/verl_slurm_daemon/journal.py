@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import Event, append_event
+from verl_slurm.fence import read_epoch
 from verl_slurm.files import write_file
 from verl_slurm.one_line import json_line
 from verl_slurm.paths import RunPaths
@@ -87,13 +89,21 @@ class Journal:
         except (OSError, ValueError):
             return
 
-    def status(self, status: Status) -> None:
-        """Replace the snapshot. Best effort: it informs, nothing depends on it."""
+    def status(self, status: Status) -> str:
+        """Replace the snapshot. Best effort: it informs, nothing depends on it.
+
+        Returns:
+            Whose the run is by now, where it is no longer this incarnation's; then nothing was written. Empty: ours.
+        """
         status.updated = now()
         try:
+            owner = read_epoch(self._paths)
+            if owner is not None and owner.epoch > self._epoch:
+                return f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}"
             write_file(self._paths.status, json_line(status))
-        except OSError:
-            return
+        except (OSError, VerlSlurmError):
+            pass
+        return ""
 
 
 def stuck_starts(events: list[Event]) -> int:

@@ -22,22 +22,25 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import read_epoch, take_epoch
+from verl_slurm.fence import Epoch, read_epoch, take_epoch
 from verl_slurm.files import private_dir
 from verl_slurm.outages import Outages
 from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.snapshot import read_status
 from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import events as ev
-from verl_slurm_daemon.allocation import Allocation, LocalAllocation, find_allocation
+from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
 from verl_slurm_daemon.journal import Journal, Status, stuck_starts
+from verl_slurm_daemon.local_allocation import HostfileAllocation, LocalAllocation
 from verl_slurm_daemon.log_line import now
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.reserve import keep_threads
+from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 from verl_slurm_daemon.states import State
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ class Lead:
         self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
+        self._lost = False
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
             from verl_slurm_daemon import lead_metrics  # 2 MB, and only here
@@ -86,12 +90,13 @@ class Lead:
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
-            await self._refuse_if_owned()
+            former = await self._refuse_if_owned()
         except Fenced:
             await self._allocation.withdraw()
             raise
         mine = take_epoch(
             self._paths,
+            after=former,  # two leads that both found it over: one of them gets it
             job_id=self._allocation.job_id,
             restart=self._allocation.restart,
             cluster=self._allocation.cluster,
@@ -153,7 +158,12 @@ class Lead:
             status.interruptions, status.interrupted_s = len(each), self._outages.seconds
             status.last_interruption = msgspec.to_builtins(each[-1])
 
-    async def _refuse_if_owned(self) -> None:
+    async def _refuse_if_owned(self) -> Epoch | None:
+        """The run's former owner, which is over.
+
+        Raises:
+            Fenced: it is not.
+        """
         owner = read_epoch(self._paths)
         alive = "" if owner is None else await self._allocation.still_alive(owner)
         if alive:
@@ -163,6 +173,7 @@ class Lead:
                 found=alive,
                 remedy=f"wait for it, or verl-slurm cancel {self._paths.root}",
             )
+        return owner
 
     async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
         if cancelled := await self._allocation.cancelled_before():
@@ -235,7 +246,9 @@ class Lead:
         now = asyncio.get_running_loop().time()
         if changed or now >= self._status_due:
             self._status_due = now + _STATUS_EVERY_S
-            journal.status(status)
+            if (owner := journal.status(status)) and not self._lost:
+                self._lost = True
+                self._events.put_nowait(ev.RunLost(owner))
 
 
 def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
@@ -254,7 +267,7 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
         hosts = parse_hostfile(hostfile.read_bytes(), hostfile)
         check_hosts(hosts, config)
         host = hosts[0].name
-    allocation = find_allocation(config, paths, host)
+    allocation = _find_allocation(config, paths, host)
 
     async def live() -> NoReturn:
         _leave(await Lead(paths, config, allocation).run(), allocation)
@@ -276,3 +289,11 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
     os._exit(int(code))
+
+
+def _find_allocation(config: RunConfig, paths: RunPaths, host: str | None) -> Allocation:
+    """The Slurm job of this process, the hosts that `host` leads, or this machine."""
+    if host is not None:
+        return HostfileAllocation(config, paths, host)
+    job = SlurmJob.from_environ(dict(os.environ))
+    return LocalAllocation(config, paths) if job is None else SlurmAllocation(job, config, paths)

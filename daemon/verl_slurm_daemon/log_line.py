@@ -1,5 +1,6 @@
-"""One line of the lead's and the agents' logs: when, whose, what, and the facts. Pure but for the clock."""
+"""One line of the lead's and the agents' logs: when, whose, what, and the facts. Pure but for the clocks."""
 
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -18,14 +19,18 @@ def now() -> str:
 
 
 def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = False) -> str:
-    """`TIME verl-slurm[WHO] EVENT key=value ...`, always one line. Called by: `journal`, `agent_log`.
+    """`TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line. Called by: `journal`, `agent_log`.
+
+    The second one is CLOCK_MONOTONIC of this machine in seconds: nodes disagree about dates, and dates are set in
+    mid-run; how long something took, and what came first on one node, it says all the same.
 
     Args:
         who: the epoch, for an agent also its node.
         loud: something is wrong.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
-    line = f"{now()} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip()
+    when = f"{now()} +{time.monotonic():.3f}"
+    line = f"{when} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip()
     return _plain(line) + "\n"
 
 

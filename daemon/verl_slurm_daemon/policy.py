@@ -80,6 +80,8 @@ def _decide(model: Model, event: ev.Event) -> Decision:
                     model, (act.Note("warning", {"topic": "hang", "text": detail}), act.TakeDown(True))
                 )
             return _on_failure(model, detail, "hang", node)
+        case ev.RunLost(owner):
+            return _on_run_lost(model, owner)
         case ev.StartTimedOut(generation):
             if model.state is State.LAUNCHING and generation == model.generation and not model.started:
                 return _on_failure(model, "the ranks did not start in time")
@@ -124,6 +126,17 @@ def _on_start_failed(model: Model, detail: str) -> Decision:
     note = act.Note("start_failed", {"detail": detail})
     intent = model.intent or Intent.REQUEUE
     return _leave(msgspec.structs.replace(model, intent=intent, cause=model.cause or "start"), note)
+
+
+def _on_run_lost(model: Model, owner: str) -> Decision:
+    """Down with the ranks, as if one of them had been refused: they would train for nobody. Once: a save that was
+    asked for fails by itself, and is given up at its deadline."""
+    if model.state not in _TRAINING or model.refusal is not None:
+        return Decision(model)
+    reason = f"a newer incarnation owns the run: {owner}"
+    refusal = Refused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
+    after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
+    return Decision(after, (act.Note("refused", {"reason": reason}), act.TakeDown()))
 
 
 def _on_signal(model: Model, signal: str, where: str) -> Decision:

@@ -4,21 +4,34 @@ The new job runs the same lead on the same run, asked for with the options of th
 once for each job (the journal remembers), not for a task of an array, which has its next task, and not for a
 heterogeneous job, whose components the configuration does not know. A cancel stays final: a successor whose
 predecessor was cancelled in its last seconds says so and ends.
+
+The agents of a dead lead may all come to ask for it, so whoever does claims it first (`control/successor_of_37.0`); the
+others wait for what the journal then says. A claimant that says nothing for a while has died, and the next claim
+(`.1`) is fought for. One that only slept meanwhile makes a second job, which the epoch keeps from the run.
 """
 
+import asyncio
+import itertools
 import os
 import shlex
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.events import Event, append_event, read_events
-from verl_slurm.files import write_file
+from verl_slurm.files import create_file, private_dir, write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
 __all__ = ["cancelled_task", "predecessor", "queue_successor", "successor_script", "was_queued"]
+
+_LOOK_S, _LOOKS = 0.25, 36
+"""For a claimant to say what came of it. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended after 8 s; all of
+this happens within KillWait, 30 s by default."""
 
 
 def predecessor(events: Sequence[Event], job_id: str) -> str:
@@ -60,18 +73,29 @@ def successor_script(python: str, paths: RunPaths) -> str:
     return f"#!/bin/bash\numask 077\ntrap '' USR1 TERM CONT\nexec {lead}\n"
 
 
-async def queue_successor(paths: RunPaths, config: RunConfig, job_id: str) -> str:
+async def queue_successor(
+    paths: RunPaths,
+    config: RunConfig,
+    job_id: str,
+    *,
+    sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+) -> str:
     """Queue it, or name the one that is queued already; its job id.
+
+    Args:
+        sleep: for tests.
 
     Raises:
         SlurmRefused: sbatch said no.
         SlurmMissing: no answer; it may have been queued all the same: asked again, it is found by its script.
-        OSError: the script cannot be written.
+        OSError: the claim or the script cannot be written.
 
     Called by: allocation.
     """
     there = was_queued(read_events(paths), job_id)
     if there:
+        return there
+    if there := await _wait_for_a_claim(paths, job_id, sleep):
         return there
     script = paths.logs / f"successor_of_{job_id}.sh"
     write_file(script, successor_script(sys.executable, paths).encode())
@@ -89,3 +113,21 @@ async def queue_successor(paths: RunPaths, config: RunConfig, job_id: str) -> st
     )
     append_event(paths, "successor", job_id=number, cluster="slurm", after=job_id)
     return number
+
+
+async def _wait_for_a_claim(paths: RunPaths, job_id: str, sleep: Callable[[float], Awaitable[Any]]) -> str:
+    """Until it is ours to queue the successor, or there is one: its job id."""
+    me = f"{socket.gethostname()} {os.getpid()} {birth_of(os.getpid())}".encode()
+    private_dir(paths.control)
+    for number in itertools.count():
+        claim, next_claim = (paths.control / f"successor_of_{job_id}.{n}" for n in (number, number + 1))
+        # Ours from before: sbatch had no answer for us, and nobody has lost patience yet.
+        if create_file(claim, me) or (claim.read_bytes() == me and not next_claim.exists()):
+            return ""
+        for _ in range(_LOOKS):
+            await sleep(
+                _LOOK_S
+            )  # the journal may be on a network file system, which tells nobody of a change
+            if there := was_queued(read_events(paths), job_id):
+                return there
+    raise AssertionError("unreachable")

@@ -1,5 +1,9 @@
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.recover import set_aside
@@ -38,3 +42,21 @@ def test_entries_are_classed_and_the_newest_comes_first(
 
 def test_no_directory_is_an_empty_catalog(paths: RunPaths) -> None:
     assert list_checkpoints(paths) == []
+
+
+@pytest.mark.parametrize("moment", ["before it is looked at", "before it is opened"])
+def test_what_a_living_run_removes_meanwhile_is_not_there(
+    save: Save, paths: RunPaths, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = save(2), save(4)
+
+    def looked_at(path: Path) -> os.stat_result:
+        if path == old and moment.startswith("before it is looked"):
+            shutil.rmtree(old, ignore_errors=True)
+        info = os.lstat(path)
+        if path == old:
+            shutil.rmtree(old)
+        return info
+
+    monkeypatch.setattr(Path, "lstat", looked_at)
+    assert [info.name for info in list_checkpoints(paths)] == [new.name]

@@ -1,19 +1,26 @@
 """What an allocation finds out from Slurm before the lead takes a run over. Slurm's answers are scripted."""
 
 import asyncio
+import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
-from verl_slurm_daemon import allocation
-from verl_slurm_daemon.allocation import SlurmAllocation
+from verl_slurm_daemon import slurm_allocation
+from verl_slurm_daemon.local_allocation import LocalAllocation
+from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_job
 
@@ -41,6 +48,7 @@ class _Slurm:
         return parse_job(re.sub(r"JobState=\S+", f"JobState={answer}", RECORD), job_id)
 
 
+@pytest.mark.scenario("C04")
 @pytest.mark.parametrize(
     ("answers", "verdict"),
     [
@@ -59,10 +67,10 @@ class _Slurm:
 def test_a_former_job_holds_the_run_until_slurm_says_that_it_is_over(
     answers: tuple[str | VerlSlurmError, ...], verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation, "_ASK_AGAIN_S", (0.0, 0.0))
-    monkeypatch.setattr(allocation, "_LEAVING_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(slurm_allocation, "_ASK_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(slurm_allocation, "_LEAVING_S", (0.0, 0.0, 0.0))
     slurm = _Slurm(*answers)
-    monkeypatch.setattr(allocation, "SlurmClient", lambda: slurm)
+    monkeypatch.setattr(slurm_allocation, "SlurmClient", lambda: slurm)
     job = SlurmJob.from_environ(
         {
             "SLURM_JOB_ID": "38",
@@ -75,6 +83,33 @@ def test_a_former_job_holds_the_run_until_slurm_says_that_it_is_over(
     mine = SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
     assert asyncio.run(mine.still_alive(OWNER)) == verdict
     assert slurm.asked <= 4
+
+
+@pytest.mark.scenario("C04", "K02")
+@pytest.mark.parametrize("taken", ["1970-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"])
+def test_whether_a_local_lead_lives_is_asked_by_its_birth_and_not_by_dates(
+    tmp_path: Path, taken: str
+) -> None:
+    mine = LocalAllocation(RunConfig(), RunPaths(tmp_path))
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        owner = Epoch(
+            epoch=1,
+            cluster="local",
+            job_id="local-1",
+            restart=0,
+            host=socket.gethostname(),
+            pid=living.pid,
+            taken=taken,
+            born=birth_of(living.pid),
+        )
+        assert f"process {living.pid} of job local-1 lives" in asyncio.run(mine.still_alive(owner))
+        another = msgspec.structs.replace(owner, born=birth_of(os.getpid()))
+        assert asyncio.run(mine.still_alive(another)) == "", "only its number is that of a living one"
+    finally:
+        living.kill()
+        living.communicate()
+    assert asyncio.run(mine.still_alive(owner)) == ""
 
 
 def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None:
@@ -135,7 +170,7 @@ def test_a_run_that_is_over_is_not_held_by_an_expedited_requeue(
             told.append(job_id)
             return refused
 
-    monkeypatch.setattr(allocation, "SlurmClient", Slurm)
+    monkeypatch.setattr(slurm_allocation, "SlurmClient", Slurm)
     environ = {
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NODELIST": "n1",
@@ -152,7 +187,7 @@ def test_a_silent_slurm_does_not_keep_a_run_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = _Slurm(SILENCE)
-    monkeypatch.setattr(allocation, "SlurmClient", lambda: slurm)
+    monkeypatch.setattr(slurm_allocation, "SlurmClient", lambda: slurm)
     environ = {
         "SLURM_JOB_ID": "37",
         "SLURM_JOB_NODELIST": "n1",

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from verl_slurm_daemon import allocation as module
-from verl_slurm_daemon.allocation import SlurmAllocation
+from verl_slurm_daemon import slurm_allocation as module
 from verl_slurm_daemon.avoid import avoided
+from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 
 from verl_slurm.config.load import parse_config
 from verl_slurm.paths import RunPaths

@@ -220,6 +220,28 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
     assert asyncio.run(story(ends=True)) == [DumpStacks()]
 
 
+@pytest.mark.scenario("K03")
+def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_that_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> list[ev.Event]:
+        loop, passed = asyncio.get_running_loop(), [0.0]
+        real = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real() + passed[0])
+
+        def slow_disk(*_: object, **__: object) -> None:
+            passed[0] += 3600.0
+
+        effects, posted = effects_of(tmp_path, Scripted())
+        monkeypatch.setattr(effects._journal, "event", slow_disk)
+        effects.perform(act.RequestSave(1, stop=True, seconds_left=3500.0))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return [posted.get_nowait() for _ in range(posted.qsize())]
+
+    assert asyncio.run(story()) == [ev.SaveDeadline()]
+
+
 def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,15 @@
 """The journal as memory: what it counts, what it survives."""
 
+import time
+from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
-from verl_slurm_daemon.journal import Journal, stuck_starts
+from verl_slurm_daemon.journal import Journal, Status, stuck_starts
 
 from verl_slurm.events import read_events
+from verl_slurm.fence import take_epoch
 from verl_slurm.paths import RunPaths
 
 
@@ -74,3 +78,26 @@ def test_a_time_limit_before_the_ranks_train_is_counted_and_one_in_training_is_n
 
 def test_what_was_mended_and_submitted_again_is_counted_afresh() -> None:
     assert stuck_starts([generation("a"), CRASH, generation("a"), CRASH, {"event": "submitted"}]) == 0
+
+
+@pytest.mark.scenario("K02")
+def test_a_line_carries_the_time_of_day_and_the_time_that_nobody_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = time.monotonic()
+    Journal(RunPaths(tmp_path), epoch=3, job_id="7").event("generation", number=1)
+    date, steady, who, *_ = capsys.readouterr().out.split()
+    assert datetime.fromisoformat(date).tzinfo is not None
+    assert before - 0.001 <= float(steady) <= time.monotonic() + 0.001
+    assert who == "verl-slurm[3]"
+
+
+@pytest.mark.scenario("C01")
+def test_the_snapshot_is_the_owners_and_whoever_lost_the_run_is_told(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    old = Journal(paths, epoch=take_epoch(paths, job_id="1", restart=0).epoch, job_id="1")
+    assert old.status(Status(step=1)) == ""
+    new = Journal(paths, epoch=take_epoch(paths, job_id="2", restart=0).epoch, job_id="2")
+    assert new.status(Status(step=7)) == ""
+    assert "epoch 2 of job 2" in old.status(Status(step=2))
+    assert msgspec.json.decode(paths.status.read_bytes(), type=Status).step == 7

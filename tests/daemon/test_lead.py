@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.allocation import LocalAllocation
 from verl_slurm_daemon.lead import Lead
+from verl_slurm_daemon.local_allocation import LocalAllocation
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced

@@ -16,8 +16,9 @@ import msgspec
 import pytest
 from verl_slurm_daemon.lead_address import read_lead_address
 
-from tests.harness import ROOT, SMALL, same_weights, wait_until_gone
+from tests.harness import same_weights, wait_until_gone
 from tests.hostile.netlab import ADDRESS, netlab
+from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.manifest import parse, render, sealed
@@ -28,54 +29,13 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
-from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = pytest.mark.torch
-
-QUICK = (*SMALL, "train.steps=2", "train.batch_size_per_device=64")
-
-
-def prepared(root: Path, *overrides: str) -> RunPaths:
-    """A run directory, nothing started."""
-    plan = plan_submission(
-        ROOT / "configs/quickstart.yaml", [*QUICK, *overrides, f"run_dir={root}"], cluster="local"
-    )
-    carry_out(plan, prepare_only=True)
-    return RunPaths(root)
-
-
-def lead(paths: RunPaths, *options: str) -> "subprocess.Popen[str]":
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root), *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def until(process: "subprocess.Popen[str]", word: str) -> str:
-    """Read the lead's log up to the line with `word` in it."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if word in line:
-            return line
-    raise AssertionError(f"no {word!r} in:\n{''.join(seen)}")
-
-
-def finish(process: "subprocess.Popen[str]") -> int:
-    process.communicate(timeout=120)
-    return process.returncode
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    paths = prepared(tmp_path_factory.mktemp("straight") / "run")
-    assert finish(lead(paths)) == 0
-    return paths
+    return undisturbed(tmp_path_factory)
 
 
 def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
@@ -180,6 +140,7 @@ def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path
     assert not any(e["event"] == "generation" for e in events)
 
 
+@pytest.mark.scenario("C01")
 def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
     straight: RunPaths, tmp_path: Path
 ) -> None:

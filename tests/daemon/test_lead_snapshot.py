@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from verl_slurm_daemon.allocation import LocalAllocation
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import Lead
+from verl_slurm_daemon.local_allocation import LocalAllocation
 
 from tests.many_runs import Teller, make_run
 from verl_slurm.config.load import parse_config

@@ -393,6 +393,17 @@ def test_what_the_trainer_refuses_is_not_tried_again() -> None:
     assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
 
 
+@pytest.mark.parametrize("ended_with", [0, 1])
+def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(ended_with: int) -> None:
+    story = training()
+    assert kinds(story.then(ev.RunLost("epoch 2 of job 8"))) == [act.TakeDown]
+    assert story.then(ev.RunLost("epoch 2 of job 8")) == []
+    (end,) = story.then(ev.GenerationEnded(ended_with))
+    assert isinstance(end, act.Exit)
+    assert end.code is ExitCode.FENCED
+    assert "epoch 2 of job 8" in end.reason
+
+
 def test_a_refusal_with_an_unknown_code_is_a_bug_of_ours_not_a_dead_lead() -> None:
     story = Story(ev.Ready(2), ev.RankSaid(Refused(rank=0, exit_code=99, reason="?")))
     assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.INTERNAL, "?")]
@@ -471,6 +482,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
         ev.RankSaid(Finished(rank=0, step=1)),
         ev.RankSaid(Finished(rank=1, step=1)),
         ev.NodeFailed("n", "x"),
+        ev.RunLost("epoch 2"),
         ev.GenerationEnded(1),
         ev.Verified("s", True, ""),
         ev.SaveDeadline(),

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import allocation as module
-from verl_slurm_daemon.allocation import SlurmAllocation
+from verl_slurm_daemon import slurm_allocation as module
+from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 from verl_slurm_daemon.successor import predecessor, queue_successor, successor_script, was_queued
 
 from verl_slurm.config.load import parse_config
@@ -68,6 +68,54 @@ def test_one_that_slurm_has_and_no_journal_knows_is_not_queued_again_but_written
     assert asyncio.run(queue_successor(run, CONFIG, "37")) == "41"
     assert not said.exists()
     assert last_job(run).job_id == "41"  # what `verl-slurm cancel` ends
+
+
+def claimed_by(run: RunPaths, whom: str, number: int = 0) -> None:
+    private_dir(run.control)
+    (run.control / f"successor_of_37.{number}").write_text(whom)
+
+
+def test_who_claimed_it_first_is_waited_for_and_its_answer_is_taken(run: RunPaths, said: Path) -> None:
+    claimed_by(run, "another agent")
+    looks = []
+
+    async def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            append_event(run, "successor", job_id="40", cluster="slurm", after="37")
+
+    assert asyncio.run(queue_successor(run, CONFIG, "37", sleep=sleep)) == "40"
+    assert not said.exists()
+
+
+def test_a_claimant_that_died_before_it_could_ask_loses_no_successor(run: RunPaths, said: Path) -> None:
+    claimed_by(run, "a dead agent")
+    claimed_by(run, "one that died after it", 1)
+    looks = []
+
+    async def sleep(seconds: float) -> None:
+        looks.append(seconds)
+
+    assert asyncio.run(queue_successor(run, CONFIG, "37", sleep=sleep)) == "38"
+    assert said.read_text().splitlines().count("--parsable") == 1
+    assert 8.0 < sum(looks) / 2 < 10.0, "longer than sbatch may take; well within KillWait"
+
+
+def test_a_claimant_without_an_answer_asks_again_at_once_unless_another_has_lost_patience(
+    run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_: float) -> None:
+        raise AssertionError("it waits for itself")
+
+    monkeypatch.setenv("ANSWER", "exit 1")
+    with pytest.raises(SlurmRefused):
+        asyncio.run(queue_successor(run, CONFIG, "37", sleep=never))
+    monkeypatch.setenv("ANSWER", "echo 38")
+    claimed_by(run, "an impatient one", 1)
+    with pytest.raises(AssertionError, match="waits"):
+        asyncio.run(queue_successor(run, CONFIG, "37", sleep=never))
+    (run.control / "successor_of_37.1").unlink()
+    assert asyncio.run(queue_successor(run, CONFIG, "37", sleep=never)) == "38"
 
 
 def test_a_percent_sign_in_the_runs_path_is_no_word_of_sbatch(tmp_path: Path, said: Path) -> None:

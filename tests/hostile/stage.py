@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.daemon.test_lead_local import QUICK
 from tests.harness import ROOT, wait_until_gone
+from tests.local_runs import QUICK
 from verl_slurm.events import Event, read_events
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths

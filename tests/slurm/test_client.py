@@ -6,7 +6,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -317,6 +317,9 @@ def test_the_real_cluster_answers(cluster: DevCluster) -> None:
         assert await client.lost_nodes("node[1-4]") == ()
         assert (await client.partition("preemptible")).grace_s == 30
         assert (await client.config())["KillWait"] == "15 sec"
+        _, date = await client.config_and_time()
+        assert date is not None, "slurmctld says what time it is"
+        assert abs(datetime.now(UTC) - date) < timedelta(hours=1)
         with pytest.raises(NotFound):
             await client.job(4_000_000)
         with pytest.raises(NotFound):

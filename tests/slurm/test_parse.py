@@ -6,6 +6,7 @@ import pytest
 from verl_slurm.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.parse import (
     parse_config,
+    parse_config_time,
     parse_hostnames,
     parse_job,
     parse_lost_nodes,
@@ -139,6 +140,19 @@ def test_the_config_and_host_names() -> None:
     assert parse_hostnames("node1\nnode2\n") == ["node1", "node2"]
     with pytest.raises(SlurmMissing):
         parse_hostnames("node1\n--help\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "date"),
+    [
+        ("Configuration data as of 1795283330\nKillWait = 15 sec\n", datetime.fromtimestamp(1795283330, UTC)),
+        ("KillWait = 15 sec\n", None),
+        ("Configuration data as of now\n", None),
+        ("", None),
+    ],
+)
+def test_what_time_it_is_for_slurmctld(text: str, date: datetime | None) -> None:
+    assert parse_config_time(text) == date
 
 
 def test_of_several_nodes_the_lost_ones_are_named() -> None:

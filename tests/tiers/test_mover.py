@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -167,6 +168,36 @@ def test_a_checkpoint_goes_through_all_tiers_and_back(
     assert events.count("tier_fetched") == 1
     both = {"step_000010", "step_000020"}
     assert truth(paths, tiers) == {"nvme": {"step_000020"}, "store": both, "cold": both}
+
+
+@pytest.mark.scenario("C03")
+def test_one_that_the_run_saves_while_it_is_fetched_is_not_set_aside(
+    paths: RunPaths, save: Save, cold: TierConfig
+) -> None:
+    final = save(10)
+    assert run_pass(paths, opened(paths, cold)).ok
+    shutil.rmtree(final)
+    saved: list[int] = []
+    once = threading.Lock()
+
+    class Meanwhile:
+        def __init__(self, inner: Backend) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._inner, name)
+
+        def blocks(self, key: str) -> Iterator[bytes]:
+            with once:  # several files come at a time
+                if not saved:
+                    saved.append(save(10).stat().st_ino)
+            return self._inner.blocks(key)
+
+    fetch(paths, config_of(), "step_000010", tiers=opened(paths, cold, wrap=Meanwhile))  # type: ignore[arg-type]
+    assert [final.stat().st_ino] == saved
+    assert verify(final).ok
+    assert not paths.quarantine.exists()
+    assert {path.name for path in paths.checkpoints.iterdir()} <= {final.name, "latest"}
 
 
 def test_a_death_at_any_point_leaves_no_half_checkpoint_and_the_next_pass_ends_the_work(

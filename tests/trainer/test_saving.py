@@ -15,6 +15,7 @@ from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import Contents, SavedCheckpoint
+from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Phase
@@ -77,7 +78,7 @@ class Incarnation:
             saver=_Commits(paths),  # type: ignore[arg-type]
             ledger=self.ledger,  # type: ignore[arg-type]
             schema=_any(),
-            epoch=2,
+            epoch=take_epoch(paths, job_id="1", restart=0).epoch,
             resumed_from=resumed,
         )
 
@@ -226,3 +227,15 @@ def test_partial_checkpoints_are_kept_in_bounds_and_never_counted_among_the_full
         left = ours.save_partial(step)
     assert left == [4, 7, 8]
     assert ours.save(9) == [1, 9]
+
+
+@pytest.mark.scenario("C01")
+def test_one_that_lost_the_run_between_its_save_and_its_clean_up_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    late = Incarnation(paths, monkeypatch, keep_last=1)
+    assert [late.save(step) for step in (1, 2)] == [[1], [1, 2]]
+    take_epoch(paths, job_id="2", restart=0)
+    assert late.save(3) == [1, 2, 3], "the new owner may go on from any of them"
+    assert "no longer owns the run" in capfd.readouterr().err

@@ -21,14 +21,23 @@ __all__ = ["apply_prune"]
 
 
 def apply_prune(
-    paths: RunPaths, plan: PrunePlan, *, verifier: Callable[[Path], Verdict] = verify
+    paths: RunPaths,
+    plan: PrunePlan,
+    *,
+    verifier: Callable[[Path], Verdict] = verify,
+    epoch_check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Remove what `plan` drops, oldest first; returns the names removed.
 
     When the plan is not `assured`, the kept ones are verified from the newest on until one is good; when
     none is, nothing is removed.
 
+    Args:
+        epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked before each removal, because
+            a plan that slept for a while may drop what a newer incarnation goes on from.
+
     Raises:
+        Fenced: by `epoch_check`; those before it are gone.
         ValueError: the plan names something that is no checkpoint (a bug of its maker).
         OSError: one could not be removed; those before it are gone, those after it are whole.
 
@@ -46,6 +55,7 @@ def apply_prune(
     for name in names:
         final = paths.checkpoints / name
         doomed = paths.staging(final, secrets.token_hex(8))
+        epoch_check()
         try:
             os.rename(final, doomed)
         except FileNotFoundError:

@@ -32,7 +32,8 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
 
     Called by: cli, recover, retention's callers.
     """
-    infos = [_classify(path, partial) for path in _children(paths.checkpoints) if not _is_ours(paths, path)]
+    entries = [path for path in _children(paths.checkpoints) if not _is_ours(paths, path)]
+    infos = [info for path in entries if (info := _classify(path, partial)) is not None]
     for path in _children(paths.quarantine):
         if path.is_dir() and not path.is_symlink():
             step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
@@ -63,10 +64,14 @@ def _is_ours(paths: RunPaths, path: Path) -> bool:
     )
 
 
-def _classify(path: Path, partial: bool) -> CheckpointInfo:
+def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
+    """What `path` is; None: a living run has renamed or removed it since it was listed."""
     order = checkpoint_order(path.name)
     staged = STAGING_NAME.fullmatch(path.name)
-    is_directory = stat.S_ISDIR(path.lstat().st_mode)
+    try:
+        is_directory = stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return None
     if staged is not None and is_directory:
         step, safe_point = checkpoint_order(staged[1]) or (-1, -1)
         return CheckpointInfo(
@@ -83,6 +88,8 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo:
     try:
         manifest = read_manifest(path)
     except (OSError, VerlSlurmError) as error:
+        if not os.path.lexists(path):
+            return None
         return CheckpointInfo(
             kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
         )

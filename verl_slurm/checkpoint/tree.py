@@ -3,7 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,8 @@ def open_below(root: int, path: str) -> Iterator[int]:
 def list_tree(root: int) -> list[Entry]:
     """Everything below the directory `root`, links and special files as themselves; sorted by path.
 
-    Directories deeper than any checkpoint has are named and not entered.
+    Directories deeper than any checkpoint has are named and not entered. What is removed while we walk is left out: a
+    tree that others work in must not look as if it were not there at all.
 
     Raises:
         OSError: a directory cannot be read.
@@ -86,10 +87,16 @@ def list_tree(root: int) -> list[Entry]:
 
 
 def _descend(fd: int, prefix: str, entries: list[Entry]) -> None:
+    found: list[Entry] = []
     with os.scandir(fd) as names:
-        found = [Entry(path=prefix + n.name, info=n.stat(follow_symlinks=False)) for n in names]
+        for name in names:
+            with suppress(FileNotFoundError):
+                found.append(Entry(path=prefix + name.name, info=name.stat(follow_symlinks=False)))
     for entry in found:
         entries.append(entry)
         if entry.kind == "directory" and entry.path.count("/") < MAX_DEPTH:
-            with open_directory(entry.path.rsplit("/", 1)[-1], below=fd) as below:
+            with (
+                suppress(FileNotFoundError),
+                open_directory(entry.path.rsplit("/", 1)[-1], below=fd) as below,
+            ):
                 _descend(below, entry.path + "/", entries)

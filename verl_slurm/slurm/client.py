@@ -23,6 +23,7 @@ from verl_slurm.slurm.parse import (
     NodeFacts,
     PartitionFacts,
     parse_config,
+    parse_config_time,
     parse_default_partition,
     parse_hostnames,
     parse_job,
@@ -193,7 +194,12 @@ class SlurmClient:
 
     async def config(self) -> dict[str, str]:
         """slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""
-        return parse_config(await self._ask(commands.show_config(), "Slurm does not show its config", None))
+        return (await self.config_and_time())[0]
+
+    async def config_and_time(self) -> tuple[dict[str, str], datetime | None]:
+        """The same, and what time it is for slurmctld, in whole seconds; None: it does not say."""
+        text = await self._ask(commands.show_config(), "Slurm does not show its config", None)
+        return parse_config(text), parse_config_time(text)
 
     async def offers_expedite(self) -> bool:
         """As `expedite.offered`; no answer is a no."""

@@ -19,6 +19,7 @@ __all__ = [
     "NodeFacts",
     "PartitionFacts",
     "parse_config",
+    "parse_config_time",
     "parse_default_partition",
     "parse_hostnames",
     "parse_job",
@@ -298,6 +299,15 @@ def parse_config(text: str) -> dict[str, str]:
         if equals and re.fullmatch(r"[A-Za-z][\w/.-]*(?:\[\d+\])?", key.strip(), re.ASCII):
             config[key.strip()] = value.strip()
     return config
+
+
+def parse_config_time(text: str) -> datetime | None:
+    """When slurmctld said that, by its own clock: the first line of `scontrol show config`; None: it is not there."""
+    match = re.match(r"Configuration data as of (\S+)$", text, re.MULTILINE)
+    try:
+        return None if match is None else parse_time(match[1])
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def parse_hostnames(text: str) -> list[str]:

@@ -221,7 +221,10 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
         if not verdict.ok:
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
         if os.path.lexists(final):
-            move_to_quarantine(final, [str(problem) for problem in verify(final, keys=keys).problems])
+            there = verify(final, keys=keys)
+            if there.ok:  # saved by the run while we fetched
+                return manifest.num_bytes
+            move_to_quarantine(final, [str(problem) for problem in there.problems])
         os.rename(inner, final)
         fsync_path(paths.checkpoints)
     finally:

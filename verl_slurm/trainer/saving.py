@@ -20,6 +20,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.dcp.saver import CheckpointSaver, Contents, SavedCheckpoint
 from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
+from verl_slurm.fence import require_epoch
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as journal
@@ -168,7 +169,13 @@ class Checkpointer:
             verified=self._assured,
             num_verified=_ASSURED_KEPT,
         )
-        apply_prune(self._paths, plan, verifier=lambda path: verify(path, keys=self._keys))
+        apply_prune(
+            self._paths,
+            plan,
+            verifier=lambda path: verify(path, keys=self._keys),
+            epoch_check=lambda: require_epoch(self._paths, self._epoch),
+        )
+        require_epoch(self._paths, self._epoch)
         kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
         journal.prune(self._paths, oldest, current_epoch=self._epoch)

@@ -1,0 +1,237 @@
+"""The Slurm job that a lead is the batch process of: an `Allocation`."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import psutil
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import NotFound, SlurmMissing, VerlSlurmError
+from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import Epoch
+from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.cause import Trigger, decide_cause
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.commands import NODE_LIST
+from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.parse import JobFacts
+from verl_slurm_daemon.allocation import Outlook
+from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
+from verl_slurm_daemon.launcher import step_argv
+from verl_slurm_daemon.slurm_clock import SlurmClock
+from verl_slurm_daemon.successor import cancelled_task, predecessor, queue_successor
+
+__all__ = ["SlurmAllocation"]
+
+_LAST_WORD_S = 3.0
+"""Before Slurm's KILL: to write down how it ended, and to leave with an exit code."""
+_ASK_AGAIN_S = (2.0, 5.0, 10.0)
+# A job that is COMPLETING is gone after KillWait (30 s by default), and a little.
+_LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
+_TRIGGERS: dict[str, Trigger] = {
+    "SIGUSR1": "warning",
+    "SIGUSR2": "requeue_wish",
+    "TIMER": "warning",
+    "SIGTERM": "term",
+    "SIGINT": "term",
+}
+"""SIGCONT is left out: it also follows every `scontrol resume`, and is then no reason to save."""
+
+
+class SlurmAllocation:
+    """The job that this process is the batch process of."""
+
+    cluster: Literal["slurm", "local"] = "slurm"
+
+    def __init__(self, job: SlurmJob, config: RunConfig, paths: RunPaths) -> None:
+        self.job_id, self.restart = str(job.job_id), job.restart_count
+        self._job, self._config, self._paths = job, config, paths
+        self._client = SlurmClient()
+        self._clock = SlurmClock()
+        self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
+        self._expedited: bool | None = None
+        self._last_try = math.inf
+
+    async def address(self) -> str:
+        with contextlib.suppress(VerlSlurmError, ValueError):
+            conf, date = await self._client.config_and_time()
+            self._clock.hear(date)
+            self._kill_wait_s = float(conf["KillWait"].split()[0])
+        # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
+        return await self._client.node_addr(self._job.node_name)
+
+    async def cause(self, trigger: str) -> CauseKnown:
+        try:
+            facts = await self._client.job(self._job.job_id)
+        except VerlSlurmError as error:
+            return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
+        cause = decide_cause(
+            _TRIGGERS.get(trigger.split(" ", 1)[0], "poll"),
+            facts,
+            own_restarts=self.restart,
+            signal_lead_s=self._config.slurm.signal_lead_s,
+            now=self._clock.now(),
+            lost_nodes=await self._lost_nodes(facts),
+        )
+        left = None if cause.deadline is None else (cause.deadline - self._clock.now()).total_seconds()
+        if cause.kind == "time_limit" and left is not None:
+            self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
+        if left is None and cause.ends_job:
+            left = self._kill_wait_s  # it is being ended now: TERM has come, KILL follows
+        return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
+
+    async def _lost_nodes(self, facts: JobFacts) -> tuple[str, ...]:
+        """Why the job was requeued. Asked only then: of a large job this is a large answer."""
+        if facts.restarts <= self.restart:
+            return ()
+        try:
+            return await self._client.lost_nodes(self._job.node_list)
+        except VerlSlurmError:
+            return ()
+
+    async def outlook(self) -> Outlook:
+        try:
+            facts = await self._client.job(self._job.job_id)
+        except VerlSlurmError:
+            return Outlook(answered=False)
+        self._expedited = facts.expedited
+        left = (facts.end_time - self._clock.now()).total_seconds() if facts.end_time else None
+        return Outlook(True, left, facts.preempt_time is not None)
+
+    async def requeue(self) -> RequeueAnswered | str:
+        try:
+            outcome = await self._client.requeue(
+                self._job.job_id, self._config.daemon.requeue_delay_s, own_restarts=self.restart
+            )
+        except VerlSlurmError as error:
+            return self._unanswered(str(error))
+        said = f"{outcome.kind}: {outcome.detail}"
+        if outcome.kind == "unconfirmed":
+            return self._unanswered(said)
+        if outcome.kind == "cancelled":
+            return RequeueAnswered(ExitCode.CANCELLED, said)
+        alone = self._job.array_job_id is None and self._job.het_size == 1
+        if outcome.kind == "forbidden" and self._config.slurm.successor and alone:
+            return await self._follow(said)
+        code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
+        return RequeueAnswered(code, said)
+
+    def _unanswered(self, said: str) -> RequeueAnswered | str:
+        """To be asked again, while it can matter. A job that is preempted, or whose node is lost, is requeued by Slurm
+        itself in the end; one that has run into its time limit is not, and then our exit code says why."""
+        return said if time.monotonic() < self._last_try else RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
+
+    async def _follow(self, why: str) -> RequeueAnswered | str:
+        try:
+            number = await queue_successor(self._paths, self._config, self.job_id)
+        except SlurmMissing as error:
+            return f"{why}; {error}"
+        except (VerlSlurmError, OSError) as error:
+            return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
+        return RequeueAnswered(ExitCode.REQUEUED, f"job {number} follows this one: {why}")
+
+    async def withdraw(self) -> str:
+        try:
+            facts = await self._client.job(self._job.job_id)
+        except VerlSlurmError as error:
+            return "" if self._expedited is False else f"not known whether Slurm holds the ended job: {error}"
+        if not (facts.expedited and facts.requeue and facts.is_running):
+            return ""
+        refused = await self._client.forbid_requeue(self._job.job_id)
+        return (
+            f"Slurm may hold the ended job (scancel it): {refused}"
+            if refused
+            else "Requeue=0: the job ends here"
+        )
+
+    async def cancelled_before(self) -> str:
+        events, array = read_events(self._paths), self._job.array_job_id
+        former = predecessor(events, self.job_id) if array is None else cancelled_task(events, self.job_id)
+        if not former.isdigit():
+            return ""
+        try:
+            facts = await self._client.job(int(former))
+        except VerlSlurmError:
+            return ""  # forgotten, or no answer: then the journal's word counts, and it says to go on
+        if array is not None and not (facts.array_task or "").startswith(f"{array}_"):
+            return ""  # of an earlier chain
+        ended = facts.state.startswith("CANCELLED")
+        return f"job {former}, which this one follows, is {facts.state}" if ended else ""
+
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        own = str(self._config.slurm.extra.get("exclude") or "")
+        if own and NODE_LIST.fullmatch(own) is None:
+            return (
+                f"nothing is avoided: slurm.extra.exclude is {own}, which is no list of nodes"
+                if nodes
+                else ""
+            )
+        try:
+            facts = await self._client.job(self._job.job_id)
+            if not nodes and (facts.excluded or "") == own:
+                return ""
+            if nodes and not await self._can_spare(nodes, own, facts.partition.split(",")[0]):
+                return f"nothing is avoided: partition {facts.partition} has too few other nodes like that"
+            wanted = ",".join(([own] if own else []) + list(nodes))
+            await self._client.exclude(facts, wanted)
+        except VerlSlurmError as error:
+            return f"nothing is avoided: {error}"
+        return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
+
+    async def _can_spare(self, nodes: Sequence[str], own: str, partition: str) -> bool:
+        """Whether the run has enough nodes without these. Nobody takes the exclusion back while the job waits, so only
+        nodes count that are up and of the same kind: what a constraint or a GPU asks for, the others may not have."""
+        usable = await self._client.usable_nodes(partition)
+        bad = {*nodes, *(await self._client.expand(own) if own else ())}
+        kinds = {usable.get(node) for node in nodes}
+        if kinds == {None}:  # down already: Slurm keeps off them by itself
+            return False
+        left = sum(1 for node, kind in usable.items() if node not in bad and kind in kinds)
+        return left >= self._config.distributed.nodes
+
+    async def is_running(self) -> bool:
+        """Whether Slurm has the job as running. Raises as `SlurmClient.job`. Called by: `orphan`."""
+        return (await self._client.job(self._job.job_id)).is_running
+
+    async def still_alive(self, owner: Epoch) -> str:
+        if owner.cluster != self.cluster or owner.job_id == self.job_id:
+            return ""  # our own former life; what may still run of it is fenced out by the epoch
+        silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
+        while True:
+            try:
+                facts = await self._client.job(int(owner.job_id))
+            except NotFound:
+                return ""  # Slurm has forgotten the job: it ended long ago
+            except VerlSlurmError:
+                pause = next(silent, None)
+                if pause is None:
+                    return ""  # nobody can say; the epoch keeps the two apart
+            else:
+                if facts.is_over:
+                    return ""
+                # A job that was cancelled a moment ago: on the nodes that it has left, we started already.
+                pause = next(leaving, None) if facts.state == "COMPLETING" else None
+                if pause is None:
+                    return f"job {owner.job_id} is {facts.state}"
+            await asyncio.sleep(pause)
+
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        step = step_argv("srun", self._config, argv, het_size=self._job.het_size)
+        return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL)]
+
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        # srun forks a shepherd, which has Slurm KILL the whole step, on all nodes, once srun has died without a word
+        # (_shepherd_spawn in Slurm's srun_job.c). Where somebody kills all that runs here, srun a moment before its
+        # shepherd, that ends the other nodes' agents before any of them can ask for the requeue. Without it srun says
+        # "write(shepherd): Broken pipe" at the step's end, and nothing else: agents end by themselves.
+        for process in step:
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    parent = child.parent()
+                    if child.name() == "srun" and parent is not None and parent.name() == "srun":
+                        child.kill()
