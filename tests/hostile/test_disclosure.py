@@ -22,6 +22,7 @@ import os, resource, sys
 from pathlib import Path
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.keys import load_keys, read_key_file
+Path("/proc/self/coredump_filter").write_text("0x33")  # the kernel's default: the tests' own process has held keys
 held = load_keys(EncryptionConfig(key_file=sys.argv[1])) if sys.argv[2] == "ours" else read_key_file(Path(sys.argv[1]))
 if sys.argv[3] == "raised":
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
