@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.checkpoint.sealed import save_sealed
+from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import begin, commit, seal
 from verl_slurm.checkpoint.data_tree import sealed
 from verl_slurm.checkpoint.data_walk import walk
@@ -18,6 +19,8 @@ from verl_slurm.checkpoint.hash_cache import HashCache, default_path, text_of
 from verl_slurm.checkpoint.hash_cache import save as save_cache
 from verl_slurm.checkpoint.schema import current_schema, render_schema
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
+from verl_slurm.cli import render
+from verl_slurm.cli.checkpoints import checkpoints_table
 from verl_slurm.config.load import dump, load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TrainConfig
 from verl_slurm.exit_codes import ExitCode
@@ -152,6 +155,17 @@ def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run:
     listed = cli("checkpoints", run.root, "--json").json
     assert [info["best"] for info in listed] == [None, 2, 1, None]
     assert listed[1]["metrics"] == {"reward": 0.1, "eval/reward": 0.5}
+
+
+@pytest.mark.parametrize("width", [240, 80, 60])
+def test_a_narrow_terminal_loses_columns_and_folds_no_cell(run: RunPaths, width: int) -> None:
+    save(run, 1)
+    begin(run, 3, 0)
+    headings, lines = checkpoints_table(list_checkpoints(run), {}, None, width)
+    rooms = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
+    assert headings[:2] == ["name", "kind"]
+    assert lines[0][:2] == ["step_000001", "committed"]
 
 
 def test_verify_says_that_all_is_well(run: RunPaths, cli: Cli) -> None:

@@ -74,7 +74,8 @@ def test_only_runs_in_a_state(cli: Cli, place: Path) -> None:
     assert names("--state", "failed") == ["run-5"]
     assert names("--state", "gone", "--state", "queued") == ["run-2", "run-3-killed"]
     assert names("--state", "saving") == []
-    assert cli("list", place, "--state", "saving").code == 0
+    none = cli("list", place, "--state", "saving", "--state", "canceled")
+    assert (none.code, none.out) == (0, f"none of 5 runs in {place} is saving or canceled\n")
 
 
 @pytest.mark.parametrize("width", [240, 120, 80, 60, 40, 24])

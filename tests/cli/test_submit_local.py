@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,8 @@ def test_prepare_only_makes_the_run_and_says_how_to_sbatch_it(workplace: Path, c
     assert (run / "run.yaml").exists()
     status = cli("status", run)
     assert "none yet" in status.out
+    for_scripts = cli("submit", "config.yaml", "--prepare-only", "--json").json
+    assert shlex.join(for_scripts["sbatch"]) == result.out.splitlines()[-1]
 
 
 @pytest.mark.scenario("M11")

@@ -67,3 +67,9 @@ def test_a_place_without_runs_is_not_waited_for(cli: Cli, tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     assert cli("watch", tmp_path / "empty").code == ExitCode.NOT_FOUND
     assert cli("watch", tmp_path / "nowhere").code == ExitCode.NOT_FOUND
+
+
+def test_one_of_several_names_that_is_wrong_is_refused(cli: Cli, place: Path) -> None:
+    result = cli("watch", place / "over", place / "ovre")
+    assert result.code == ExitCode.NOT_FOUND
+    assert f"{place / 'ovre'};" in result.error

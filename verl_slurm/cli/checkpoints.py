@@ -1,5 +1,6 @@
 """`verl-slurm checkpoints`, `verify`, `compare` and `fingerprint`."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,21 @@ from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 if TYPE_CHECKING:
     from verl_slurm.checkpoint.best import Rank
+    from verl_slurm.checkpoint.info import CheckpointInfo
 
-__all__ = ["checkpoints", "compare", "fingerprint", "one_checkpoint", "print_checkpoints", "verify"]
+__all__ = [
+    "checkpoints",
+    "checkpoints_table",
+    "compare",
+    "fingerprint",
+    "one_checkpoint",
+    "print_checkpoints",
+    "verify",
+]
+
+
+_FIRST_TO_GO = ("files", "ranks", "epoch", "phase", "created", "MB", "detail")
+"""Columns that give way where the terminal is narrow."""
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -58,26 +72,40 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     if not found:
         render.line(f"no checkpoints in {run.checkpoints} yet")
         return ExitCode.OK
-    shown = [best.metric] if best.keep else []
-    render.table(
-        ["name", "kind", "phase", *shown, "epoch", "ranks", "files", "MB", "created", "detail"],
-        [
-            [
-                info.name,
-                info.kind,
-                info.phase or "-",
-                *(_metric_words(info.metrics.get(name), places.get(info.name)) for name in shown),
-                "-" if info.epoch is None else info.epoch,
-                "-" if info.world_size is None else info.world_size,
-                info.num_files,
-                round(info.num_bytes / 1e6, 1),
-                info.created_utc or "-",
-                info.detail,
-            ]
-            for info in found
-        ],
-    )
+    metric = best.metric if best.keep else None
+    headings, lines = checkpoints_table(found, places, metric, render.width())
+    render.plain_table(headings, lines, right=("epoch", "ranks", "files", "MB"))
     return ExitCode.OK
+
+
+def checkpoints_table(
+    found: "Sequence[CheckpointInfo]", places: "Mapping[str, Rank]", metric: str | None, width: int
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells; columns that have no room are left out.
+
+    Args:
+        places: of those that are among the best, by name.
+        metric: by which they are.
+        width: characters of a line.
+
+    Called by: print_checkpoints.
+    """
+    columns: dict[str, list[str]] = {
+        "name": [info.name for info in found],
+        "kind": [info.kind for info in found],
+        "phase": [info.phase or "-" for info in found],
+    }
+    if metric is not None:
+        columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
+    columns |= {
+        "epoch": ["-" if info.epoch is None else str(info.epoch) for info in found],
+        "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
+        "files": [str(info.num_files) for info in found],
+        "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],
+        "created": [info.created_utc or "-" for info in found],
+        "detail": [info.detail for info in found],
+    }
+    return render.fitting(columns, _FIRST_TO_GO, width)
 
 
 def _metric_words(value: float | None, place: "Rank | None") -> str:

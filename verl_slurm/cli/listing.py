@@ -30,7 +30,12 @@ STATE_COLOURS = {
 
 @click.command("list", epilog=exits(ExitCode.NOT_FOUND))
 @click.argument("place", type=PLACE, default="runs")
-@click.option("--state", "states", multiple=True, help="Only runs in this state, e.g. running, queued, gone.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    help="Only runs in this state, e.g. running, queued, gone; may be given again.",
+)
 @json_option
 def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
@@ -67,6 +72,9 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         render.line(
             f"no runs in {place}; start one with verl-slurm submit {shipped('configs/quickstart.yaml')}"
         )
+        return ExitCode.OK
+    if not told:
+        render.line(f"none of {len(runs)} runs in {place} is {' or '.join(states)}")
         return ExitCode.OK
     headings, lines = runs_table(told, place.resolve(), render.width())
     render.plain_table(headings, lines, right=("step", "of", "reward", "cost"), colours=STATE_COLOURS)

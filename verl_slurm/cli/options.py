@@ -26,6 +26,8 @@ class _RunType(click.ParamType[RunPaths]):
 
         if isinstance(value, RunPaths):
             return value
+        if not value:  # an unset variable of a script would be the working directory
+            self.fail("an empty word is no run.", param, ctx)
         return require_run(RunPaths(Path(value).resolve()))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
+import msgspec
 
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
@@ -31,6 +32,7 @@ __all__ = ["submit"]
         ExitCode.NOT_FOUND,
         ExitCode.FENCED,
         ExitCode.NO_ROOM,
+        ExitCode.KEY,
     )
     + "\n\nWith --wait: the run's own exit code."
 )
@@ -102,10 +104,11 @@ def submit(
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)
     if as_json:
-        render.json_value(done)
+        extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
+        render.json_value(msgspec.to_builtins(done) | extra)
     elif done.job_id is None:
         render.line(f"prepared {done.run_dir}; submit it with")
-        render.line(_sbatch_line(plan, paths))
+        render.line(shlex.join(_sbatch_words(plan, paths)))
     else:
         where = "on Slurm" if done.cluster == "slurm" else "on this machine"
         kind = "a new run" if done.new_run else "goes on"
@@ -170,12 +173,13 @@ def _beginning(plan: "SubmissionPlan") -> str:
     return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies"
 
 
-def _sbatch_line(plan: "SubmissionPlan", paths: RunPaths) -> str:
+def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
+    """What queues a run that was prepared."""
     from verl_slurm.config.load import shipped
     from verl_slurm.slurm.batch import sbatch_options
 
     template = shipped("sbatch/multi_node.sbatch")
-    return shlex.join(["sbatch", *sbatch_options(plan.config), template, str(paths.root)])
+    return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
 
 
 class _Confirm:

@@ -83,7 +83,8 @@ def tiers(run: RunPaths, as_json: bool) -> int:
         for state in seen.states
         for copy in sorted(state.copies, key=lambda copy: copy.name, reverse=True)
     ]
-    render.table(["checkpoint", "tier", "state", "MB", "saved (UTC)", "detail"], rows)
+    if rows:
+        render.table(["checkpoint", "tier", "state", "MB", "saved (UTC)", "detail"], rows)
     _warn(run, seen)
     return _code(seen)
 

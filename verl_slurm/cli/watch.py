@@ -7,6 +7,7 @@ import click
 
 from verl_slurm.cli import render, story
 from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.errors import NotFound
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -57,6 +58,13 @@ def watch(places: tuple[Path, ...], as_json: bool) -> int:
     from verl_slurm.submit.record import last_job, require_run
 
     roots = [place.resolve() for place in places]
+    for root in roots:
+        if not root.exists():
+            raise NotFound(
+                "no such run or directory",
+                where=root,
+                remedy="`verl-slurm list DIR` shows the runs below DIR",
+            )
     single = len(roots) == 1 and not _holds_runs(roots[0])
     if not single:
         from verl_slurm.cli.fleet_watch import watch_fleet

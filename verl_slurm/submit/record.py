@@ -71,6 +71,6 @@ def last_job(paths: RunPaths) -> Submission:
         raise NotFound(
             "the run has no job yet",
             where=paths.root,
-            remedy=f"verl-slurm submit {paths.run_yaml}",
+            remedy=f"verl-slurm submit {paths.root}",
         )
     return found
