@@ -10,7 +10,10 @@ import psutil
 import pytest
 
 from tests.harness import ROOT, SMALL
+from verl_slurm.cli.__main__ import main
 from verl_slurm.demo import timings
+from verl_slurm.errors import NotFound
+from verl_slurm.exit_codes import ExitCode
 
 QUICK = (*SMALL, "train.steps=6", "train.batch_size_per_device=192")
 
@@ -54,6 +57,19 @@ def test_without_slurm_the_demo_does_the_same_on_this_machine(short_dir: Path) -
     assert answer["cluster"] == "local"
     assert answer["same"]
     _nothing_is_left(short_dir)
+
+
+def test_from_any_directory_the_quick_start_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Path] = []
+
+    def run_demo(config: Path, *_: object, **__: object) -> None:
+        asked.append(config)
+        raise NotFound("no demo")
+
+    monkeypatch.setattr("verl_slurm.demo.run_demo", run_demo)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == ExitCode.NOT_FOUND
+    assert asked == [ROOT / "configs/quickstart.yaml"]
 
 
 def test_the_stations_of_an_interruption_are_read_from_the_journal() -> None:

@@ -1,6 +1,7 @@
 """The configuration file: what is read, what is refused, and with which line."""
 
 import itertools
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_slurm.config import load as load_module
 from verl_slurm.config.checks import OWN_OPTIONS, complaints
-from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
+from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config, shipped
 from verl_slurm.config.schema import RunConfig, SlurmConfig
 from verl_slurm.errors import ConfigError, NotFound
 from verl_slurm.exit_codes import ExitCode
@@ -274,3 +276,36 @@ def test_every_key_is_known_by_its_dotted_name() -> None:
     keys = known_keys()
     assert keys["train.steps"] is not None
     assert "train" not in keys
+
+
+@pytest.mark.parametrize("share", ["site/share", "share"], ids=["pip --target", "an environment"])
+def test_what_ships_is_found_where_pip_put_it(
+    share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, name = tmp_path / "site", "sbatch/multi_node.sbatch"
+    monkeypatch.setattr(load_module, "__file__", str(site / "verl_slurm" / "config" / "load.py"))
+    script = tmp_path / share / "verl-slurm" / name
+    script.parent.mkdir(parents=True)
+    info = site / "verl_slurm-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: verl-slurm\n")
+    (info / "RECORD").write_text(f"../share/verl-slurm/{name},,\n")
+    monkeypatch.syspath_prepend(site)
+    assert shipped(name) == name, "it is not there"
+    script.write_text("")
+    assert shipped(name) == str(script)
+
+
+def test_all_configurations_and_batch_scripts_are_installed() -> None:
+    root = Path(__file__).parents[2]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    installed = {
+        f"{place.removeprefix('share/verl-slurm/')}/{path.name}"
+        for place, globs in declared.items()
+        for glob in globs
+        for path in root.glob(glob)
+    }
+    there = {
+        str(p.relative_to(root)) for d in ("configs", "sbatch") for p in (root / d).rglob("*") if p.is_file()
+    }
+    assert installed == there

@@ -19,9 +19,7 @@ __all__ = ["demo"]
 @click.option(
     "--config",
     type=click.Path(path_type=Path, readable=False, dir_okay=False),
-    default=Path("configs/quickstart.yaml"),
-    show_default=True,
-    help="What is run, twice.",
+    help="What is run, twice. [default: the configs/quickstart.yaml that ships with verl-slurm]",
 )
 @click.option(
     "--dir",
@@ -37,15 +35,19 @@ __all__ = ["demo"]
     help="auto: a real Slurm where it is installed. local: on this machine without it.",
 )
 @json_option
-def demo(words: tuple[str, ...], config: Path, directory: Path | None, cluster: str, as_json: bool) -> int:
+def demo(
+    words: tuple[str, ...], config: Path | None, directory: Path | None, cluster: str, as_json: bool
+) -> int:
     """Submit a run to a real Slurm on this machine, preempt it in mid-step, and prove that nothing was lost.
 
     Starts the embedded cluster of four nodes, submits CONFIG, waits until the job is in the middle of a step's
     generation, lets a more urgent job preempt it, shows save, verdicts, requeue and resume, runs the same once more
     undisturbed, and compares all weights bit for bit. Without Slurm: the same on this machine alone.
     """
+    from verl_slurm.config.load import shipped
     from verl_slurm.demo import Teller, run_demo
 
+    config = config or Path(shipped("configs/quickstart.yaml"))
     if directory is None:
         Path("runs").mkdir(exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))

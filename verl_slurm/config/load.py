@@ -5,6 +5,7 @@ known one. Nothing here touches the disk except reading the one file.
 """
 
 import difflib
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -87,9 +88,21 @@ def dump(config: RunConfig) -> bytes:
 
 
 def shipped(name: str) -> str:
-    """The absolute path of a file that lies beside the package or in it; where it is not installed, `name`."""
-    path = Path(__file__).resolve().parents[2] / name
-    return str(path) if path.is_file() else name
+    """The absolute path of a file of the checkout, or of what pip installed of it; where there is neither, `name`."""
+    above, installed = Path(__file__).resolve().parents[2], f"share/verl-slurm/{name}"
+    places = [
+        above / name,
+        above / installed,
+    ]  # the checkout; `pip install --target`, which records other places
+    if not any(place.is_file() for place in places):
+        from importlib import metadata
+
+        try:
+            files = metadata.files("verl-slurm") or []
+        except metadata.PackageNotFoundError:
+            return name
+        places = [Path(file.locate()) for file in files if file.as_posix().endswith(installed)]
+    return next((os.path.realpath(place) for place in places if place.is_file()), name)
 
 
 @cache
