@@ -138,11 +138,16 @@ def _require_living(run: RunPaths) -> str:
     job = last_job(run)
     state = job_state(run, job)
     if state.over:
+        from verl_slurm.submit.fleet import glance, is_over, outcome_of
+
+        seen = glance(run.root)  # a scheduler forgets its jobs, the journal does not
+        came_to = outcome_of(seen.word or {}) if is_over(seen) else state.state
+        more = f"`verl-slurm submit {run.root} train.steps=N` goes on to more steps"
         raise NotFound(
             "the run has no living job",
             where=run.root,
-            found=f"job {job.job_id}, {state.state}",
-            remedy=f"`verl-slurm submit {run.root}` starts it again",
+            found=f"job {job.job_id}, {came_to}",
+            remedy=more if came_to == "done" else f"`verl-slurm submit {run.root}` starts it again",
         )
     return state.state
 
