@@ -36,10 +36,6 @@ def main(args: list[str] | None = None) -> int:
         return int(ExitCode.USAGE)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`| head`) has what it wanted; without this Python complains once more at exit.
-        sys.stdout = None
-        return int(ExitCode.OK)
     except VerlSlurmError as error:
         return _report(error, words)
     except PermissionError as error:

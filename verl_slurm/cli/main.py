@@ -4,6 +4,7 @@ A command's module is imported when the command is used, and only then. Each mod
 (or group) under the name given here.
 """
 
+import sys
 from importlib import import_module
 from typing import NamedTuple
 
@@ -85,6 +86,20 @@ class _LazyGroup(click.Group):
             hint = f" Did you mean {near[0]}?" if near else ""
             ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # here, because click's own answer, further up, is to exit with 1
+            import select
+
+            stdout = select.poll()
+            stdout.register(sys.stdout, 0)
+            if not any(event & select.POLLERR for _, event in stdout.poll(0)):
+                raise  # it was another pipe
+            # The reader (`| head`) has what it wanted; without this Python complains once more at exit.
+            sys.stdout = None
+            return ExitCode.OK
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
