@@ -227,7 +227,9 @@ class Lead:
             outlook = await self._allocation.outlook()
             left = outlook.seconds_left
             near = outlook.preempted or (left is not None and left <= lead_s)
-            if near and self._model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED):
+            model = self._model
+            listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
+            if near and listens:
                 self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
             # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
             if not outlook.answered or near:

@@ -72,8 +72,7 @@ def _decide(model: Model, event: ev.Event) -> Decision:
         case ev.NodeFailed(node, detail, lost):
             return _on_failure(model, f"node {node}: {detail}", "node" if lost else "crash", node)
         case ev.Hung(generation, node, detail):
-            unbounded = model.state is State.SAVING and model.cause == "operator_requeue"
-            if generation == model.generation and unbounded:
+            if generation == model.generation and model.saves_unbounded:
                 return _give_up(model, detail)
             if generation != model.generation or model.state not in _TRAINING:
                 return Decision(model)  # any other save before the end has its own deadline

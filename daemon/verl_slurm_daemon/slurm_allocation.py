@@ -140,7 +140,7 @@ class SlurmAllocation:
         try:
             number = await queue_successor(self._paths, self._config, self.job_id)
         except SlurmMissing as error:
-            return f"{why}; {error}"
+            return self._unanswered(f"{why}; {error}")
         except (VerlSlurmError, OSError) as error:
             return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
         return RequeueAnswered(ExitCode.REQUEUED, f"job {number} follows this one: {why}")

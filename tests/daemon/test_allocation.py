@@ -256,7 +256,6 @@ def test_what_slurm_takes_to_answer_is_no_time_left_of_killwait(
     assert (known.kind, known.seconds_left) == ("time_limit", 13.0)
 
 
-@pytest.mark.scenario("L06")
 @pytest.mark.parametrize(
     ("found", "asks_again"),
     [

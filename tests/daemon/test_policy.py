@@ -120,7 +120,10 @@ def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job
     assert not story.then(ev.Hung(story.model.generation - 1, "n1", "of the generation before"))
     assert kinds(story.then(ev.Hung(story.model.generation, "n1", "silent"))) == [act.Requeue, act.TakeDown]
     bounded = training()
+    bounded.then(cause("operator_requeue", None))
+    assert bounded.model.saves_unbounded  # so the lead goes on to look how near its limit is
     bounded.then(cause("preemption", 20.0))
+    assert not bounded.model.saves_unbounded
     assert not bounded.then(ev.Hung(bounded.model.generation, "n1", "silent"))
 
 
