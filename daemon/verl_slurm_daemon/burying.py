@@ -4,8 +4,8 @@ An agent is the subreaper of its node's ranks, for as long as they train: what a
 waiting for it comes to us. So it does to a lead that is the first process of a container. Our own children are left
 to those who started them. They are told apart by their session: a command that asks Slurm is in ours, agents and
 launchers lead one of their own, and whatever ranks start is in theirs. What leads a session of its own may be either:
-asyncio, which starts ours, hears of their end in the same turn of the loop as we do, so one that is still there a
-while later is nobody's.
+asyncio, which starts ours, has a thread (or a descriptor) waiting for each, so one that is still there a while later
+is nobody's.
 """
 
 import asyncio

@@ -16,9 +16,10 @@ async def main():
     become_subreaper()
     bury_orphans(asyncio.get_running_loop())
     told, tell = os.pipe()
-    burying._LATE_S = 0.0
     leaves = ["/bin/sh", "-c", sys.argv[1]]
     leader = await asyncio.create_subprocess_exec("/bin/sh", "-c", "exit 8", start_new_session=True)
+    told_by_leader = await leader.wait()
+    burying._LATE_S = 0.0
     own = subprocess.Popen(["/bin/sh", "-c", "exit 7"])
     child = subprocess.Popen(leaves, stdin=told, stdout=subprocess.PIPE, start_new_session=True)
     orphan = int(child.stdout.readline())
@@ -31,7 +32,7 @@ async def main():
     await ended.wait()
     while os.path.exists(f"/proc/{orphan}"):
         await asyncio.sleep(0)
-    print("buried", own.wait(), await leader.wait(), flush=True)
+    print("buried", own.wait(), told_by_leader, flush=True)
 
 asyncio.run(main())
 """
