@@ -14,6 +14,7 @@ from verl_slurm_daemon.processes import become_subreaper
 
 async def main():
     become_subreaper()
+    burying._LATE_S = 1.0
     bury_orphans(asyncio.get_running_loop())
     told, tell = os.pipe()
     leaves = ["/bin/sh", "-c", sys.argv[1]]
