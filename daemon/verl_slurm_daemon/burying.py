@@ -3,7 +3,9 @@
 An agent is the subreaper of its node's ranks, for as long as they train: what a reward program leaves behind without
 waiting for it comes to us. So it does to a lead that is the first process of a container. Our own children are left
 to those who started them. They are told apart by their session: a command that asks Slurm is in ours, agents and
-launchers lead one of their own, and whatever ranks start is in theirs.
+launchers lead one of their own, and whatever ranks start is in theirs. What leads a session of its own may be either:
+asyncio, which starts ours, has a thread (or a descriptor) waiting for each, so one that is still there a while later
+is nobody's.
 """
 
 import asyncio
@@ -14,18 +16,34 @@ from pathlib import Path
 
 __all__ = ["bury_orphans"]
 
+_LATE_S = 5.0
+
 
 def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
     """From now on, wait for adopted children as they end. Called by: `agent`, `lead`, on the main thread."""
-    due = False
+    due = late = False
 
-    def bury() -> None:
-        nonlocal due
-        due = False
+    def bury(leaders: frozenset[int] = frozenset()) -> None:
+        """Args: leaders: those that were dead a while ago already."""
+        nonlocal due, late
+        due, again = False, set()
         for pid in _children():
-            if _is_adopted_and_dead(pid):
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+            session = _session_of_dead(pid)
+            if session in (None, os.getsid(0)):
+                continue
+            if session == pid and pid not in leaders:
+                again.add(pid)
+                continue
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if again and not late:
+            late = True
+            loop.call_later(_LATE_S, look_again, frozenset(again))
+
+    def look_again(leaders: frozenset[int]) -> None:
+        nonlocal late
+        late = False
+        bury(leaders)
 
     def wake() -> None:
         nonlocal due
@@ -46,11 +64,11 @@ def _children() -> list[int]:
     return found
 
 
-def _is_adopted_and_dead(pid: int) -> bool:
+def _session_of_dead(pid: int) -> int | None:
+    """None: it lives, or is gone."""
     try:
         # proc(5): pid (comm) state ppid pgrp session ...
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    state, session = fields[0], int(fields[3])
-    return state == "Z" and session not in (pid, os.getsid(0))
+        return None
+    return int(fields[3]) if fields[0] == "Z" else None

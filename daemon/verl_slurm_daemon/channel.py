@@ -21,7 +21,8 @@ _BACKLOG, _MOST_BACKLOG = 128, 4096
 _SILENCE_S = 180
 """A link whose other end acknowledges nothing for so long is dead: a node without power says nothing more. Long enough
 for a switch that starts anew: what was sent meanwhile arrives afterwards, and nobody has noticed. A process that is
-stopped, or slow, is not silent: its kernel acknowledges for it."""
+stopped, or slow, is not silent: its kernel acknowledges for it, until what it does not read fills its buffer; one that
+reads nothing for so long after that is given up, too."""
 
 
 class AgentLink:

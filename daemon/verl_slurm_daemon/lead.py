@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -114,6 +115,7 @@ class Lead:
             restart=mine.restart,
             nodes=nodes,
             pid=mine.pid,
+            array=os.environ.get("SLURM_ARRAY_JOB_ID"),
         )
         effects = Effects(
             self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
@@ -141,9 +143,10 @@ class Lead:
 
     def _take_over(self) -> None:
         """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
-        former = read_status(self._paths)
-        self._status.step = max(former.get("step", 0), 0)
-        self._outages = Outages(read_events(self._paths))
+        with suppress(OSError):  # it informs, nothing depends on it
+            former = read_status(self._paths)
+            self._status.step = max(former.get("step", 0), 0)
+            self._outages = Outages(read_events(self._paths))
 
     def _journaled(self, event: str, fields: dict[str, Any]) -> None:
         if self._metrics is not None:
@@ -176,13 +179,19 @@ class Lead:
         return owner
 
     async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
-        if cancelled := await self._allocation.cancelled_before():
-            return ExitCode.CANCELLED, cancelled
-        stuck = stuck_starts(read_events(self._paths))
-        if stuck >= self._config.daemon.no_progress_limit:
-            journal.event("held", stuck=stuck, reason="every start crashed at the same place")
-            return ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
-        self._events.put_nowait(await self._begin(journal, effects))
+        try:
+            if cancelled := await self._allocation.cancelled_before():
+                return ExitCode.CANCELLED, cancelled
+            stuck = stuck_starts(read_events(self._paths))
+        except (
+            OSError
+        ) as error:  # the journal cannot be read: not a run that is over, but a start that failed
+            self._events.put_nowait(ev.StartFailed(str(error)))
+        else:
+            if stuck >= self._config.daemon.no_progress_limit:
+                journal.event("held", stuck=stuck, reason="every start crashed at the same place")
+                return ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
+            self._events.put_nowait(await self._begin(journal, effects))
         clock = asyncio.create_task(self._watch_the_clock())
         try:
             while effects.exit is None:
@@ -218,7 +227,9 @@ class Lead:
             outlook = await self._allocation.outlook()
             left = outlook.seconds_left
             near = outlook.preempted or (left is not None and left <= lead_s)
-            if near and self._model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED):
+            model = self._model
+            listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
+            if near and listens:
                 self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
             # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
             if not outlook.answered or near:

@@ -81,6 +81,11 @@ class Model(msgspec.Struct, frozen=True):
     """This generation has sampled a rollout of its own: it is past everything that was replayed."""
     requeue: ev.RequeueAnswered | None = None
 
+    @property
+    def saves_unbounded(self) -> bool:
+        """The one save before the end that has no deadline: of a requeue that was wished for."""
+        return self.state is State.SAVING and self.cause == "operator_requeue"
+
 
 class Decision(msgspec.Struct, frozen=True):
     model: Model

@@ -39,7 +39,6 @@ from verl_slurm_daemon.states import NEXT, State
 
 __all__ = ["decide"]
 
-
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6
 _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
@@ -73,12 +72,13 @@ def _decide(model: Model, event: ev.Event) -> Decision:
         case ev.NodeFailed(node, detail, lost):
             return _on_failure(model, f"node {node}: {detail}", "node" if lost else "crash", node)
         case ev.Hung(generation, node, detail):
+            if generation == model.generation and model.saves_unbounded:
+                return _give_up(model, detail)
             if generation != model.generation or model.state not in _TRAINING:
-                return Decision(model)  # a save has its own deadline
+                return Decision(model)  # any other save before the end has its own deadline
             if _all_finished(model):  # their work is done, and counts; only their processes do not end
-                return Decision(
-                    model, (act.Note("warning", {"topic": "hang", "text": detail}), act.TakeDown(True))
-                )
+                warning = act.Note("warning", {"topic": "hang", "text": detail})
+                return Decision(model, (warning, act.TakeDown(True)))
             return _on_failure(model, detail, "hang", node)
         case ev.RunLost(owner):
             return _on_run_lost(model, owner)

@@ -24,12 +24,14 @@ from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import step_argv
 from verl_slurm_daemon.slurm_clock import SlurmClock
-from verl_slurm_daemon.successor import cancelled_task, predecessor, queue_successor
+from verl_slurm_daemon.successor import cancelled_task, ended_cancelled, predecessor, queue_successor
 
 __all__ = ["SlurmAllocation"]
 
 _LAST_WORD_S = 3.0
 """Before Slurm's KILL: to write down how it ended, and to leave with an exit code."""
+_AWAY = ("unable to contact", "no end within")
+"""Of a slurmctld that does not run, or hangs: Slurm's words, and ours (`slurm.runner`)."""
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
 # A job that is COMPLETING is gone after KillWait (30 s by default), and a little.
 _LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
@@ -58,7 +60,7 @@ class SlurmAllocation:
         self._last_try = math.inf
 
     async def address(self) -> str:
-        with contextlib.suppress(VerlSlurmError, ValueError):
+        with contextlib.suppress(VerlSlurmError, ValueError, LookupError):
             conf, date = await self._client.config_and_time()
             self._clock.hear(date)
             self._kill_wait_s = float(conf["KillWait"].split()[0])
@@ -66,10 +68,12 @@ class SlurmAllocation:
         return await self._client.node_addr(self._job.node_name)
 
     async def cause(self, trigger: str) -> CauseKnown:
+        asked = time.monotonic()
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:
             return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
+        self._expedited = facts.expedited
         cause = decide_cause(
             _TRIGGERS.get(trigger.split(" ", 1)[0], "poll"),
             facts,
@@ -82,7 +86,8 @@ class SlurmAllocation:
         if cause.kind == "time_limit" and left is not None:
             self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
         if left is None and cause.ends_job:
-            left = self._kill_wait_s  # it is being ended now: TERM has come, KILL follows
+            # It is being ended now: TERM has come, KILL follows; a slow slurmctld's answers are part of that time.
+            left = max(self._kill_wait_s - (time.monotonic() - asked), 0.0)
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
 
     async def _lost_nodes(self, facts: JobFacts) -> tuple[str, ...]:
@@ -123,24 +128,32 @@ class SlurmAllocation:
 
     def _unanswered(self, said: str) -> RequeueAnswered | str:
         """To be asked again, while it can matter. A job that is preempted, or whose node is lost, is requeued by Slurm
-        itself in the end; one that has run into its time limit is not, and then our exit code says why."""
+        itself in the end; one that has run into its time limit is not, and then our exit code says why. But the limit
+        is slurmctld's to enforce: while that is away nobody ends the job, and once it is back it ends it with TERM and
+        KillWait, in which the request gets through."""
+        if any(words in said.lower() for words in _AWAY):
+            still = time.monotonic() + self._kill_wait_s - _LAST_WORD_S
+            self._last_try = max(self._last_try, still)
         return said if time.monotonic() < self._last_try else RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
 
     async def _follow(self, why: str) -> RequeueAnswered | str:
         try:
             number = await queue_successor(self._paths, self._config, self.job_id)
         except SlurmMissing as error:
-            return f"{why}; {error}"
+            return self._unanswered(f"{why}; {error}")
         except (VerlSlurmError, OSError) as error:
             return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
         return RequeueAnswered(ExitCode.REQUEUED, f"job {number} follows this one: {why}")
 
     async def withdraw(self) -> str:
+        if self._expedited is False:
+            return ""  # not one more question at the end, when Slurm's KILL may be due
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:
-            return "" if self._expedited is False else f"not known whether Slurm holds the ended job: {error}"
-        if not (facts.expedited and facts.requeue and facts.is_running):
+            return f"not known whether Slurm holds the ended job: {error}"
+        own_life = facts.restarts == self.restart  # what runs may be the next one already
+        if not (facts.expedited and facts.requeue and facts.is_running and own_life):
             return ""
         refused = await self._client.forbid_requeue(self._job.job_id)
         return (
@@ -157,7 +170,10 @@ class SlurmAllocation:
         try:
             facts = await self._client.job(int(former))
         except VerlSlurmError:
-            return ""  # forgotten, or no answer: then the journal's word counts, and it says to go on
+            # Forgotten (a chain may wait for hours), or no answer: then the journal's word counts.
+            if array is not None and ended_cancelled(events, former, array):
+                return f"job {former}, which this one follows, was cancelled"
+            return ""
         if array is not None and not (facts.array_task or "").startswith(f"{array}_"):
             return ""  # of an earlier chain
         ended = facts.state.startswith("CANCELLED")

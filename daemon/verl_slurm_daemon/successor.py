@@ -21,13 +21,21 @@ from typing import Any
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.events import Event, append_event, read_events
+from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import create_file, private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
-__all__ = ["cancelled_task", "predecessor", "queue_successor", "successor_script", "was_queued"]
+__all__ = [
+    "cancelled_task",
+    "ended_cancelled",
+    "predecessor",
+    "queue_successor",
+    "successor_script",
+    "was_queued",
+]
 
 _LOOK_S, _LOOKS = 0.25, 36
 """For a claimant to say what came of it. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended after 8 s; all of
@@ -43,20 +51,32 @@ def predecessor(events: Sequence[Event], job_id: str) -> str:
 
 
 def cancelled_task(events: Sequence[Event], job_id: str) -> str:
-    """The job that `verl-slurm cancel` ended, where nothing but `job_id` was started since; empty: none. Pure.
+    """The job that `verl-slurm cancel` ended, where the run did not go on since; empty: none. Pure.
 
-    The next task of a chain starts by itself, whatever became of the one before it.
+    The next task of a chain starts by itself, whatever became of the one before it. One that only said that the run
+    was cancelled did not go on with it: the task behind that one must not, either.
     """
     job = asked = ""
     for event in events:
         match event["event"]:
             case "started" if event.get("job_id") != job_id:
-                job, asked = str(event.get("job_id", "")), ""
+                job = str(event.get("job_id", ""))
+            case "generation" if event.get("job_id") not in (asked, job_id):
+                asked = ""
             case "submitted":
                 asked = ""
             case "cancel_asked":
                 asked = job
     return asked
+
+
+def ended_cancelled(events: Sequence[Event], job_id: str, array: int) -> bool:
+    """Whether the lead of that task of `array` said that it ended by a cancel. Pure."""
+    its = [event for event in events if event.get("job_id") == job_id]
+    of_array = any(event["event"] == "started" and event.get("array") == str(array) for event in its)
+    return of_array and any(
+        event["event"] == "ended" and event.get("exit_code") == ExitCode.CANCELLED for event in its
+    )
 
 
 def was_queued(events: Sequence[Event], job_id: str) -> str:
@@ -70,7 +90,7 @@ def was_queued(events: Sequence[Event], job_id: str) -> str:
 def successor_script(python: str, paths: RunPaths) -> str:
     """The batch script. Every word of ours that a shell reads is quoted. Pure."""
     lead = shlex.join([python, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)])
-    return f"#!/bin/bash\numask 077\ntrap '' USR1 TERM CONT\nexec {lead}\n"
+    return f"#!/bin/bash\numask 077\ntrap '' USR1 USR2 TERM CONT\nexec {lead}\n"
 
 
 async def queue_successor(

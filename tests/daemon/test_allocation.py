@@ -199,3 +199,91 @@ def test_a_silent_slurm_does_not_keep_a_run_from_ending(
     mine = SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
     assert "not known" in asyncio.run(mine.withdraw())
     assert slurm.asked == 1
+
+
+ENVIRON = {
+    "SLURM_JOB_ID": "37",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURMD_NODENAME": "n1",
+}
+
+
+def in_job_37(slurm: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: str) -> SlurmAllocation:
+    monkeypatch.setattr(slurm_allocation, "SlurmClient", lambda: slurm)
+    job = SlurmJob.from_environ(ENVIRON | more)
+    assert job is not None
+    return SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
+
+
+def test_of_a_job_that_is_known_not_to_be_expedited_nothing_is_asked_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a last try only seconds are left: a slurmctld that hangs would take them."""
+    slurm = _Slurm("RUNNING", SILENCE)
+    mine = in_job_37(slurm, tmp_path, monkeypatch)
+    assert asyncio.run(mine.outlook()).answered
+    assert asyncio.run(mine.withdraw()) == ""
+    assert slurm.asked == 1
+
+
+def test_the_next_life_of_an_expedited_job_is_not_forbidden_its_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = (GOLDEN.parent / "newer/25.11_running_expedited.txt").read_text()
+
+    class Slurm:
+        async def job(self, job_id: int) -> object:
+            return msgspec.structs.replace(parse_job(record, 1), job_id=job_id, restarts=1)
+
+    assert asyncio.run(in_job_37(Slurm(), tmp_path, monkeypatch).withdraw()) == ""
+
+
+def test_what_slurm_takes_to_answer_is_no_time_left_of_killwait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = (GOLDEN.parent / "time_limit_completing.txt").read_text()
+    clock = [100.0]
+
+    class Slurm:
+        async def job(self, _: int) -> object:
+            clock[0] += 17.0
+            return parse_job(record, 1)
+
+    mine = in_job_37(Slurm(), tmp_path, monkeypatch)
+    monkeypatch.setattr(slurm_allocation.time, "monotonic", lambda: clock[0])
+    known = asyncio.run(mine.cause("SIGTERM to lead"))
+    assert (known.kind, known.seconds_left) == ("time_limit", 13.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "asks_again"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", True),
+        ("no end within 8 s", True),
+        ("[Errno 11] Resource temporarily unavailable", False),  # here, not there: Slurm does end the job
+    ],
+)
+def test_at_the_time_limit_a_slurmctld_that_is_away_is_waited_for(
+    found: str, asks_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else ends the job; and when it is back it does so with KillWait, enough for the request."""
+    record = (GOLDEN.parent / "time_limit_running.txt").read_text()
+    facts = parse_job(record, 1)
+    assert facts.end_time is not None
+    clock = [100.0]
+
+    class Slurm:
+        async def job(self, _: int) -> object:
+            return facts
+
+        async def requeue(self, *_: object, **__: object) -> object:
+            raise SlurmMissing("Slurm does not answer", found=found)
+
+    mine = in_job_37(Slurm(), tmp_path, monkeypatch)
+    monkeypatch.setattr(mine._clock, "now", lambda: facts.end_time)
+    monkeypatch.setattr(slurm_allocation.time, "monotonic", lambda: clock[0])
+    assert asyncio.run(mine.cause("SIGUSR1 to lead")).kind == "time_limit"
+    assert isinstance(asyncio.run(mine.requeue()), str)
+    clock[0] += 600.0
+    assert isinstance(asyncio.run(mine.requeue()), str) is asks_again

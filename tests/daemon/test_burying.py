@@ -8,14 +8,19 @@ import pytest
 # A child of ours that ends with 7, and one that leaves an orphan in a session of its own; says who is still there.
 _UNDERTAKER = """
 import asyncio, os, subprocess, sys
+from verl_slurm_daemon import burying
 from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.processes import become_subreaper
 
 async def main():
     become_subreaper()
+    burying._LATE_S = 1.0
     bury_orphans(asyncio.get_running_loop())
     told, tell = os.pipe()
-    leaves = ["/bin/sh", "-c", "read line & echo $!; exit"]
+    leaves = ["/bin/sh", "-c", sys.argv[1]]
+    leader = await asyncio.create_subprocess_exec("/bin/sh", "-c", "exit 8", start_new_session=True)
+    told_by_leader = await leader.wait()
+    burying._LATE_S = 0.0
     own = subprocess.Popen(["/bin/sh", "-c", "exit 7"])
     child = subprocess.Popen(leaves, stdin=told, stdout=subprocess.PIPE, start_new_session=True)
     orphan = int(child.stdout.readline())
@@ -28,15 +33,18 @@ async def main():
     await ended.wait()
     while os.path.exists(f"/proc/{orphan}"):
         await asyncio.sleep(0)
-    print("buried", own.wait(), flush=True)
+    print("buried", own.wait(), told_by_leader, flush=True)
 
 asyncio.run(main())
 """
 
 
 @pytest.mark.scenario("P11")
-def test_an_adopted_orphan_is_buried_and_a_child_of_ours_keeps_its_exit_code() -> None:
+@pytest.mark.parametrize("orphan", ["read line", "exec setsid /bin/sh -c 'read line'"])
+def test_an_adopted_orphan_is_buried_and_a_child_of_ours_keeps_its_exit_code(orphan: str) -> None:
+    """Be it in the session of what started it, or, as sandboxes are, in one of its own."""
+    leaves = f"exec 3<&0; ({orphan} <&3) & echo $!; exit"
     done = subprocess.run(
-        [sys.executable, "-c", _UNDERTAKER], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _UNDERTAKER, leaves], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == "buried 7\n", done.stderr
+    assert done.stdout == "buried 7 8\n", done.stderr

@@ -52,6 +52,18 @@ def test_a_run_that_ends_for_good_takes_its_requeue_back_first(paths: RunPaths) 
     assert events[1]["reason"] == "Requeue=0: the job ends here"
 
 
+class OnStorageThatIsAway(LocalAllocation):
+    async def cancelled_before(self) -> str:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_journal_that_cannot_be_read_at_the_start_costs_one_start_and_not_the_run(paths: RunPaths) -> None:
+    config = RunConfig()
+    lead = Lead(paths, config, OnStorageThatIsAway(config, paths))
+    assert asyncio.run(lead.run()) is ExitCode.REQUEUED
+    assert "start_failed" in [event["event"] for event in read_events(paths)]
+
+
 def test_a_job_that_comes_second_does_not_wait_held_for_the_run(paths: RunPaths) -> None:
     take_epoch(paths, job_id="7", restart=0, cluster="slurm")
     config = RunConfig()

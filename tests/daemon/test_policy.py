@@ -114,6 +114,19 @@ def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline
     assert kinds(hurried.then(cause("preemption", 20.0))) == [act.ArmDeadline]
 
 
+def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job_to_its_limit() -> None:
+    story = training()
+    story.then(cause("operator_requeue", None))
+    assert not story.then(ev.Hung(story.model.generation - 1, "n1", "of the generation before"))
+    assert kinds(story.then(ev.Hung(story.model.generation, "n1", "silent"))) == [act.Requeue, act.TakeDown]
+    bounded = training()
+    bounded.then(cause("operator_requeue", None))
+    assert bounded.model.saves_unbounded  # so the lead goes on to look how near its limit is
+    bounded.then(cause("preemption", 20.0))
+    assert not bounded.model.saves_unbounded
+    assert not bounded.then(ev.Hung(bounded.model.generation, "n1", "silent"))
+
+
 def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
     story = training()
     story.then(cause("preemption"))

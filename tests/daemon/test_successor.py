@@ -12,11 +12,12 @@ from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 from verl_slurm_daemon.successor import predecessor, queue_successor, successor_script, was_queued
 
 from verl_slurm.config.load import parse_config
-from verl_slurm.errors import SlurmRefused
+from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.events import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.client import RequeueOutcome
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.submit.record import last_job
@@ -237,3 +238,42 @@ def test_a_cancelled_task_of_a_chain_is_followed_by_no_other(
     assert bool(cancelled_before()) is stops
     append_event(run, "submitted", job_id="39", cluster="slurm")  # its user wants it to go on
     assert not cancelled_before()
+
+
+def test_no_later_task_of_a_cancelled_chain_goes_on_either(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one only says so and ends; by the time the third one starts, Slurm may have forgotten the first."""
+    slurm = Forbidding("CANCELLED", "36_1")
+    monkeypatch.setattr(module, "SlurmClient", lambda: slurm)
+
+    def cancelled_before(number: str) -> str:
+        task = {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "2"}
+        append_event(run, "started", job_id=number, cluster="slurm")
+        return asyncio.run(mine(run, number, **task).cancelled_before())
+
+    append_event(run, "started", job_id="37", cluster="slurm", array="36")
+    append_event(run, "cancel_asked")
+    for number in ("38", "39"):
+        assert cancelled_before(number)
+        append_event(run, "ended", job_id=number, exit_code=int(ExitCode.CANCELLED))
+
+    async def forgotten(_: int) -> object:
+        raise NotFound("Slurm does not know the job")
+
+    monkeypatch.setattr(slurm, "job", forgotten)
+    assert not cancelled_before("40"), "nobody has said what became of the first"
+    append_event(run, "ended", job_id="37", exit_code=int(ExitCode.CANCELLED))
+    assert cancelled_before("41")
+    another = {"SLURM_ARRAY_JOB_ID": "50", "SLURM_ARRAY_TASK_ID": "1"}
+    assert not asyncio.run(mine(run, "51", **another).cancelled_before()), "queued by hand, later"
+    append_event(run, "generation", job_id="42")  # the run went on
+    assert not cancelled_before("43")
+
+
+def test_no_signal_that_is_ours_to_send_kills_a_batch_script_before_the_daemon_listens(run: RunPaths) -> None:
+    scripts = [successor_script("python", run), *map(str, sbatch_parameters(CONFIG)["setup"])]  # type: ignore[call-overload]
+    scripts += [path.read_text() for path in (Path(__file__).parents[2] / "sbatch").glob("*.sbatch")]
+    traps = [line for script in scripts for line in script.splitlines() if line.startswith("trap ''")]
+    assert len(traps) == len(scripts) > 6
+    assert {frozenset(line.split()[2:]) for line in traps} == {frozenset(("USR1", "USR2", "TERM", "CONT"))}

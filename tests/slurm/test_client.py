@@ -158,6 +158,7 @@ def test_the_environment_cannot_change_what_the_commands_print(stub: Stub, tmp_p
         ("scancel_in_grace_completing", 0, "cancelled"),
         ("preempted_completing", 0, "already_requeued"),
         ("norequeue_preempted_in_grace", 0, "forbidden"),
+        ("norequeue_preempted_completing", 0, "forbidden"),  # and so followed by another job
         ("suspended", 0, "refused"),
         ("running", 0, None),
         ("preempted_in_grace", 0, None),

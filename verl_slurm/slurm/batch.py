@@ -54,7 +54,7 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
         "cpus_per_task": slurm.cpus_per_node,
         "use_srun": False,
         "stderr_to_stdout": True,
-        "setup": ["trap '' USR1 TERM CONT"],
+        "setup": ["trap '' USR1 USR2 TERM CONT"],
         "additional_parameters": additional,
     }
     if slurm.partition is not None:

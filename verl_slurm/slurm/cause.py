@@ -131,9 +131,7 @@ def decide_cause(
         return Cause(kind="time_limit", evidence=shown)
     if facts.failed or facts.state == "NODE_FAIL":
         return Cause(kind="failed", evidence=shown)
-    end = facts.ended_as if facts.state == "COMPLETING" else facts.state
-    # one that may not be requeued keeps its Restarts when preempted; of one that may, Slurm's word is wanted
-    if end == "PREEMPTED" or (end is None and facts.ended_by_preemption and not facts.requeue):
+    if facts.preempted:
         return Cause(kind="preemption", evidence=shown)
     if facts.state == "COMPLETING" or facts.state.startswith("CANCELLED"):
         return Cause(kind="cancel", evidence=f"{shown}: ended by its user or an administrator")

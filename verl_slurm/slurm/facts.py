@@ -88,6 +88,13 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
         return ending and self.preempt_time == self.end_time
 
     @property
+    def preempted(self) -> bool:
+        """Slurm ends, or has ended, it for another job, as far as that can be told from a cancel. One that may not be
+        requeued keeps its Restarts when preempted; of one that may, Slurm's own word is wanted."""
+        end = self.ended_as if self.state == "COMPLETING" else self.state
+        return end == "PREEMPTED" or (end is None and self.ended_by_preemption and not self.requeue)
+
+    @property
     def failed(self) -> bool:
         """Slurm ends, or has ended, it because something broke: a node, memory, or its batch process, which was killed
         (22.05 says JobLaunchFailure, newer ones `RaisedSignal:9(Killed)`) or left with an error. Nobody wanted its end:

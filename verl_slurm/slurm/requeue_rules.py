@@ -54,8 +54,7 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
     # revive it (rc 0, seen), so a job that ends is left alone, unless Slurm itself says that it is the time
     # limit, a preemption, or that something broke
     timed_out = facts.state in {"COMPLETING", "TIMEOUT"} and facts.reason == "TimeLimit"
-    preempted = facts.state == "COMPLETING" and facts.ended_as == "PREEMPTED"
-    not_wanted = timed_out or preempted or facts.failed
+    not_wanted = timed_out or facts.preempted or facts.failed
     if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not not_wanted):
         return RequeueOutcome(
             kind="cancelled",
