@@ -173,9 +173,9 @@ def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> No
     assert 'verl_run_state{state="running"} 1.0' in pages["lead"]
     assert re.search(r"^verl_rollout_queue_length [1-9]", pages["lead"], re.MULTILINE)
     assert re.search(r"^verl_runtime_state_age_seconds \d", pages["lead"], re.MULTILINE)
-    assert 'verl_connections_refused_total{reason="no_token"} 1.0' in pages["lead"]
-    assert [(e["reason"], e["count"]) for e in read_events(paths) if e["event"] == "strangers"] == [
-        ("no_token", 1)
+    assert 'verl_control_refused_total{reason="token"} 1.0' in pages["lead"]
+    assert [(e["reason"], e["total"]) for e in read_events(paths) if e["event"] == "stranger"] == [
+        ("token", 1)
     ]
     assert "verl_agent_ranks_heard 1.0" in pages["node_0000"]
     assert finish(process) == 0
