@@ -96,7 +96,7 @@ campaign: setup $(if $(WITH_VLLM),vllm) ## a long campaign: make campaign N=200 
 	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} \
 	  $(if $(WITH_VLLM),$(VLLM),$(VENV))/bin/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
-soak: setup ## minutes to hours: hundreds of preemptions in a row, rivals, leaks; make soak N=200 TESTS=tests/soak
+soak: setup ## minutes to hours: hundreds of preemptions in a row, rivals, leaks; make soak N=200 TESTS=tests/hostile
 	VERL_SLURM_SOAK=$(or $(N),200) $(BIN)/python -m pytest -p no:cacheprovider -q -s -m soak $(or $(TESTS),tests)
 
 fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again; and for the metrics port

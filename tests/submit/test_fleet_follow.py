@@ -212,7 +212,8 @@ def test_a_killed_lead_is_told_where_only_sizes_are_looked_at_and_where_others_a
     tmp_path: Path, alive: dict[int, tuple[str, str]], monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
     monkeypatch.setattr(fleet_follow, "is_remote", lambda _: remote)
-    a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
+    make_run(tmp_path / "a", job_id="1")
+    b = make_run(tmp_path / "b", job_id="2")
     turns: list[float] = []
 
     def wait(_: Watches, timeout_s: float) -> set[Path]:
