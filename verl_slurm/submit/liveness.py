@@ -13,6 +13,7 @@ from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.newest_job import Submission
 
@@ -112,8 +113,10 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         if owner is None or job.job_id != owner.job_id:
             return None
         process = psutil.Process(owner.pid)
-        # Who is younger than the claim only has the same number.
-        ours = process.create_time() <= datetime.fromisoformat(owner.taken).timestamp() + 1.0
+        if owner.born:
+            ours = birth_of(owner.pid) == owner.born
+        else:  # taken by a version that did not note it; who is younger than the claim only has the same number
+            ours = process.create_time() <= datetime.fromisoformat(owner.taken).timestamp() + 1.0
         return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
     except (ValueError, VerlSlurmError, psutil.Error):
         return None
