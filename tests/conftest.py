@@ -23,12 +23,24 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes minutes to hours runs by `make soak` only: elsewhere it is left out, and counted as such."""
-    if os.environ.get("VERL_SLURM_SOAK"):
-        return
     soaks = [item for item in items if item.get_closest_marker("soak")]
-    if soaks:
+    if os.environ.get("VERL_SLURM_SOAK"):
+        for item in soaks:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(0))  # it takes as long as it is asked to
+    elif soaks:
         config.hook.pytest_deselected(items=soaks)
         items[:] = [item for item in items if item not in soaks]
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_its_own() -> Iterator[None]:
+    """What the code under test sets in this process's environment (a lead sets PYTHONSAFEPATH) ends with the test."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _start(directory: Path, options: ClusterOptions) -> DevCluster:

@@ -48,7 +48,7 @@ def until(process: "subprocess.Popen[str]", word: str) -> str:
 
 
 def finish(process: "subprocess.Popen[str]") -> int:
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)  # four ranks that import torch on two busy cores take minutes
     return process.returncode
 
 

@@ -17,7 +17,7 @@ def birth_of(pid: int) -> str:
     """`BOOT_ID:TICKS` of a living process; empty: there is none of that number, or it has ended and waits for its
     parent, or the system does not say.
 
-    Called by: fence, daemon.allocation.
+    Called by: fence, submit.liveness, daemon.local_allocation.
     """
     try:
         boot = _BOOT_ID.read_text().strip()

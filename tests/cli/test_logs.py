@@ -59,3 +59,9 @@ def test_following_goes_on_in_the_next_starts_file(run: RunPaths) -> None:
         file.write("more\n")
     assert next(lines) == (second, b"more")
     lines.close()
+
+
+def test_of_fewer_lines_than_were_asked_for_none_is_passed_over(run: RunPaths) -> None:
+    lines = follow_newest(run.logs, lambda: run.rank_log(1, 1, 0), 5)
+    assert [next(lines) for _ in range(3)] == [(run.rank_log(1, 1, 0), word) for word in (b"a", b"b", b"c")]
+    lines.close()

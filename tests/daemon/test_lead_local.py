@@ -116,7 +116,7 @@ with patch("verl_slurm_daemon.lead.check_dataset", side_effect=stale):
 def test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "train.steps=1")
     argv = [sys.executable, "-c", _STALE_ONCE, "lead", "--run", str(paths.root)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     events = read_events(paths)
     assert [e["detail"] for e in events if e["event"] == "start_failed"] == [
@@ -132,7 +132,7 @@ def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path
     paths = prepared(tmp_path / "run", f"checkpoint.encryption.key_file={key}")
     key.unlink()
     process = lead(paths)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == ExitCode.KEY
     assert "run.key" in said
     events = read_events(paths)
@@ -148,7 +148,7 @@ def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
     first = lead(paths)
     until(first, "first_rollout")
     second = lead(paths)
-    out, _ = second.communicate(timeout=60)
+    out, _ = second.communicate(timeout=300)
     assert second.returncode == 20, out
     assert "another job works on this run" in out
     assert finish(first) == 0
@@ -173,9 +173,9 @@ def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> No
     assert 'verl_run_state{state="running"} 1.0' in pages["lead"]
     assert re.search(r"^verl_rollout_queue_length [1-9]", pages["lead"], re.MULTILINE)
     assert re.search(r"^verl_runtime_state_age_seconds \d", pages["lead"], re.MULTILINE)
-    assert 'verl_connections_refused_total{reason="no_token"} 1.0' in pages["lead"]
-    assert [(e["reason"], e["count"]) for e in read_events(paths) if e["event"] == "strangers"] == [
-        ("no_token", 1)
+    assert 'verl_control_refused_total{reason="token"} 1.0' in pages["lead"]
+    assert [(e["reason"], e["total"]) for e in read_events(paths) if e["event"] == "stranger"] == [
+        ("token", 1)
     ]
     assert "verl_agent_ranks_heard 1.0" in pages["node_0000"]
     assert finish(process) == 0
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_schema_is_refused_with_the_differences(
     _reseal(checkpoint, SCHEMA_VERSION, render_schema(schema_of(classes, "0.0.9")))
     before = sorted(p.name for p in paths.checkpoints.iterdir())
     process = lead(paths)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 15, out
     assert "episode_id" in out
     assert "0.0.9" in out
@@ -222,7 +222,7 @@ def test_changed_data_is_refused_by_name(straight: RunPaths, tmp_path: Path) -> 
     paths = prepared(tmp_path / "run", f"data.root={data}")
     (data / "more.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     process = lead(paths)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == 16, out
     assert "more.jsonl" in out
 
@@ -240,7 +240,7 @@ def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike
         until(process, "first_rollout")
         process.send_signal(signal.SIGUSR2)
         assert finish(process) == 0
-        assert joined.wait(timeout=60) == 0
+        assert joined.wait(timeout=300) == 0
     finally:
         joined.kill()
         joined.wait()
@@ -289,7 +289,7 @@ def test_two_hosts_that_lose_each_other_for_long_find_together_again_by_themselv
             until(first, " generation ")
             lab.heal()
             assert finish(first) == 0
-            assert joined.wait(timeout=60) == 0
+            assert joined.wait(timeout=300) == 0
         finally:
             for process in (first, joined):
                 process.kill()

@@ -139,11 +139,13 @@ class Watcher:
                 self.cmdlines.add(cmdline)
                 if bytes(self.root) in cmdline.split(b"\0"):
                     limits = (process / "limits").read_text().splitlines()
-                    self.processes[cmdline] = Seen(
+                    seen = Seen(
                         (process / "environ").read_bytes(),
                         next(" ".join(line.split()[4:6]) for line in limits if "core file" in line),
                         (process / "coredump_filter").read_text().strip(),
                     )
+                    if seen.dump_filter:  # empty: it has just died, and has no memory any more
+                        self.processes[cmdline] = seen
 
     def processes_alive(self) -> list[psutil.Process]:
         """Of the run, at this moment."""

@@ -24,6 +24,8 @@ from verl_slurm.submit.submission import carry_out, plan_submission
 
 __all__ = ["STAND_IN", "Stage", "control_group", "prepared"]
 
+PATIENCE_S = 300.0
+"""For a run's end, and for a sign of life: four ranks that import torch on two busy cores take minutes."""
 STAND_IN = Path(__file__).with_name("stand_in.py")
 _SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -112,7 +114,7 @@ class Stage:
 
     def wait(self, name: str, count: int = 1, **wanted: object) -> Event:
         """The `count`-th event of that name."""
-        with contextlib.closing(follow_lines(self.paths.events, 0, silence_s=lambda: 120.0)) as lines:
+        with contextlib.closing(follow_lines(self.paths.events, 0, silence_s=lambda: PATIENCE_S)) as lines:
             for line in lines:
                 found = [e for e in self.events(name) if all(e.get(k) == v for k, v in wanted.items())]
                 if len(found) >= count:
@@ -123,7 +125,7 @@ class Stage:
 
     def marked(self, word: str) -> None:
         """Until a stand-in has written this down."""
-        with contextlib.closing(follow_lines(self.marks, 0, silence_s=lambda: 120.0)) as lines:
+        with contextlib.closing(follow_lines(self.marks, 0, silence_s=lambda: PATIENCE_S)) as lines:
             for line in lines:
                 if line is None:
                     break
@@ -135,7 +137,7 @@ class Stage:
         """The lead's exit code; whatever was below it is gone then."""
         assert self.process is not None
         try:
-            code = self.process.wait(timeout=120)
+            code = self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it does not end:\n{self.story()}") from None
         wait_until_gone(str(self.paths.root))

@@ -44,7 +44,7 @@ class Clocks:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler: make setup has one")
+        pytest.skip("NOT RUN: no C compiler (Debian's package gcc, with libc6-dev)")
     made = tmp_path_factory.mktemp("shim") / "clockshim.so"
     source = Path(__file__).with_name("clockshim.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", made, source, "-ldl"], check=True)
@@ -73,7 +73,7 @@ def test_hosts_whose_clocks_are_twenty_minutes_and_a_day_apart_are_interrupted_a
 ) -> None:
     namespace = ["unshare", "-T", "--monotonic", str(STEADY_S), "--fork", "--kill-child"]
     if subprocess.run([*namespace, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no time namespaces for this user")
+        pytest.skip("NOT RUN: no time namespaces for this user, or in this kernel")
     behind, ahead = Clocks(library, tmp_path / "behind"), Clocks(library, tmp_path / "ahead")
     behind.set(BEHIND_S, 0)
     ahead.set(AHEAD_S, 0)
@@ -90,7 +90,7 @@ def test_hosts_whose_clocks_are_twenty_minutes_and_a_day_apart_are_interrupted_a
         until(process, "first_rollout")
         process.send_signal(signal.SIGUSR2)  # 30 s from now, whatever the time is
         assert finish(process) == 0
-        assert joined.wait(timeout=60) == 0
+        assert joined.wait(timeout=300) == 0
     finally:
         joined.kill()
         joined.wait()

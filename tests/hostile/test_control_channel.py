@@ -5,6 +5,7 @@ import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,8 +356,10 @@ def test_a_thousand_silent_strangers_are_bounded_and_keep_no_agent_out(many_sock
                 quiet.append(socket.create_connection(("127.0.0.1", port.port), timeout=60))
                 assert quiet[-1].recv(40).startswith(HELLO)
             most = entrance.ROW + 8
-            while (seen := port.look())["refused"].get("crowded", 0) < strangers - most:
-                assert "silent" not in seen["refused"]
+            # On a machine that stood still for 5 s they are sent away as silent.
+            while (seen := port.look()) and sum(seen["refused"].values()) < strangers - most:
+                pass
+            assert set(seen["refused"]) <= {"crowded", "silent"}
             assert seen["fds"] < most + 32
 
             async def agents() -> None:
@@ -413,6 +416,8 @@ def test_who_does_not_end_the_handshake_in_time_is_sent_away_be_it_byte_by_byte(
         silent, saying_nothing = await asyncio.open_connection("127.0.0.1", lead.port)
         reader, dripping = await asyncio.open_connection("127.0.0.1", lead.port)
         assert (await reader.readexactly(40)).startswith(HELLO)
+        await silent.readexactly(40)
+        monkeypatch.setattr(channel, "_HANDSHAKE_S", 60.0)  # of those that come from here on
 
         async def drip() -> None:
             while not dripping.is_closing():
@@ -424,7 +429,6 @@ def test_who_does_not_end_the_handshake_in_time_is_sent_away_be_it_byte_by_byte(
         assert await end == b""
         dripping.close()
         await drops
-        await silent.readexactly(40)
         assert await _until_closed(silent) == b""
         saying_nothing.close()
         assert lead.refused == ["silent", "silent"]
@@ -460,6 +464,8 @@ def test_a_proven_peer_beyond_the_agents_places_is_sent_away_and_the_others_stay
 
 def test_agents_that_come_at_once_find_room_in_the_kernels_queue() -> None:
     """While the lead is busy: nobody is accepted, and nobody has to ask again."""
+    if (most := int(Path("/proc/sys/net/core/somaxconn").read_text())) < 300:
+        pytest.skip(f"NOT RUN: the kernel's own limit is {most} (net.core.somaxconn)")
 
     async def story() -> None:
         lead = await Lead().open(links=300)

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,18 @@ def group_of(controller: str) -> Iterator[Path]:
         try:
             group = stack.enter_context(control_group(controller, "stage"))
         except OSError as error:
-            pytest.skip(f"no control group ({controller}, version 1) can be made here: {error}")
+            pytest.skip(f"NOT RUN: no control group ({controller}, version 1) can be made here: {error}")
         yield group
+
+
+def unshared(*words: str) -> tuple[str, ...]:
+    """What has a program run apart, or no test: root in a container often may not."""
+    if UNSHARE is None:
+        pytest.skip("NOT RUN: no unshare here (util-linux)")
+    done = subprocess.run([UNSHARE, *words, "true"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"NOT RUN: unshare {words[0]} is not for us: {done.stderr.strip()}")
+    return (UNSHARE, *words)
 
 
 def whole(stage: Stage) -> list[str]:
@@ -260,10 +271,8 @@ def test_what_cannot_be_said_holds_up_no_save_and_ends_nobody(job: Stage, how: s
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
             os.write(writer, b"x" * 4096)
         if how in ("the disk is full", "no inodes"):
-            if os.geteuid() != 0 or UNSHARE is None:
-                pytest.skip("a disk of our own needs root and unshare")
             script = _FULL if how == "the disk is full" else _NO_NAMES
-            before = (UNSHARE, "--mount", "/bin/sh", "-c", script, str(job.paths.logs))
+            before = unshared("--mount", "/bin/sh", "-c", script, str(job.paths.logs))
         job.lead(before=before, stdout=writer, talks=True)
         job.wait("first_rollout")
         job.preempt()
@@ -280,9 +289,7 @@ def test_what_cannot_be_said_holds_up_no_save_and_ends_nobody(job: Stage, how: s
 def test_what_others_leave_behind_is_buried_while_the_ranks_work(stage: Stage, first: bool) -> None:
     before: tuple[str, ...] = ()
     if first:
-        if os.geteuid() != 0 or UNSHARE is None:
-            pytest.skip("a space of processes of its own needs root and unshare")
-        before = (UNSHARE, "--pid", "--fork", "--mount-proc", "--kill-child")
+        before = unshared("--pid", "--fork", "--mount-proc", "--kill-child")
     stage.lead(before=before, saves=1, orphans=40)
     assert stage.end() == 0, stage.story()
     assert not stage.events("crash"), stage.story()

@@ -1,6 +1,7 @@
 """The trainer's own ranks, struck in their saves by everything that part B knows. One run is struck by all of it, one
 after the other, and must end bit for bit like its twin that nobody struck."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -68,18 +69,32 @@ def wall_clock_that_can_be_set_back(box: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(box / "wall.so"), "VS_SET_BACK": str(box / "set_back")}
 
 
+@contextlib.contextmanager
+def memory_group() -> Iterator[tuple[Path, str]]:
+    """A control group with little memory, and why there is none to be had here."""
+    with contextlib.ExitStack() as stack:
+        group, problem = Path(), ""
+        try:
+            group = stack.enter_context(control_group("memory", "rank"))
+            (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+        except OSError as error:
+            problem = f"no control group (memory, version 1): {error}"
+        yield group, problem
+
+
 @pytest.mark.scenario("P01", "P03", "P04", "P08", "P09")
 def test_ranks_that_are_killed_starved_stopped_or_raise_in_a_save_cost_that_save_and_nothing_else(
     struck: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in wall_clock_that_can_be_set_back(struck.box).items():
         monkeypatch.setenv(name, value)
-    with control_group("memory", "rank") as group:
-        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
-        lead = struck.lead(strikes=STRIKES, memory=str(group))
+    with memory_group() as (group, not_run):
+        strikes = [[rank, at, "kill" if act == "oom" and not_run else act] for rank, at, act in STRIKES]
+        lead = struck.lead(strikes=strikes, memory=str(group))
         struck.wait("crash", count=len(STRIKES) - 2)
-        told = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-        assert int(told["oom_kill"]) == 1, struck.story()
+        if not not_run:
+            told = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+            assert int(told["oom_kill"]) == 1, struck.story()
     monkeypatch.undo()
     (failed,) = struck.events("save_failed")
     assert "rank 1: RuntimeError: rank 1 was struck during" in failed["reason"]
@@ -113,3 +128,5 @@ def test_ranks_that_are_killed_starved_stopped_or_raise_in_a_save_cost_that_save
         assert same, said
     finally:
         twin.close()
+    if not_run:
+        pytest.skip(f"NOT RUN: a rank without memory, which was killed instead; all else held: {not_run}")

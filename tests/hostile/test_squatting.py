@@ -7,7 +7,6 @@ may be 0: nothing here relies on it.
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from tests.cli.conftest import workplace as workplace
 from tests.cli.test_checkpoints import save
 from tests.daemon.test_second_copy import Node
 from tests.daemon.test_second_copy import node as node
+from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from verl_slurm.checkpoint.local_copy import list_parts, prune_parts
 from verl_slurm.errors import KeyRefused, PermissionRefused, TierError
 from verl_slurm.exit_codes import ExitCode
@@ -32,11 +32,7 @@ from verl_slurm.submit.preflight import check_run_dir
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.http import read_token
 
-NOBODY = 65534
-pytestmark = [
-    pytest.mark.scenario("M06"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user"),
-]
+pytestmark = [pytest.mark.scenario("M06"), needs_another_user]
 
 KINDS = ("directory", "open directory", "link", "dangling link", "fifo", "file")
 
@@ -61,8 +57,8 @@ else:
 def squat(kind: str, name: Path, to: Path) -> None:
     subprocess.run(
         [
-            *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
-            *(sys.executable, "-I", "-S", "-c", SQUAT, kind, str(name), str(to)),
+            *PYTHON_OF_NOBODY,
+            *("-c", SQUAT, kind, str(name), str(to)),
         ],
         check=True,
         cwd="/",

@@ -12,7 +12,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from verl_slurm_daemon.refusals import Refusals
 
 from tests.daemon.test_effects import Scripted
 from tests.harness import ROOT
+from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import WireError
 from verl_slurm.events import read_events
@@ -50,9 +50,7 @@ from verl_slurm.wire.messages import (
 )
 
 TOKEN = b"t" * 32
-NOBODY = 65534
 SEED = 20261121
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 # The command names in this are no secret: what a stranger would like a lead to do.
 WISHES: tuple[FromAgent | ToAgent, ...] = (
@@ -207,6 +205,7 @@ def test_the_silent_hold_no_place_of_an_agent_s_and_not_for_long(monkeypatch: py
             silent = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(8)]
             for reader, _ in silent:
                 await reader.readexactly(len(HELLO) + NONCE_BYTES)
+            monkeypatch.setattr(channel, "_HANDSHAKE_S", 60.0)  # of those that come from here on
             link = await connect("127.0.0.1", door.port, TOKEN, 7)  # they take no place of an agent's
             await link.close()
             for reader, held in silent:
@@ -320,7 +319,7 @@ def saved(rank: int) -> Saved:
 
 
 @pytest.mark.scenario("M07")
-@as_root
+@needs_another_user
 def test_another_user_reaches_neither_socket_nor_page_and_is_counted_where_he_does(
     monkeypatch: pytest.MonkeyPatch, short_dir: Path
 ) -> None:
@@ -335,15 +334,8 @@ def test_another_user_reaches_neither_socket_nor_page_and_is_counted_where_he_do
             (directory / SOCKET_NAME).chmod(0o666)
             words = packed(saved(2)).hex()
             stranger = await asyncio.create_subprocess_exec(
-                *(
-                    "setpriv",
-                    f"--reuid={NOBODY}",
-                    f"--regid={NOBODY}",
-                    "--clear-groups",
-                    sys.executable,
-                    "-I",
-                    "-c",
-                ),
+                *PYTHON_OF_NOBODY,
+                "-c",
                 *(STRANGER, str(directory / SOCKET_NAME), str(fd), words),
                 stdout=subprocess.PIPE,
                 pass_fds=(fd,),
@@ -360,7 +352,7 @@ def test_another_user_reaches_neither_socket_nor_page_and_is_counted_where_he_do
 
 
 @pytest.mark.scenario("M07")
-@as_root
+@needs_another_user
 def test_a_directory_of_mode_0700_keeps_another_user_out(
     monkeypatch: pytest.MonkeyPatch, short_dir: Path
 ) -> None:
@@ -373,15 +365,8 @@ def test_a_directory_of_mode_0700_keeps_another_user_out(
                 f"import socket; socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect({str(path)!r})"
             )
             stranger = await asyncio.create_subprocess_exec(
-                *(
-                    "setpriv",
-                    f"--reuid={NOBODY}",
-                    f"--regid={NOBODY}",
-                    "--clear-groups",
-                    sys.executable,
-                    "-I",
-                    "-c",
-                ),
+                *PYTHON_OF_NOBODY,
+                "-c",
                 probe,
                 stderr=subprocess.PIPE,
             )

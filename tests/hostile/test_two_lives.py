@@ -94,7 +94,7 @@ def _wait_for(pids: list[int]) -> int:
     if len(ends) < len(pids):
         return next(pid for pid in pids if pid not in ends.values())
     try:
-        ready, _, _ = select.select(list(ends), [], [], 120)
+        ready, _, _ = select.select(list(ends), [], [], 300)
         assert ready, f"none of {pids} ends"
         return ends[ready[0]]
     finally:

@@ -55,8 +55,9 @@ def test_no_secret_shows_in_what_slurm_tells_of_a_job_or_in_what_the_job_leaves(
         told.append(shown(run))
         preempt(cluster, int(run.job_id), hold_s=1)
         run.wait_event("ended", exit_code=25)
+        seen = len(run.events())
         told.append(shown(run))
-        run.wait_event("first_rollout", after=len(run.events()))
+        run.wait_event("first_rollout", after=seen)
         watcher.look()
         told.append(shown(run))
         run.wait_end()
@@ -76,4 +77,6 @@ def test_no_secret_shows_in_what_slurm_tells_of_a_job_or_in_what_the_job_leaves(
     # What Slurm keeps for itself (the submitter's environment, 0600) is Slurm's: its logs are read by operators.
     assert leaks([run.paths.root, tmp_path / "nvme", cluster.directory / "log"], secrets) == []
     assert modes([run.paths.root, tmp_path / "nvme"]) == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    # An empty directory of torch's, where submit has to build the model first, in a process that imports it.
+    left = [path.name for path in (tmp_path / "tmp").iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor_")] == []

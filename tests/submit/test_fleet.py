@@ -181,6 +181,22 @@ def test_runs_are_found_below_directories_but_not_below_runs(tmp_path: Path) -> 
     assert list(find_runs(tmp_path / "nowhere")) == []
 
 
+def test_a_link_that_leads_nowhere_hides_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "b")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    assert [path.name for path, _ in find_runs(tmp_path)] == ["b"]
+
+
+@pytest.mark.parametrize("job_id", ["9" * 5000, "٣", "-7", "7_1"])
+def test_a_job_number_that_is_none_is_a_run_that_is_gone(
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str]], Questions], job_id: str
+) -> None:
+    squeue[0][3] = squeue[0][7] = ("RUNNING", "")
+    make_run(tmp_path / "run", job_id=job_id)
+    assert state(tmp_path / "run") == "gone"
+
+
 def test_a_run_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert state_of(Glance(root=tmp_path, error="no permission"), Seen(None)) == "no permission"
 

@@ -207,6 +207,34 @@ def test_where_inotify_is_silent_the_journals_are_looked_at(
     assert turns == [0.01] * 3
 
 
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_killed_lead_is_told_where_only_sizes_are_looked_at_and_where_others_are_never_silent(
+    tmp_path: Path, alive: dict[int, tuple[str, str]], monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    monkeypatch.setattr(fleet_follow, "is_remote", lambda _: remote)
+    make_run(tmp_path / "a", job_id="1")
+    b = make_run(tmp_path / "b", job_id="2")
+    turns: list[float] = []
+
+    def wait(_: Watches, timeout_s: float) -> set[Path]:
+        turns.append(timeout_s)
+        match len(turns):
+            case 1:
+                del alive[1]
+                monkeypatch.setattr(fleet_follow, "_ASK_S", 0.0)  # a minute later
+                append_event(b, "saved", name="step_9", emergency=False)
+            case 2:
+                end(b)()
+            case _:
+                pytest.fail("a is gone, and nobody has asked")
+        return set() if remote else {b.events}
+
+    monkeypatch.setattr(Watches, "wait", wait)
+    code, told, _ = follow(tmp_path)
+    assert told == [("b", "saved"), ("a", "gone"), ("b", "ended")]
+    assert code == 22
+
+
 @pytest.mark.parametrize(
     ("event", "after"),
     [

@@ -1,7 +1,6 @@
 """An upload in parts: where it is cut, and that a kill of the whole process costs little more than a part."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -53,9 +52,11 @@ def test_an_upload_whose_process_was_killed_goes_on_where_it_was(server: StandIn
     server.fault = stall
     words = [sys.executable, "-c", _CHILD, server.endpoint, str(tmp_path / "data")]
     child = subprocess.Popen(words, cwd=Path(__file__).parents[2], env=os.environ, stderr=subprocess.DEVNULL)
-    assert reached.wait(60)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    try:
+        assert reached.wait(60)
+    finally:
+        child.kill()
+        child.wait()
     assert server.objects == {}
     (upload,) = server.uploads.values()
     there = len(upload.parts)

@@ -88,7 +88,7 @@ def find_runs(
     Called by: glance_at_all, submit.fleet_follow.
     """
     try:
-        entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if e.is_dir())
+        entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if _leads_to_directory(e))
     except (FileNotFoundError, NotADirectoryError):
         return
     except PermissionError:
@@ -107,6 +107,13 @@ def find_runs(
             yield path, False
         else:
             yield path, True
+
+
+def _leads_to_directory(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in circles, or into what is closed to us: that hides no other run
+        return False
 
 
 def glance(root: Path) -> Glance:
@@ -213,14 +220,15 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
     import asyncio
 
     from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.liveness import job_number
 
     try:
         states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
     for run in at_slurm:
-        number = run.job.job_id if run.job is not None else ""
-        state, reason = states.get(int(number) if number.isdecimal() else -1, ("", ""))
+        number = job_number(run.job.job_id) if run.job is not None else None
+        state, reason = states.get(-1 if number is None else number, ("", ""))
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
 

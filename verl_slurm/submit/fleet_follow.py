@@ -3,11 +3,12 @@
 The journals are watched, not the snapshots beside them: those are replaced twice a second by every run that trains,
 and tell nothing that who watches a thousand runs could read. On a network file system, of whose other writers inotify
 is silent, the journals' sizes are looked at every few seconds. What no journal tells, that a lead was killed, the
-scheduler is asked: one question for all, while nothing else happens.
+scheduler is asked: one question for all, once a minute.
 """
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class FleetWatch:
         """Why the scheduler did not answer."""
         # inotify is silent about what others write: the sizes are looked at.
         self._looks = any(is_remote(place) for place in places)
+        self._asked = 0.0
 
     def follow(self, on_turn: Callable[[], None]) -> ExitCode | int:
         """Until no run lives any more.
@@ -84,11 +86,11 @@ class FleetWatch:
 
     def _turn(self, watches: Watches) -> int:
         """Wait, and tell what came; how many events."""
-        changed = watches.wait(_LOOK_S if self._looks else _ASK_S)
+        until_asked = max(self._asked + _ASK_S - time.monotonic(), 0.0)
+        changed = watches.wait(min(_LOOK_S, until_asked) if self._looks else until_asked)
+        quiet = changed == set()
         if self._looks or changed is None:
             changed = {*self._places, *(RunPaths(root).events for root in self.runs)}
-        elif not changed:
-            return self._ask()
         told = 0
         for path in sorted(changed):
             run = self.runs.get(path.parent)
@@ -96,6 +98,9 @@ class FleetWatch:
                 told += self._read(run)
             else:
                 told += self._find(path, watches)
+        # Also where others are never quiet for a minute, and where looking is all that there is.
+        if (quiet and not self._looks) or time.monotonic() - self._asked >= _ASK_S:
+            told += self._ask()
         return told
 
     def _find(self, place: Path, watches: Watches) -> int:
@@ -165,6 +170,7 @@ class FleetWatch:
 
     def _ask(self) -> int:
         """Whether those that are silent still live; how many do not."""
+        self._asked = time.monotonic()
         glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
         seen, self.problem = ask_for(glances)
         gone = 0

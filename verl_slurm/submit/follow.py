@@ -115,7 +115,7 @@ def follow_newest(
     path, offset = newest(), 0
     if path is not None and num_lines is not None:
         lines = _read_lines(path, 0)
-        offset = sum(len(line) + 1 for line in lines[: len(lines) - num_lines])
+        offset = sum(len(line) + 1 for line in lines[: max(len(lines) - num_lines, 0)])
     try:
         while True:
             later = newest()  # before the last look at the former: nobody writes in that any more

@@ -13,17 +13,25 @@ from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.newest_job import Submission
 
-__all__ = ["JobState", "controller", "job_state", "leads", "settle"]
+__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "settle"]
 
 _BY_HAND = "local-"
 """So begins the job id of a lead that no submitit started."""
 
-
 _JOB = re.compile(r"[0-9]{1,10}")
 """A job or a process. `isdecimal` would take the digits of all scripts."""
+
+
+def job_number(job_id: str) -> int | None:
+    """The number of a job of Slurm's, or of a process; None: it is none, whatever a journal says.
+
+    Called by: job_state, controller, submit.fleet.
+    """
+    return int(job_id) if _JOB.fullmatch(job_id) else None
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +63,11 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     """
     if job.cluster == "local":
         return _local_state(paths, job)
-    if not _JOB.fullmatch(job.job_id):
+    number = job_number(job.job_id)
+    if number is None:
         return JobState(state="GONE", over=True, detail="not a Slurm job id")
     try:
-        facts = asyncio.run(SlurmClient().job(int(job.job_id)))
+        facts = asyncio.run(SlurmClient().job(number))
     except NotFound:
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
     return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
@@ -78,10 +87,11 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     it lives. A reused process id is not taken for it."""
     if job.job_id.startswith(_BY_HAND):
         return _lead_by_hand(paths, job)
-    if not _JOB.fullmatch(job.job_id):
+    number = job_number(job.job_id)
+    if number is None:
         return None
     try:
-        process = psutil.Process(int(job.job_id))
+        process = psutil.Process(number)
         if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
             return process
     except (ValueError, psutil.Error):
@@ -103,8 +113,10 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         if owner is None or job.job_id != owner.job_id:
             return None
         process = psutil.Process(owner.pid)
-        # Who is younger than the claim only has the same number.
-        ours = process.create_time() <= datetime.fromisoformat(owner.taken).timestamp() + 1.0
+        if owner.born:
+            ours = birth_of(owner.pid) == owner.born
+        else:  # taken by a version that did not note it; who is younger than the claim only has the same number
+            ours = process.create_time() <= datetime.fromisoformat(owner.taken).timestamp() + 1.0
         return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
     except (ValueError, VerlSlurmError, psutil.Error):
         return None
