@@ -23,7 +23,7 @@ VLLM := .venv-vllm
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm prometheus vllm demo test test-slurm test-rest test-vllm check campaign soak fuzz faults gpu bench bench-step s3 clean
+.PHONY: help setup slurm prometheus vllm demo test test-slurm test-slurm-a test-slurm-b test-rest test-vllm check campaign soak fuzz faults gpu bench bench-step s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -74,11 +74,17 @@ test: setup prometheus ## all tests, the real-Slurm ones included
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@# The Slurm tests wait much of their time; the others run meanwhile.
-	@$(MAKE) --no-print-directory -j2 test-slurm test-rest test-vllm
+	@# The Slurm tests wait much of their time: of these four two run at a time.
+	@$(MAKE) --no-print-directory -j2 test-slurm-a test-rest test-slurm-b test-vllm
 
-test-slurm: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm | sed -u "s/^/slurm | /"'
+SLURM_B := $(wildcard tests/slurm_cluster/test_[i-z]*.py)
+test-slurm: test-slurm-a test-slurm-b
+
+test-slurm-a: setup
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm $(addprefix --ignore=,$(SLURM_B)) | sed -u "s/^/slurm | /"'
+
+test-slurm-b: setup
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm $(SLURM_B) | sed -u "s/^/slurm | /"'
 
 test-rest: setup
 	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm and not vllm" | sed -u "s/^/      | /"'
