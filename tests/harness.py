@@ -261,7 +261,7 @@ def ends_like(run: LiveRun, twin: LiveRun) -> None:
     assert stats.duplicates == (), run.story()
 
 
-def wait_until_gone(word: str, patience_s: float = 20.0) -> None:
+def wait_until_gone(word: str, patience_s: float = 60.0) -> None:
     """Until no process has `word` in its command line."""
     left = [p for p in psutil.process_iter() if _has_word(p, word)]
     _, alive = psutil.wait_procs(left, timeout=patience_s)

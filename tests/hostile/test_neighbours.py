@@ -51,13 +51,14 @@ def daemon(paths: RunPaths, config: RunConfig, epoch: int, others: Any, told: An
         ranks = RankSocket(lambda _: None, max_ranks=4)
         said = [await lead.open(host), await agent.open("127.0.0.1")]
         await step()
+        if epoch == 2:  # the newer one has the last word, and the older ones are not leaving yet
+            write_lead_address(paths, msgspec.structs.replace(read_lead_address(paths), epoch=2))
         (entry,) = json.loads(lead._exporter._written)
         (other,) = json.loads(agent._exporter._written)
         targets = [entry["targets"][0], other["targets"][0]]
         told.put((str(paths.root), epoch, port, str(ranks.directory), targets, said))
         await step()  # looked at from outside
         if epoch == 2:
-            write_lead_address(paths, msgspec.structs.replace(read_lead_address(paths), epoch=2))
             await step()  # the older ones leave
             assert read_lead_address(paths).epoch == 2
             assert ranks.directory.is_dir()

@@ -150,10 +150,11 @@ def test_of_the_agents_of_a_dead_lead_one_queues_the_successor(
 # ---- everybody at once (C03)
 
 
-def saver(paths: RunPaths, stop: Any, saves: int, seconds: float) -> None:
-    """A trainer: saves, and lets older ones go."""
+def saver(paths: RunPaths, stop: Any, saves: int, seconds: float, seen: Any) -> None:
+    """A trainer: saves, and lets older ones go; at least until everybody has done something beside it."""
     step, ends = 0, time.monotonic() + seconds
-    while step < saves or time.monotonic() < ends:
+    late = ends + PATIENCE_S / 2
+    while step < saves or (now := time.monotonic()) < ends or (now < late and not all(_counts(seen))):
         step += 1
         staging = stage(paths, step)
         commit(staging, manifest_of(staging), epoch_check=lambda: require_epoch(paths, 1))
@@ -232,6 +233,10 @@ def _count(seen: Any, what: str, good: bool) -> None:
         seen[what].value += good
 
 
+def _counts(seen: Any) -> list[int]:
+    return [count.value for count in seen.values()]
+
+
 def everybody(tmp_path: Path, saves: int, seconds: float) -> dict[str, int]:
     paths = RunPaths(private_dir(tmp_path / "run"))
     take_epoch(paths, job_id="1", restart=0)
@@ -248,7 +253,7 @@ def everybody(tmp_path: Path, saves: int, seconds: float) -> dict[str, int]:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with processes(
-        (saver, (paths, stop, saves, seconds)),
+        (saver, (paths, stop, saves, seconds, seen)),
         (verifier, (paths, stop, seen)),
         (scrubber, (paths, stop, seen)),
         (restorer, (paths, stop, seen, scratch)),
