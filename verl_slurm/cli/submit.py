@@ -50,7 +50,7 @@ __all__ = ["submit"]
 @click.option(
     "--prepare-only",
     is_flag=True,
-    help="Make the run directory, queue nothing: for sbatch/multi_node.sbatch.",
+    help="Make the run directory, queue nothing: for a script of sbatch/.",
 )
 @click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
 @click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
@@ -176,9 +176,9 @@ def _beginning(plan: "SubmissionPlan") -> str:
 def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
     """What queues a run that was prepared."""
     from verl_slurm.config.load import shipped
-    from verl_slurm.slurm.batch import sbatch_options
+    from verl_slurm.slurm.batch import batch_script, sbatch_options
 
-    template = shipped("sbatch/multi_node.sbatch")
+    template = shipped(f"sbatch/{batch_script(plan.config)}")
     return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
 
 

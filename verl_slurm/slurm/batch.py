@@ -14,7 +14,13 @@ from collections.abc import Mapping
 
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["sbatch_options", "sbatch_parameters", "submission_environment", "unwanted_environment"]
+__all__ = [
+    "batch_script",
+    "sbatch_options",
+    "sbatch_parameters",
+    "submission_environment",
+    "unwanted_environment",
+]
 
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a
 # forgotten SBATCH_NO_REQUEUE would silently beat our `--requeue`; and those of a job that we are inside of,
@@ -67,7 +73,7 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
 
 
 def sbatch_options(config: RunConfig) -> list[str]:
-    """The same, as command-line options for a hand-written batch script (`sbatch/multi_node.sbatch`)."""
+    """The same, as command-line options for a hand-written batch script (`batch_script`)."""
     parameters = sbatch_parameters(config)
     additional = parameters.pop("additional_parameters")
     assert isinstance(additional, dict)
@@ -75,6 +81,13 @@ def sbatch_options(config: RunConfig) -> list[str]:
         del parameters[inner]
     options = {name.replace("_", "-"): value for name, value in (parameters | additional).items()}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in sorted(options.items())]
+
+
+def batch_script(config: RunConfig) -> str:
+    """Which of `sbatch/` goes with these options. Called by: cli.submit."""
+    if config.slurm.container is not None:
+        return f"{config.slurm.container.runtime}.sbatch"
+    return "single_node.sbatch" if config.distributed.nodes == 1 else "multi_node.sbatch"
 
 
 def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:

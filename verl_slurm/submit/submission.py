@@ -161,7 +161,7 @@ def carry_out(
 
     Args:
         plan: from `plan_submission`.
-        prepare_only: make everything, queue nothing (for `sbatch/multi_node.sbatch`).
+        prepare_only: make everything, queue nothing (for a script of `sbatch/`).
         confirm_drift: `--force-resume`: asked when the data has changed; None: refuse.
 
     Raises:

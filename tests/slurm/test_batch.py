@@ -1,0 +1,24 @@
+"""What is asked of sbatch for a run; that Slurm takes it: tests/slurm_cluster/test_templates.py."""
+
+import pytest
+
+from tests.harness import ROOT
+from verl_slurm.config.schema import ContainerConfig, DistributedConfig, RunConfig, SlurmConfig
+from verl_slurm.slurm.batch import batch_script
+
+
+@pytest.mark.parametrize(
+    ("nodes", "container", "script"),
+    [
+        (1, None, "single_node.sbatch"),
+        (2, None, "multi_node.sbatch"),
+        (1, ContainerConfig(image="/images/a.sif"), "apptainer.sbatch"),
+        (2, ContainerConfig(image="a+b", runtime="pyxis"), "pyxis.sbatch"),
+    ],
+)
+def test_each_run_has_the_script_that_can_start_it(
+    nodes: int, container: ContainerConfig | None, script: str
+) -> None:
+    config = RunConfig(distributed=DistributedConfig(nodes=nodes), slurm=SlurmConfig(container=container))
+    assert batch_script(config) == script
+    assert (ROOT / "sbatch" / script).is_file()
