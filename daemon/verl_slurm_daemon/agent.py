@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,7 +51,7 @@ from verl_slurm_daemon.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, signal_ranks, tail
 from verl_slurm_daemon.rank_socket import REASONS, RankSocket
 from verl_slurm_daemon.refusals import Refusals
-from verl_slurm_daemon.signals import RELAYED, WARNINGS
+from verl_slurm_daemon.signals import RELAYED, WARNINGS, listen
 
 if TYPE_CHECKING:
     from verl_slurm_daemon.agent_metrics import AgentMetrics
@@ -98,7 +99,7 @@ class Agent:
         job = slurm_job(dict(os.environ), self._log)
         heard = RELAYED if job is None else WARNINGS
         for number in heard:
-            loop.add_signal_handler(number, self._relay, signal.Signals(number).name)
+            listen(loop, number, partial(self._relay, signal.Signals(number).name))
         # `__main__` blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
         self._log.say("agent", pid=os.getpid(), node_id=self._node_id)

@@ -14,6 +14,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from verl_slurm_daemon.signals import listen
+
 __all__ = ["bury_orphans"]
 
 _LATE_S = 5.0
@@ -51,7 +53,7 @@ def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
             due = True
             loop.call_soon(bury)
 
-    loop.add_signal_handler(signal.SIGCHLD, wake)
+    listen(loop, signal.SIGCHLD, wake)
 
 
 def _children() -> list[int]:

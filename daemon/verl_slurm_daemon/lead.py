@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -41,6 +42,7 @@ from verl_slurm_daemon.log_line import now
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.reserve import keep_threads
+from verl_slurm_daemon.signals import listen
 from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 from verl_slurm_daemon.states import State
 
@@ -87,7 +89,7 @@ class Lead:
         bury_orphans(loop)
         for number in _SIGNALS:
             name = signal.Signals(number).name
-            loop.add_signal_handler(number, self._events.put_nowait, ev.SignalArrived(name, "lead"))
+            listen(loop, number, partial(self._events.put_nowait, ev.SignalArrived(name, "lead")))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
