@@ -23,7 +23,7 @@ from verl_slurm.events import Event, read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.snapshot import read_status
 from verl_slurm.submit.follow import follow_lines
 

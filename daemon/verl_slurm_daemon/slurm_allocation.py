@@ -19,7 +19,7 @@ from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
-from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.slurm.facts import JobFacts
 from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import step_argv

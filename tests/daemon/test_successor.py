@@ -18,8 +18,8 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_parameters
-from verl_slurm.slurm.client import RequeueOutcome
 from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.requeue_rules import RequeueOutcome
 from verl_slurm.submit.record import last_job
 
 CONFIG = parse_config(b"", "my.yaml", ("slurm.partition=gpu",))

@@ -25,7 +25,7 @@ from verl_slurm.devcluster.faults import (
 from verl_slurm.devcluster.processes import Known, end_all, known, list_members
 from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.slurm.facts import JobFacts
 
 pytestmark = pytest.mark.slurm
 

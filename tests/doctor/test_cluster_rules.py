@@ -7,7 +7,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import judge_cluster, judge_deadlines, kill_wait_s
 from verl_slurm.doctor.findings import Finding, worst
 from verl_slurm.doctor.save_time import SaveTime, expected_save, measured_save
-from verl_slurm.slurm.parse import PartitionFacts
+from verl_slurm.slurm.facts import PartitionFacts
 
 CONF = {
     "SLURM_VERSION": "22.05.8",

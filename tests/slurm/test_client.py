@@ -14,8 +14,10 @@ import pytest
 
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.slurm.client import RequeueOutcome, SlurmClient, is_answer, refuse_requeue
-from verl_slurm.slurm.parse import JobFacts, parse_job
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.parse import parse_job
+from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
 from verl_slurm.slurm.runner import Completed
 
 GOLDEN = Path(__file__).parent / "golden"

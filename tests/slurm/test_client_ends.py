@@ -14,7 +14,8 @@ import pytest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.slurm import client as module
-from verl_slurm.slurm.client import SlurmClient, refuse_requeue
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.requeue_rules import refuse_requeue
 from verl_slurm.slurm.runner import Completed
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -1,5 +1,8 @@
 """What the tests on a real Slurm share."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from tests.harness import SMALL, LiveRun
@@ -13,3 +16,11 @@ def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveR
     run.wait_end()
     assert len(run.events("generation")) == 1, run.story()
     return run
+
+
+@pytest.fixture
+def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
+    """A run like it, not yet submitted; its job is ended with the test."""
+    live = LiveRun(cluster, tmp_path / "run", *SMALL)
+    yield live
+    live.cancel()

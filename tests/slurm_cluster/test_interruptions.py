@@ -1,26 +1,17 @@
 """The table of causes on a real Slurm: what was done, read back from Slurm, and weights equal bit for bit after it."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.harness import ROOT, SMALL, LiveRun, ends_like
+from tests.harness import ROOT, LiveRun, ends_like
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
-
-
-@pytest.fixture
-def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
-    live = LiveRun(cluster, tmp_path / "run", *SMALL)
-    yield live
-    live.cancel()
 
 
 @pytest.mark.scenario("L01")

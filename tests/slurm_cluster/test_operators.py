@@ -1,21 +1,12 @@
 """What people do to a job by hand: suspend, hold, release, set a node down, kill the steps, cancel what waits."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness import SMALL, LiveRun, ends_like
-from verl_slurm.devcluster.cluster import DevCluster
+from tests.harness import LiveRun, ends_like
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
-
-
-@pytest.fixture
-def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
-    live = LiveRun(cluster, tmp_path / "run", *SMALL)
-    yield live
-    live.cancel()
 
 
 @pytest.mark.scenario("L07")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tests.harness import LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.slurm.facts import JobFacts
 
 __all__ = ["ASIDE", "EVERY_WAY", "WAYS", "Mischief"]
 

@@ -9,7 +9,7 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_environment
-from verl_slurm.slurm.parse import PartitionFacts
+from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.inputs import (
     BUILTIN_DATA,
     BUILTIN_MODELS,

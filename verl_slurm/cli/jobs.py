@@ -14,8 +14,8 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.slurm.client import RequeueOutcome
-    from verl_slurm.slurm.parse import JobFacts
+    from verl_slurm.slurm.facts import JobFacts
+    from verl_slurm.slurm.requeue_rules import RequeueOutcome
 
 __all__ = ["ask_for_save", "cancel", "requeue", "way_on"]
 

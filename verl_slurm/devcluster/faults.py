@@ -16,7 +16,7 @@ from verl_slurm.devcluster.processes import end_all, list_members
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
 from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.slurm.facts import JobFacts
 
 __all__ = [
     "Daemon",

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.findings import Finding, good, warn
 from verl_slurm.doctor.save_time import SaveTime
-from verl_slurm.slurm.parse import PartitionFacts
+from verl_slurm.slurm.facts import PartitionFacts
 
 __all__ = ["judge_cluster", "judge_deadlines", "kill_wait_s"]
 

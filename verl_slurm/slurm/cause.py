@@ -42,7 +42,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.slurm.parse import JobFacts
+from verl_slurm.slurm.facts import JobFacts
 
 __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 

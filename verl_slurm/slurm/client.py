@@ -17,11 +17,9 @@ import msgspec
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
 from verl_slurm.slurm.expedite import names_expedite, offered
+from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 from verl_slurm.slurm.full_state import ended_as
 from verl_slurm.slurm.parse import (
-    JobFacts,
-    NodeFacts,
-    PartitionFacts,
     parse_config,
     parse_config_time,
     parse_default_partition,
@@ -36,7 +34,7 @@ from verl_slurm.slurm.parse import (
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
 from verl_slurm.slurm.runner import Completed, run_command
 
-__all__ = ["RequeueOutcome", "SlurmClient", "is_answer", "refuse_requeue"]
+__all__ = ["SlurmClient"]
 
 # Slurm may still hand out the old start time while the job completes; looked at this often, at most so long
 _READ_BACK_STEPS = 5

@@ -15,9 +15,6 @@ from verl_slurm.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
 __all__ = [
-    "JobFacts",
-    "NodeFacts",
-    "PartitionFacts",
     "parse_config",
     "parse_config_time",
     "parse_default_partition",

@@ -27,7 +27,7 @@ from verl_slurm.errors import (
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.parse import PartitionFacts
+from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.inputs import BUILTIN_MODELS, check_data, check_names
 from verl_slurm.submit.model_files import check_model, read_model_config
 from verl_slurm.submit.model_shape import check_model_shape
