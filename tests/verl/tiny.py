@@ -59,15 +59,15 @@ def make_sums(path: Path, num_rows: int = 64) -> Path:
     for _ in range(num_rows):
         a, b, c = (draw.randint(0, 50) for _ in range(3))
         said = (f"{a}+{b}=", str(a + b), f"-{c}=", str(a + b - c))
-        turns = [
-            {"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)
-        ]
+        turns = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
         rows.append({"messages": turns})
     pd.DataFrame(rows).to_parquet(path)
     return path
 
 
-def sft_words(model: Path, data: Path, *, ranks: int = 2, epochs: int = 2, save_freq: int = 2) -> dict[str, object]:
+def sft_words(
+    model: Path, data: Path, *, ranks: int = 2, epochs: int = 2, save_freq: int = 2
+) -> dict[str, object]:
     """The section `verl` of a run of 8 steps an epoch on CPUs."""
     return {
         "model": {

@@ -37,7 +37,10 @@ OLDEST = (0, 8)
 """The first with `verl.trainer.sft_trainer` as we subclass it and the v1 trainers."""
 
 RELEASES: dict[str, dict[Entry, tuple[Word, str]]] = {
-    "0.9.1": {"sft": ("run", "killed, preempted and resumed, bit for bit"), "ppo": ("run", "preempted and resumed")},
+    "0.9.1": {
+        "sft": ("run", "killed, preempted and resumed, bit for bit"),
+        "ppo": ("run", "preempted and resumed"),
+    },
 }
 """By version: what was done with it."""
 
@@ -56,7 +59,9 @@ def judge(version: str, entry: Entry) -> Release:
     match = _VERSION.match(version)
     if match and (int(match[1]), int(match[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        return Release(version, entry, "too_old", f"verl {version} has not what verl-slurm holds on to; {oldest} has")
+        return Release(
+            version, entry, "too_old", f"verl {version} has not what verl-slurm holds on to; {oldest} has"
+        )
     ran = ", ".join(v for v in RELEASES if RELEASES[v].get(entry, ("",))[0] == "run") or "none"
     line = f"verl {version} ({entry}) was never run under verl-slurm; these were: {ran}"
     return Release(version, entry, "unknown", line)

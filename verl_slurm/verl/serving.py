@@ -15,6 +15,7 @@ from verl_slurm.checkpoint.commit import seal
 from verl_slurm.checkpoint.format import FileEntry, guest_directory
 from verl_slurm.checkpoint.free_space import room_for
 from verl_slurm.checkpoint.storage import need_of_next
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import Fenced
 from verl_slurm.guest.session import Session
@@ -42,8 +43,16 @@ class Serving:
     """
 
     def __init__(
-        self, session: Session, ranks: Collective, work: Path, *, resume_step: int, metadata: Mapping[str, Any]
+        self,
+        session: Session,
+        ranks: Collective,
+        work: Path,
+        *,
+        config: RunConfig,
+        resume_step: int,
+        metadata: Mapping[str, Any],
     ) -> None:
+        self._config = config
         self._session, self._ranks, self._work, self._metadata = session, ranks, work, dict(metadata)
         self._stopper = Stopper(session.line, ranks.max)
         self._watch = ReachWatch(session)
@@ -64,9 +73,6 @@ class Serving:
         self._session.step_done(step, metrics, self._total)
         return self._stopper.agree().order
 
-    def make_room(self, step: int) -> bool:
-        return bool(self._ranks.share(self._room(step) if self._ranks.rank == 0 else b"", source=0))
-
     def save(
         self, step: int, order: Order | None, metrics: dict[str, float], write: Callable[[], None]
     ) -> None:
@@ -77,6 +83,9 @@ class Serving:
         Raises:
             Fenced: a newer incarnation owns the run.
         """
+        must = order is not None or step >= self._total
+        if not must and not self._ranks.share(self._room(step) if self._ranks.rank == 0 else b"", source=0):
+            return  # verl would die of it
         request_id, began = (order.request_id if order else 0), time.monotonic()
         self._session.save_started(request_id, step)
         write()
@@ -89,7 +98,9 @@ class Serving:
             )
         except RanksFailed as error:
             if "Fenced" in error.kinds:
-                raise Fenced("a newer incarnation owns the run", where=self._work, found=error.found) from error
+                raise Fenced(
+                    "a newer incarnation owns the run", where=self._work, found=error.found
+                ) from error
             self._session.save_failed(request_id, error.one_line())
             return
         self.saved_step = step

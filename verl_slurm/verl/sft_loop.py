@@ -10,10 +10,8 @@ begins with a fresh one, as it does in a run that was never interrupted. And no 
 its last step is done and committed.
 """
 
-import os
 import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,22 +22,19 @@ from verl.utils import tensordict_utils
 from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.wire.stopping import Order
 
-__all__ = ["Saves", "ServedSFT", "Service", "Watched"]
+__all__ = ["Alone", "Saves", "ServedSFT", "Service", "Watched"]
 
 Numbers = dict[str, float]
 
 
 class Service(Protocol):
-    """What the trainer needs of whoever serves it. Called by: `ServedSFT`; every method on every rank alike."""
+    """What the trainer needs of whoever serves it; every method on every rank alike. Called by: `ServedSFT`."""
 
     def step_done(self, step: int, metrics: Numbers) -> Order | None:
         """A step is done; what all ranks do now."""
 
-    def make_room(self, step: int) -> bool:
-        """Whether a periodic save may begin: no save can succeed where there is no room."""
-
-    def commit(self, step: int, order: Order | None, metrics: Numbers) -> None:
-        """What verl has written for `step` becomes a checkpoint."""
+    def save(self, step: int, order: Order | None, metrics: Numbers, write: Callable[[], None]) -> None:
+        """Have `write` write verl's checkpoint of `step`, and make it one of the run's."""
 
 
 class Watched:
@@ -62,51 +57,74 @@ class Watched:
         return getattr(self._inner, name)
 
 
-class _AtAnEpochsEnd:
-    """Stands in for a data loader that is to begin its next epoch afresh: it takes no state."""
+class _KeptBack:
+    """Stands in for a data loader whose state is given to it, or not, once it is known where the run resumes."""
+
+    state: Mapping[str, Any] | None = None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        del state
+        self.state = state
 
 
 class Saves:
-    """verl's `CheckpointHandler`, with a commit after every save. Called by: `ServedSFT`.
+    """verl's `CheckpointHandler`, with the data loader's state where it is of use, and our save around its own.
 
     Args:
-        inner: verl's; it writes into this incarnation's work directory.
+        inner: verl's.
         steps_per_epoch: of this run's data.
-        resume_step: what it resumes from; 0: from the beginning.
-        save: wraps a save of a step: takes the step and what writes it.
+        save: wraps a save: takes the step, and what writes it.
+
+    Called by: `ServedSFT`.
     """
 
     def __init__(
-        self,
-        inner: Any,
-        *,
-        steps_per_epoch: int,
-        resume_step: int,
-        save: Callable[[int, Callable[[], None]], None],
+        self, inner: Any, *, steps_per_epoch: int, save: Callable[[int, Callable[[], None]], None]
     ) -> None:
-        self._inner, self._save = inner, save
-        self._at_an_epochs_end = resume_step > 0 and resume_step % steps_per_epoch == 0
+        self._inner, self._steps_per_epoch, self._save = inner, steps_per_epoch, save
 
     def load_checkpoint(self) -> int:
-        """As verl's, and at an epoch's end without the data loader's state."""
-        if not self._at_an_epochs_end:
-            return int(self._inner.load_checkpoint())
-        loader = self._inner.train_dataloader
-        self._inner.train_dataloader = _AtAnEpochsEnd()
+        """As verl's; returns the step.
+
+        Raises:
+            VerlSlurmError: it is from within an epoch and does not say where in the data: verl would begin the epoch
+                again, and say so in its log only.
+        """
+        loader, kept = self._inner.train_dataloader, _KeptBack()
+        self._inner.train_dataloader = kept
         try:
-            return int(self._inner.load_checkpoint())
+            step = int(self._inner.load_checkpoint())
         finally:
             self._inner.train_dataloader = loader
+        if step % self._steps_per_epoch == 0:
+            return step  # an exhausted iterator's: the next epoch begins afresh
+        if kept.state is None:
+            raise VerlSlurmError(
+                "the checkpoint does not say where in the data it is from",
+                where=self._inner.resume_from_path or self._inner.default_local_dir,
+                found=f"step {step}, and no data_*.pt",
+                remedy="resume from an older one, or from another run's",
+            )
+        loader.load_state_dict(kept.state)
+        return step
 
     def save_checkpoint(self, step: int) -> None:
-        """As verl's, and then a commit. Collective."""
+        """Collective."""
         self._save(step, lambda: self._inner.save_checkpoint(step=step))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class Alone:
+    """The `Service` of a trainer that nobody serves: verl saves as it does. Called by: verl.sft, run by hand."""
+
+    def step_done(self, step: int, metrics: Numbers) -> Order | None:
+        del step, metrics
+        return None
+
+    def save(self, step: int, order: Order | None, metrics: Numbers, write: Callable[[], None]) -> None:
+        del step, order, metrics
+        write()
 
 
 class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
@@ -115,7 +133,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     Args:
         config: verl's own, whole.
         service: who is told, asked and given what was saved.
-        resume_step: of the checkpoint that `config.trainer.resume_from_path` names; 0: from the beginning.
+        resume_step: where it has to resume, 0: from the beginning; None: wherever verl finds something.
 
     Attributes:
         step: the last one that is done.
@@ -126,22 +144,22 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         ConfigError: the data ends before `trainer.total_training_steps`.
     """
 
-    def __init__(self, config: Any, service: Service, resume_step: int) -> None:
-        self._service, self._expected, self.step = service, resume_step, resume_step
+    def __init__(self, config: Any, service: Service, resume_step: int | None) -> None:
+        self._service = service
         self.order: Order | None = None
         self._metrics: Numbers = {}
         self._extra_save: Order | None = None
         _seed(int(config.trainer.seed))
         super().__init__(config=config)
-        self.total = int(self.total_training_steps)
-        if self.resume_global_step != resume_step:
+        self.total, self.step = int(self.total_training_steps), int(self.resume_global_step)
+        if resume_step not in (None, self.step):
             raise VerlSlurmError(
                 "verl did not resume from where it was told to",
                 where=config.trainer.resume_from_path,
-                found=f"step {self.resume_global_step}",
+                found=f"step {self.step}",
                 expected=f"step {resume_step}",
             )
-        if self.resume_global_step == 0:
+        if self.step == 0:
             # As verl leaves it, every process draws its own; here the same ones in every life of the run.
             _seed(int(config.trainer.seed) + int(self.rank))
         ends = self.steps_per_epoch * int(config.trainer.total_epochs)
@@ -168,7 +186,6 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         self.ckpt_handler = Saves(
             self.ckpt_handler,
             steps_per_epoch=self.steps_per_epoch,
-            resume_step=self._expected,
             save=self._save,
         )
 
@@ -193,23 +210,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
             self._extra_save, self.save_freq = order, 1
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
-        order = self.order or self._extra_save
-        if order is None and not self.is_done and not self._service.make_room(step):
-            return
-        write()
-        self._service.commit(step, order, self._metrics)
-
-
-def resume_directory(checkpoint: Path, step: int) -> Path:
-    """verl's own directory in a checkpoint of ours.
-
-    Raises:
-        VerlSlurmError: it is not there; whoever verified the checkpoint did not look at another one.
-    """
-    directory = checkpoint / f"global_step_{step}"
-    if not directory.is_dir():
-        raise VerlSlurmError("the checkpoint has nothing of verl's", where=checkpoint, expected=directory.name)
-    return directory
+        self._service.save(step, self.order or self._extra_save, self._metrics, write)
 
 
 def _seed(seed: int) -> None:
