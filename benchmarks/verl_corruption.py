@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
 
 from tests.verl.damage import CASES, TRACKER, Case
 from tests.verl.plain import VERLS, Ended, cpu_environ, run_sft
+from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
 

@@ -65,9 +65,7 @@ def make_sums(path: Path, num_rows: int = 64) -> Path:
     return path
 
 
-def sft_words(
-    model: Path, data: Path, *, ranks: int = 2, epochs: int = 2, save_freq: int = 2
-) -> dict[str, object]:
+def sft_words(model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2) -> dict[str, object]:
     """The section `verl` of a run of 8 steps an epoch on CPUs."""
     return {
         "model": {
@@ -90,6 +88,5 @@ def sft_words(
             "logger": ["console"],
             "total_epochs": epochs,
             "save_freq": save_freq,
-            "n_gpus_per_node": ranks,
         },
     }
