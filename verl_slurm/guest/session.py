@@ -171,10 +171,15 @@ class Session:
         self.step = step
         self._safe_points += 1
         self._steps_s.append(seconds)
-        kept = metrics_of(_numbers(metrics or {}))
+        kept = self.numbers(metrics or {})
         self._tell_progress(kept, total)
         if self._logs_steps:
             self._log({"step": step, **kept, "step_s": round(seconds, 6)})
+
+    @staticmethod
+    def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+        """What of `metrics` can be said: finite numbers, a tensor of one element too."""
+        return metrics_of(_numbers(metrics))
 
     def request(self) -> Request | None:
         """The newest request that was not answered here. Costs one memory read; the same on all ranks of a node, but
@@ -271,7 +276,8 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            found[str(name)] = float(value)  # type: ignore[arg-type]
+            detach = getattr(value, "detach", None)  # a tensor that needs a gradient warns
+            found[str(name)] = float(value if detach is None else detach())  # type: ignore[arg-type]
     return found
 
 
