@@ -28,13 +28,13 @@ from tests.verl.plain import VERLS, Ended, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
-
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
 
 _LAST, _FURTHER = 6, 7
+_SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")
 _ERROR = re.compile(r"(?m)^(?:\[rank\d\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 
@@ -94,7 +94,7 @@ def said_of(ended: Ended) -> str:
         # The rank that failed says why; the others, that their peer has gone.
         said = [e for e in _ERROR.findall(ended.output) if "Connection" not in e and "ChildFailed" not in e]
         why = said[0] if said else ended.output.strip().splitlines()[-1]
-        return f"exit {ended.exit_code}, at every start: `{why[:110]}`"
+        return f"exit {ended.exit_code}, at every start: `{_SOMEWHERE.sub(".../", why)[:110]}`"
     if not ended.steps:
         return "exit 0, without a single step"
     if ended.steps[0] == 1:
@@ -184,9 +184,10 @@ checkpoints of steps 2, 4 and 6, the newest of which is damaged in the way that 
 |---|---|---|---|"""
 _TAIL = """
 verl never goes back to an older checkpoint by itself, and finds damage only where unpickling stumbles over it. Under
-verl-slurm each checkpoint has a manifest with the size and SHA-256 of every file; a start verifies the newest one first,
-moves it to `checkpoints/quarantine` where it does not verify (with the reason beside it), and goes on from the newest
-that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file that must verify.
+verl-slurm each checkpoint has a manifest with the size and SHA-256 of every file; a start verifies the newest one
+first, moves it to `checkpoints/quarantine` where it does not verify (with the reason beside it), and goes on from the
+newest that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file that must
+verify.
 """
 
 

@@ -1,4 +1,4 @@
-"""A save of verl's ranks becomes a checkpoint of the run, or is said to have failed; here with one rank, and no verl."""
+"""A save of verl's ranks becomes a checkpoint of the run, or is said to have failed: one rank here, and no verl."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +137,9 @@ def test_verl_is_not_let_into_a_save_that_cannot_fit_unless_it_is_the_last_chanc
     from verl_slurm.checkpoint.storage import FreeSpace
 
     bench.serving.save(2, None, {}, bench.writes(2))
-    monkeypatch.setattr("verl_slurm.checkpoint.free_space.free_space", lambda _: FreeSpace(bytes=10, inodes=9))
+    monkeypatch.setattr(
+        "verl_slurm.checkpoint.free_space.free_space", lambda _: FreeSpace(bytes=10, inodes=9)
+    )
     bench.serving.save(4, None, {}, bench.writes(4))
     assert bench.serving.saved_step == 2
     assert not (bench.work / "global_step_4").exists()
