@@ -20,8 +20,5 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     from tests.verl.tiny import make_model, make_sums, sft_words
 
     place: Path = tmp_path_factory.mktemp("sums")
-    section = sft_words(make_model(place / "model"), make_sums(place / "sums.parquet", 512), save_freq=4)
-    data = section["data"]
-    assert isinstance(data, dict)
-    data |= {"train_batch_size": 64, "micro_batch_size_per_gpu": 8}
-    return section
+    model, data = make_model(place / "model"), make_sums(place / "sums.parquet", 512)
+    return sft_words(model, data, save_freq=4, batch=64, micro_batch=8)

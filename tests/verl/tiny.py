@@ -65,7 +65,9 @@ def make_sums(path: Path, num_rows: int = 64) -> Path:
     return path
 
 
-def sft_words(model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2) -> dict[str, object]:
+def sft_words(
+    model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2, batch: int = 8, micro_batch: int = 4
+) -> dict[str, object]:
     """The section `verl` of a run of 8 steps an epoch on CPUs."""
     return {
         "model": {
@@ -77,8 +79,8 @@ def sft_words(model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2) -
         "optim": {"lr": 1e-3},
         "data": {
             "train_files": str(data),
-            "train_batch_size": 8,
-            "micro_batch_size_per_gpu": 4,
+            "train_batch_size": batch,
+            "micro_batch_size_per_gpu": micro_batch,
             "use_dynamic_bsz": False,
             "max_length": 128,
             "num_workers": 0,
