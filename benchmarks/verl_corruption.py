@@ -94,7 +94,8 @@ def said_of(ended: Ended) -> str:
         # The rank that failed says why; the others, that their peer has gone.
         said = [e for e in _ERROR.findall(ended.output) if "Connection" not in e and "ChildFailed" not in e]
         why = said[0] if said else ended.output.strip().splitlines()[-1]
-        return f"exit {ended.exit_code}, at every start: `{_SOMEWHERE.sub(".../", why)[:110]}`"
+        why = _SOMEWHERE.sub(".../", why)[:110]
+        return f"exit {ended.exit_code}, at every start: `{why}`"
     if not ended.steps:
         return "exit 0, without a single step"
     if ended.steps[0] == 1:

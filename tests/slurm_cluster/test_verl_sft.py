@@ -1,4 +1,4 @@
-"""verl's own SFT trainer on two nodes of a real Slurm: preempted within a step, requeued, and bit for bit what it was."""
+"""verl's own SFT trainer on two nodes of a real Slurm: preempted within a step, and bit for bit the undisturbed run."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,11 @@ LAST = 10
 def section(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     place = tmp_path_factory.mktemp("sums")
     return sft_words(
-        make_model(place / "model"), make_sums(place / "sums.parquet", 512), batch=64, micro_batch=8, save_freq=6
+        make_model(place / "model"),
+        make_sums(place / "sums.parquet", 512),
+        batch=64,
+        micro_batch=8,
+        save_freq=6,
     )
 
 

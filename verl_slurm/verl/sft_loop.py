@@ -144,6 +144,11 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         ConfigError: the data ends before `trainer.total_training_steps`.
     """
 
+    total_training_steps: int
+    save_freq: int
+    training_client: Any
+    ckpt_handler: Any
+
     def __init__(self, config: Any, service: Service, resume_step: int | None) -> None:
         self._service = service
         self.order: Order | None = None
