@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,7 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
+from verl_slurm.verl.releases import require_usable
 
 __all__ = ["main"]
 
@@ -89,10 +91,12 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> int:
     is_head = args.node_rank == 0
-    words = _words(paths, config, args) if is_head else []
     if is_head:
         # Ray and verl take a minute before verl's own driver speaks for the run; until then this process does.
-        Session.open(rank=0, world_size=1, lifeline=False).close()
+        session = Session.open(rank=0, world_size=1, lifeline=False)
+        _require_verl(session)
+        session.close()
+    words = _words(paths, config, args) if is_head else []
     environ = ray_environment(os.environ, _write_token(paths, args), args.head)
     own_address = args.head.rpartition(":")[0] if is_head else await _own_address(args.head, config)
     ray = await _start(
@@ -126,7 +130,7 @@ async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[
     return await driver.wait()
 
 
-async def _first(ray: asyncio.subprocess.Process, verl: "asyncio._CoroutineLike[int]") -> int:
+async def _first(ray: asyncio.subprocess.Process, verl: Coroutine[None, None, int]) -> int:
     """The end of verl, or of Ray below it."""
     lead = asyncio.create_task(verl)
     below = asyncio.create_task(_ray_ended(ray))
@@ -138,6 +142,23 @@ async def _ray_ended(ray: asyncio.subprocess.Process) -> int:
     code = await ray.wait()
     sys.stderr.write(f"RayError: Ray has ended on this node (exit code {code})\n")
     return code or 1
+
+
+def _require_verl(session: Session) -> None:
+    """
+    Raises:
+        ConfigError: there is none, or one that is too old.
+    """
+    try:
+        release = require_usable(metadata.version("verl"), "ppo")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            "verl is not installed where the run's nodes start",
+            where="trainer.backend: verl",
+            remedy="make verl, or pip install verl==0.9.1 into this environment",
+        ) from None
+    if release.word != "run":
+        session.notice(release.line, topic="device", loud=True)
 
 
 def _words(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> list[str]:
