@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
@@ -46,6 +47,8 @@ _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TRY_EVERY_S = 0.2
 _TEMP_PREFIX = "vs-ray-"
+_MOST_SAID = 4096
+"""Bytes of what Ray's launcher said (advice on other days), told where it ends by itself."""
 
 
 class _LeadFile(msgspec.Struct, frozen=True):
@@ -97,8 +100,9 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
         _require_verl(session)
         session.close()
     words = _words(paths, config, args) if is_head else []
-    environ = ray_environment(os.environ, _write_token(paths, args), args.head)
+    environ = ray_environment(os.environ, _write_token(paths, args), args.head, paths, config.name)
     own_address = args.head.rpartition(":")[0] if is_head else await _own_address(args.head, config)
+    said = args.scratch / "ray.out"
     ray = await _start(
         ray_argv(
             sys.executable,
@@ -112,10 +116,10 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
             free_port=_free_port() if is_head else 0,
         ),
         environ,
+        said,
     )
-    if not is_head:
-        return await _ray_ended(ray)
-    return await _first(ray, _lead_verl(config, environ, words))
+    below = _ray_ended(ray, said)
+    return await (_first(below, _lead_verl(config, environ, words)) if is_head else below)
 
 
 async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[str]) -> int:
@@ -130,17 +134,17 @@ async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[
     return await driver.wait()
 
 
-async def _first(ray: asyncio.subprocess.Process, verl: Coroutine[None, None, int]) -> int:
+async def _first(ray: Coroutine[None, None, int], verl: Coroutine[None, None, int]) -> int:
     """The end of verl, or of Ray below it."""
-    lead = asyncio.create_task(verl)
-    below = asyncio.create_task(_ray_ended(ray))
-    done, _ = await asyncio.wait([lead, below], return_when=asyncio.FIRST_COMPLETED)
-    return lead.result() if lead in done else below.result()
+    tasks = [asyncio.create_task(verl), asyncio.create_task(ray)]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return next(task.result() for task in tasks if task in done)
 
 
-async def _ray_ended(ray: asyncio.subprocess.Process) -> int:
+async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
     code = await ray.wait()
-    sys.stderr.write(f"RayError: Ray has ended on this node (exit code {code})\n")
+    tail = said.read_bytes()[-_MOST_SAID:].decode(errors="replace")
+    sys.stderr.write(f"{tail}\nRayError: Ray has ended on this node (exit code {code})\n")
     return code or 1
 
 
@@ -243,10 +247,23 @@ async def _own_address(head: str, config: RunConfig) -> str:
         return address
 
 
-async def _start(argv: list[str], environ: Mapping[str, str]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *argv, env=dict(environ), stdin=asyncio.subprocess.DEVNULL, preexec_fn=_die_with_us
-    )
+async def _start(
+    argv: list[str], environ: Mapping[str, str], said: Path | None = None
+) -> asyncio.subprocess.Process:
+    """A process that ends with this one.
+
+    Args:
+        said: where its output goes; None: where ours does.
+    """
+    with open(said, "wb") if said else nullcontext() as output:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            env=dict(environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=_die_with_us,
+        )
 
 
 def _die_with_us() -> None:

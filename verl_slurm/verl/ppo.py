@@ -63,6 +63,10 @@ class _Interruptible:
         self.saves.begin(self.global_steps - 1, self.total_training_steps)
         super().on_train_begin()  # type: ignore[misc]
 
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        self.saves.numbers(metrics)
+        return super().step(metrics, timing_raw)  # type: ignore[misc]
+
     def on_step_end(self) -> None:
         if self.saves.step_end(self.global_steps, self._save_checkpoint):  # type: ignore[attr-defined]
             self.total_training_steps = self.global_steps  # the loop's own condition ends it

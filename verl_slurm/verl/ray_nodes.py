@@ -13,6 +13,8 @@ import hmac
 from collections.abc import Mapping
 from pathlib import Path
 
+from verl_slurm.paths import RunPaths
+
 __all__ = ["object_store_bytes", "ray_argv", "ray_environment", "ray_token", "temp_fits"]
 
 _SOCKET_MOST = 107
@@ -66,8 +68,15 @@ def ray_argv(
     return [*argv, "--include-dashboard=false", "--no-monitor"]
 
 
-def ray_environment(environ: Mapping[str, str], token_file: Path, head: str) -> dict[str, str]:
+def ray_environment(
+    environ: Mapping[str, str], token_file: Path, head: str, paths: RunPaths, name: str
+) -> dict[str, str]:
     """Of Ray's own processes, which hand it on to every actor, and of verl's driver.
+
+    Args:
+        token_file: holds `ray_token`.
+        head: host:port of Ray's GCS.
+        name: the run's.
 
     Called by: `node`.
     """
@@ -80,7 +89,13 @@ def ray_environment(environ: Mapping[str, str], token_file: Path, head: str) -> 
         _EXTERNAL: ",".join([*modules, _OUR_MODULE]),
     }
     # Ray kills workers when the whole machine's memory is short; of that, Slurm has given a part to us and watches it.
-    unless_said = {"RAY_memory_monitor_refresh_ms": "0"}
+    unless_said = {
+        "RAY_memory_monitor_refresh_ms": "0",
+        # Where verl's loggers are asked for (trainer.logger), all starts of a run go on with one story.
+        "TENSORBOARD_DIR": str(paths.tensorboard),
+        "WANDB_RUN_ID": f"{name}-{hashlib.sha256(str(paths.root).encode()).hexdigest()[:8]}",
+        "WANDB_RESUME": "allow",
+    }
     others = {key: value for key, value in environ.items() if key != "RAY_AUTH_TOKEN"}
     return unless_said | others | ours
 

@@ -8,6 +8,7 @@ its end can still be reached before the deadline: where not, it says so at once,
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +52,8 @@ class Saves:
         self.session, self._world_size = session, world_size
         self._metadata = dict(metadata or {})
         self._total, self._began = 0, 0
-        self._metrics: dict[str, float] = {}
+        self._metrics: Mapping[str, object] = {}
+        self._said = 0
         self._known, self._lock, self._over = _Known(), threading.Lock(), threading.Event()
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit")
         self._pending: Future[None] | None = None
@@ -66,6 +68,10 @@ class Saves:
         if self.session.has_daemon:
             self._watcher = threading.Thread(target=self._watch, name="verl-slurm-watch", daemon=True)
             self._watcher.start()
+
+    def numbers(self, metrics: Mapping[str, object]) -> None:
+        """Where verl collects the running step's numbers, as far as they are known when it is saved."""
+        self._metrics = metrics
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
@@ -92,9 +98,10 @@ class Saves:
             request = self._request()
             if request is None:
                 return self.left_at is not None
+            if request.stop:
+                self.step_done(step, self._metrics)  # of a step that is left behind, verl's last numbers never come
             self.session.save_started(request.request_id, step)
-            if step in self._known.committed or self._pending is not None:
-                self._wait()
+            self._wait()  # it may be of this very step
             if (known := self._known.committed.get(step)) is not None:
                 self._say(known, request.request_id)
             else:
@@ -111,8 +118,10 @@ class Saves:
                 self._known.saving = False
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
-        """All of a step's work is done and its numbers are known."""
-        self.session.step_done(step, metrics, self._total)
+        """All of a step's work is done and its numbers are known; said once."""
+        if step != self._said:
+            self._said = step
+            self.session.step_done(step, metrics, self._total)
 
     def end(self, step: int) -> None:
         """verl's loop has ended behind `step`.
@@ -145,6 +154,7 @@ class Saves:
             epoch=session.epoch,
             world_size=self._world_size,
             parent=None if resume is None else resume.name,
+            metrics=_numbers(self._metrics),
             metadata=self._metadata,
         )
         try:
@@ -192,3 +202,12 @@ class Saves:
             self.session.save_failed(
                 request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
             )
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """verl's are numbers of Python, numpy or torch; and some things that are none."""
+    found = {}
+    for name, value in metrics.items():
+        with suppress(TypeError, ValueError, RuntimeError):
+            found[name] = float(value)  # type: ignore[arg-type]
+    return found
