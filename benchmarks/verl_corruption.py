@@ -28,7 +28,6 @@ from tests.verl.plain import VERLS, Ended, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
-
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.guest.tree import require_guest

@@ -64,9 +64,7 @@ class Sampler:
         if pause_s:  # a step of a known length, for the tests of what can be reached in time
             await asyncio.sleep(pause_s)
         extra = {"global_steps": self._step}
-        return TokenOutput(
-            token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=extra
-        )
+        return TokenOutput(token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=extra)
 
     async def load(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
         self._model.load_state_dict(weights, strict=False)
@@ -92,7 +90,9 @@ class SamplerReplica(RolloutReplica):  # type: ignore[misc]
 
 
 class SamplerAdapter(BaseRollout):  # type: ignore[misc]
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = -1) -> None:
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = -1
+    ) -> None:
         super().__init__(config, model_config, device_mesh)
         size = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         self.replica_rank, self.rollout_rank = divmod(int(os.environ["RANK"]), size)

@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl_slurm.verl.node", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--epoch", type=int, required=True)
-    parser.add_argument("--resume", default="", help="the verified checkpoint, by name; empty: from the start")
+    parser.add_argument(
+        "--resume", default="", help="the verified checkpoint, by name; empty: from the start"
+    )
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--head", required=True, help="HOST:PORT of Ray on the first node")
     parser.add_argument(
@@ -221,7 +223,7 @@ def _temp(scratch: Path) -> Path:
         ours = left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink()
         if ours and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir="/tmp")) / "r"  # noqa: S108
+    return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir="/tmp")) / "r"
 
 
 async def _own_address(head: str, config: RunConfig) -> str:

@@ -28,7 +28,7 @@ from verl_slurm.verl.saves import Saves
 __all__ = ["CommitCallback", "InterruptibleColocateAsync", "InterruptibleSync"]
 
 
-class CommitCallback(CheckpointCallback):
+class CommitCallback(CheckpointCallback):  # type: ignore[misc]  # verl has no types
     """`trainer.checkpoint_callback_class`. verl calls it in its driver behind each save, on all ranks done."""
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: object) -> None:
@@ -54,7 +54,7 @@ class _Interruptible:
         trainer = config.trainer
         metadata = {name: version(name) for name in ("verl", "torch", "ray", "transformers")}
         self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata)
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
 
     def on_train_begin(self) -> None:
         # verl's loop also ends with the epochs, and then does not know that the step before was its last.

@@ -1,8 +1,9 @@
 """What verl's trainer does between two steps for a run that may be interrupted, without verl: the part that decides.
 
-verl saves at the end of a step only. A periodic save is written by verl and committed beside the next step, by a thread
-of its own; a save that was asked for is committed before anything else happens. While a step runs a watcher asks whether
-its end can still be reached before the deadline: where not, it says so at once, and the last verified step counts.
+verl saves at the end of a step only. A periodic save is written by verl and committed beside the next step, by a
+thread of its own; a save that was asked for is committed before anything else happens. While a step runs a watcher asks
+whether its end can still be reached before the deadline: where not, it says so at once, and the last verified step
+counts.
 """
 
 import threading
@@ -99,7 +100,9 @@ class Saves:
             if request is None:
                 return self.left_at is not None
             if request.stop:
-                self.step_done(step, self._metrics)  # of a step that is left behind, verl's last numbers never come
+                self.step_done(
+                    step, self._metrics
+                )  # of a step that is left behind, verl's last numbers never come
             self.session.save_started(request.request_id, step)
             self._wait()  # it may be of this very step
             if (known := self._known.committed.get(step)) is not None:
