@@ -1,4 +1,4 @@
-"""Sampling for verl on a CPU, for tests only: `VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform,tests.verl.cpu_rollout`.
+"""Sampling for verl on a CPU, for tests only: `VERL_USE_EXTERNAL_MODULES=...,tests.verl.cpu_rollout`.
 
 verl samples with vLLM, SGLang or TensorRT-LLM. Its registries are open, and this adds `rollout.name=hf_cpu`: an actor
 with a Hugging Face model, and an adapter that sends it the weights.

@@ -11,10 +11,41 @@ from verl_slurm.verl.overrides import check_overrides
 pytestmark = pytest.mark.verl
 
 VALUES = [
-    None, True, False, 0, -3, 1e-6, 2.5, "", "null", "1e-6", "010", "a b", "a,b", "x=y", "it's", 'say "hi"', "ends\\", "a\\'b",
-    "\\\\server\\share\\", "[1,2]", "{a:b}", "(x)", "/data/train.parquet", "org/model-7B", "a:b", "  padded ", "~x", "+x",
-    "ünïcode", [], {}, [1, "x y", None, [True]], {"k": {"j": "it's"}}, ["a\\", "b"],
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -3,
+    1e-6,
+    2.5,
+    "",
+    "null",
+    "1e-6",
+    "010",
+    "a b",
+    "a,b",
+    "x=y",
+    "it's",
+    'say "hi"',
+    "ends\\",
+    "a\\'b",
+    "\\\\server\\share\\",
+    "[1,2]",
+    "{a:b}",
+    "(x)",
+    "/data/train.parquet",
+    "org/model-7B",
+    "a:b",
+    "  padded ",
+    "~x",
+    "+x",
+    "ünïcode",
+    [],
+    {},
+    [1, "x y", None, [True]],
+    {"k": {"j": "it's"}},
+    ["a\\", "b"],
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)

@@ -1,4 +1,4 @@
-"""`python -m verl_slurm.verl.gather NODES GPUS SECONDS`: ends when Ray has all nodes of the job, each with all its GPUs.
+"""`python -m verl_slurm.verl.gather NODES GPUS SECONDS`: ends when Ray has all nodes of the job, with all GPUs.
 
 A process of its own: verl connects to Ray with settings of its own, and a launcher that stays all the while has no use
 for Ray's threads. It waits for a placement group that needs one place on every node, so Ray tells it; nobody polls.

@@ -1,9 +1,9 @@
 """verl's own settings, as they stand in a config's `verl:` section and behind `--`, as words for verl's command line.
 
-verl reads its settings with Hydra: `trainer.total_epochs=3`, `+new.key=1` for a key that its files do not have, `~key` to
-remove one. The section may be nested or dotted, and may carry these prefixes on any key; words behind `--` are Hydra's
-already and count more. Each key comes out once, in the order of the section and then of the words, quoted by Hydra's
-grammar: nothing that stands in a value can become another override.
+verl reads its settings with Hydra: `trainer.total_epochs=3`, `+new.key=1` for a key that its files do not have, `~key`
+to remove one. The section may be nested or dotted, and may carry these prefixes on any key; words behind `--` are
+Hydra's already and count more. Each key comes out once, in the order of the section and then of the words, quoted by
+Hydra's grammar: nothing that stands in a value can become another override.
 
 What decides where a run saves, resumes and runs is not verl's to say here: such keys are refused with the key that is
 meant. So is what verl cannot do in a run that has to survive its interruptions.

@@ -1,11 +1,11 @@
 """verl's PPO trainers, made interruptible through verl's own extension points; loaded by verl itself.
 
 `VERL_USE_EXTERNAL_MODULES=verl_slurm.verl.ppo` has every process of verl's import this at the end of `import verl`.
-Two names are registered with `register_trainer`, and `trainer.v1.trainer_mode` names one of them: verl's own class, which
-at the end of a step may save and leave. `trainer.checkpoint_callback_class` is where each save is handed over.
+Two names are registered with `register_trainer`, and `trainer.v1.trainer_mode` names one of them: verl's own class,
+which at the end of a step may save and leave. `trainer.checkpoint_callback_class` is where each save is handed over.
 
-verl's rule that its trainers are chosen by the name of their mode goes further than the choice (the replay buffer and the
-transfer queue ask for the name "sync", too), so the name is set back before verl's constructor sees it.
+verl's rule that its trainers are chosen by the name of their mode goes further than the choice (the replay buffer and
+the transfer queue ask for the name "sync", too), so the name is set back before verl's constructor sees it.
 
 Nothing of verl is replaced: where verl itself calls a method for its subclasses, ours says what is to be done.
 """
