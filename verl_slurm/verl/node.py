@@ -3,7 +3,7 @@
 An agent starts this instead of torchrun (`verl_slurm_daemon.launcher`) and ends it like torchrun: with SIGKILL to the
 whole tree, never with `ray stop`, which ends the Ray of everybody on the node. Slurm's warnings go to every process of
 a step, and Ray's install handlers of their own, so ignoring them beforehand does not help: they are blocked here, and
-what is blocked stays so across fork and exec (docs/decisions/0007-verl-on-ray.md).
+what is blocked stays so across fork and exec (docs/decisions/0009-verl-on-ray.md).
 
 The first node's process ends with verl's; the lead then ends the others. Where Ray ends by itself, the launcher ends.
 """

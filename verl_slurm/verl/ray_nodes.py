@@ -5,7 +5,7 @@ needs to be published. Every other port is free at that moment, so two runs may 
 code, without the token: Ray asks for it at every door of its own (RAY_AUTH_MODE=token). It is derived from the lead's
 own secret, which every node of the run can read and no other user can, and is another one in each generation.
 
-What was found out about Ray 2.60 is in docs/decisions/0007-verl-on-ray.md.
+What was found out about Ray 2.60 is in docs/decisions/0009-verl-on-ray.md.
 """
 
 import hashlib

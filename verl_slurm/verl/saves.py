@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.wire.control_page import Request
@@ -163,6 +163,8 @@ class Saves:
         try:
             tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
             tree = commit_tree(session.paths, save, {directory.name: directory}, texts=tracker)
+        except Fenced:
+            raise  # whatever it trained from here on would be for nobody
         except (OSError, VerlSlurmError) as error:
             told = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
             if request_id:
