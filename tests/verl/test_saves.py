@@ -51,6 +51,7 @@ class Run:
 
     def write(self, step: int) -> None:
         self.calls.append(step)
+        self.saves.writing()
         directory = self.paths.work(self.epoch) / f"global_step_{step}"
         directory.mkdir(parents=True)
         (directory / "data.pt").write_bytes(b"state")
@@ -103,6 +104,17 @@ def test_a_request_to_stop_is_answered_with_a_save_of_this_step_and_its_numbers(
     rows = run.paths.steps.read_bytes().splitlines()
     assert [b'"step":1' in rows[0], b'"step":2' in rows[1], len(rows)] == [True, True, 2]
     assert not run.line.of(Finished)
+
+
+def test_a_request_before_the_periodic_save_of_the_same_step_is_answered_with_that_one(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.ask()
+    assert run.step(1, periodic=True)
+    assert run.calls == [1]
+    assert [(m.name, m.request_id) for m in run.line.of(Saved)] == [("step_000001", 1)]
+    kinds = [type(m) for m in run.line.said if isinstance(m, SaveStarted | Saved | Stopped)]
+    assert kinds == [SaveStarted, Saved, Stopped]
+    assert len(run.paths.steps.read_bytes().splitlines()) == 1
 
 
 def test_a_request_behind_the_periodic_save_of_the_same_step_is_answered_with_that_one(run: Run) -> None:

@@ -68,11 +68,15 @@ class _Interruptible:
         return super().step(metrics, timing_raw)  # type: ignore[misc]
 
     def on_step_end(self) -> None:
-        if self.saves.step_end(self.global_steps, self._save_checkpoint):  # type: ignore[attr-defined]
+        if self.saves.step_end(self.global_steps, self._save_checkpoint):
             self.total_training_steps = self.global_steps  # the loop's own condition ends it
             self.config.trainer.test_freq = -1
             return  # no weights to the rollout engines: nobody will sample again
         super().on_step_end()  # type: ignore[misc]
+
+    def _save_checkpoint(self) -> None:
+        self.saves.writing()
+        super()._save_checkpoint()  # type: ignore[misc]
 
     def _compute_metrics(
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object

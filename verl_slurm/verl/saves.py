@@ -7,6 +7,7 @@ counts.
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -55,6 +56,8 @@ class Saves:
         self._total, self._began = 0, 0
         self._metrics: Mapping[str, object] = {}
         self._said = 0
+        self._save_began: float | None = None
+        self._taken_up: Request | None = None
         self._known, self._lock, self._over = _Known(), threading.Lock(), threading.Event()
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit")
         self._pending: Future[None] | None = None
@@ -74,15 +77,19 @@ class Saves:
         """Where verl collects the running step's numbers, as far as they are known when it is saved."""
         self._metrics = metrics
 
+    def writing(self) -> None:
+        """verl begins to write: its time is part of what a save takes."""
+        self._save_began = time.monotonic()
+
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
         does not get committed: the one before it counts, and people are told."""
-        request = self._request()
         self._wait()
-        if request is not None:
-            self._commit(step, directory, request.request_id)
+        if (request := self._request()) is None:
+            self._pending = self._pool.submit(self._commit, step, directory, 0, self._save_began)
         else:
-            self._pending = self._pool.submit(self._commit, step, directory, 0)
+            self._take_up(request, step)
+            self._commit(step, directory, request.request_id, self._save_began)
 
     def step_end(self, step: int, save: Callable[[], None]) -> bool:
         """Behind a step, and behind its periodic save.
@@ -93,24 +100,18 @@ class Saves:
         Returns:
             Whether the loop is to end here.
         """
-        with self._lock:
-            self._known.saving = True
         try:
-            request = self._request()
+            request = self._taken_up or self._request()
             if request is None:
-                return self.left_at is not None
-            if request.stop:
-                self.step_done(
-                    step, self._metrics
-                )  # of a step that is left behind, verl's last numbers never come
-            self.session.save_started(request.request_id, step)
+                return False
+            self._take_up(request, step)
             self._wait()  # it may be of this very step
-            if (known := self._known.committed.get(step)) is not None:
-                self._say(known, request.request_id)
-            else:
-                save()
-            if self._request() is not None and request.stop:
-                # verl wrote, and `written` was not called, or somebody asks anew: nobody waits for what never comes.
+            if self._is_open(request):
+                if (known := self._known.committed.get(step)) is not None:
+                    self._say(known, request.request_id)
+                else:
+                    save()
+            if self._is_open(request):  # nobody waits for what never comes
                 self.session.save_failed(request.request_id, "verl did not hand over what it saved")
             if request.stop:
                 self.left_at = step
@@ -118,7 +119,7 @@ class Saves:
             return request.stop
         finally:
             with self._lock:
-                self._known.saving = False
+                self._taken_up, self._known.saving = None, False
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
         """All of a step's work is done and its numbers are known; said once."""
@@ -146,7 +147,21 @@ class Saves:
                 remedy="look at trainer.total_epochs and at the data's length; see the log above",
             )
 
-    def _commit(self, step: int, directory: Path, request_id: int) -> None:
+    def _take_up(self, request: Request, step: int) -> None:
+        """From here on the loop answers it, and the watcher does not."""
+        with self._lock:
+            self._known.saving = True
+        if self._taken_up is None:
+            self._taken_up = request
+            if request.stop:
+                self.step_done(step, self._metrics)  # verl's last numbers of a step that it leaves never come
+            self.session.save_started(request.request_id, step)
+
+    def _is_open(self, request: Request) -> bool:
+        now = self._request()
+        return now is not None and now.request_id == request.request_id
+
+    def _commit(self, step: int, directory: Path, request_id: int, began: float | None) -> None:
         session = self.session
         if not session.has_run:
             return
@@ -159,6 +174,7 @@ class Saves:
             parent=None if resume is None else resume.name,
             metrics=_numbers(self._metrics),
             metadata=self._metadata,
+            began=began,
         )
         try:
             tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
