@@ -64,9 +64,11 @@ def _steps(run: LiveRun) -> list[int]:
     return [int(msgspec.json.decode(line)["step"]) for line in run.paths.steps.read_bytes().splitlines()]
 
 
+@pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.soak)])
 def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finished(
-    grpo: LiveRun, cluster: DevCluster
+    grpo: LiveRun, cluster: DevCluster, mode: str
 ) -> None:
+    grpo.argv.append(f"verl.trainer.v1.trainer_mode={mode}")
     grpo.submit()
     grpo.wait(lambda: grpo.status().get("step", 0) >= 1, PATIENCE_S)
     seen = len(grpo.events())

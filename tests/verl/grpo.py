@@ -76,6 +76,8 @@ def grpo_words(model: Path, prompts: Path, steps: int) -> dict[str, Any]:
                 "calculate_log_probs": True,
             },
         },
+        # verl starts eight, each a process that imports torch.
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "reward": {"num_workers": 1, "custom_reward_function.path": str(reward)},
     }
 
