@@ -35,7 +35,8 @@ CONTENTS = ("model", "optimizer", "extra")
 _KINDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,9})", re.ASCII)
 _SHARD = re.compile(
-    r"(?:(actor|critic)/)?(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt", re.ASCII
+    r"(?:(actor|critic)/)?(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt",
+    re.ASCII,
 )
 _DATA = re.compile(r"data_(0|[1-9][0-9]{0,5})\.pt", re.ASCII)
 _FOREIGN = ("dist_ckpt/", ".distcp", "/.metadata")
@@ -96,7 +97,9 @@ def read_layout(names: Collection[str], contents: Sequence[str] = CONTENTS) -> L
         problems.append(Problem(path=".", what=f"its models were saved by {_listed(sizes)} ranks"))
     world_size = next(iter(sizes)) if len(sizes) == 1 else None
     if entry == "ppo" and "data.pt" not in names:
-        problems.append(Problem(path="data.pt", what="missing: verl would start the data over from its beginning"))
+        problems.append(
+            Problem(path="data.pt", what="missing: verl would start the data over from its beginning")
+        )
     if entry == "sft":
         problems += _missing_data(data, world_size)
     return Layout(
@@ -133,7 +136,7 @@ def _nothing_known(names: Collection[str]) -> Problem:
     if not names:
         return Problem(path=".", what="empty: a save that had only begun")
     if any(word in name for name in names for word in _FOREIGN):
-        what = "a distributed checkpoint (Megatron, Automodel or torchtitan): only verl's FSDP checkpoints can be judged"
+        what = "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
         return Problem(path=".", what=what, kind="version")
     return Problem(path=".", what="no shard of verl's FSDP engine in it")
 
@@ -156,7 +159,9 @@ def _missing_shards(
         for rank in missing[:_SHOWN]:
             problems.append(Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing"))
         if len(missing) > _SHOWN:
-            problems.append(Problem(path=role or ".", what=f"{len(missing)} of {size} {kind} shards are missing"))
+            problems.append(
+                Problem(path=role or ".", what=f"{len(missing)} of {size} {kind} shards are missing")
+            )
     strays = sorted(rank for _, rank in there if rank >= size)
     if strays:
         problems.append(Problem(path=role or ".", what=f"a shard of rank {strays[0]} of {size}"))

@@ -6,8 +6,8 @@ What can be known, and what not:
 * JSON parses, `fsdp_config.json` says the number of ranks that the shards say, safetensors are as long as they say;
 * the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum: it is named in `unchecked`.
 
-A pickle is a program, and verl runs it (`torch.load(weights_only=False)`): what others own or may write is not called good.
-Links are not followed.
+A pickle is a program, and verl runs it (`torch.load(weights_only=False)`): what others own or may write is not called
+good. Links are not followed.
 """
 
 import os
@@ -161,13 +161,16 @@ def judge_step(
             problems = _untrusted([here, *entries]) + _odd(entries)
             layout = read_layout([entry.path for entry in files], contents)
             problems += layout.problems
-            look = partial(_check_file, root, layout=layout, unchecked=unchecked, count=count, read_all=read_all)
+            look = partial(
+                _check_file, root, layout=layout, unchecked=unchecked, count=count, read_all=read_all
+            )
             with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="judge") as pool:
                 for found in pool.map(look, files):
                     problems += found
     except OSError as error:
         layout, files = read_layout([], contents), []
-        problems = [_os_problem(".", error)]
+        what = "is a link, and those are not followed"
+        problems = [Problem(path=".", what=what) if path.is_symlink() else _os_problem(".", error)]
     return Judged(
         step=step,
         path=path,

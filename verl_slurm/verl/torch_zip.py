@@ -1,22 +1,22 @@
-"""Is a file byte for byte what torch.save wrote? Answered without a digest of ours, without torch and without unpickling.
+"""Is a file byte for byte what torch.save wrote? Answered without a digest of ours, without torch, without unpickling.
 
-torch.save writes a zip whose records are stored, not compressed, each with a CRC-32
-(https://github.com/pytorch/pytorch/blob/v2.13.0/caffe2/serialize/inline_container.cc, miniz-3.0.2/miniz.c in third_party).
-torch itself checks none of them when it loads (`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS`): a flipped bit in a weight is
-loaded as it stands. We read every byte, and hold to its word what the zip says twice:
+torch.save writes a zip whose records are stored, not compressed, each with a CRC-32 (in torch's repository:
+caffe2/serialize/inline_container.cc, third_party/miniz-3.0.2/miniz.c). torch itself checks none of them when it loads
+(`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS`): a flipped bit in a weight is loaded as it stands. We read every byte and hold
+to its word what the zip says twice:
 
 ```
-record   local header: what the directory says too, sizes and CRC 0 (they follow)      30 bytes
-         name, and an extra field "FB" that pads with Z up to the alignment of the data
-         data                                                                         CRC-32 in the directory
-         descriptor: PK 7 8, CRC-32, sizes of 4 bytes (or of 8: zip64)                16 or 24 bytes
-...      the next record, without a gap
-directory  46 bytes and the name of each record; what is no name, CRC, size or place is the same in all of them
-end      zip64 end, its locator, the end record; nothing behind it
+record     local header: as in the directory, but CRC and sizes 0, they follow                     30 bytes
+           name, and an extra field "FB" that pads with Z up to the alignment of the data
+           data, whose CRC-32 is in the directory
+           descriptor: PK 7 8, CRC-32, sizes of 4 bytes (of 8: zip64)                              16 or 24 bytes
+...        the next record, without a gap
+directory  46 bytes and the name of each record; but for name, CRC, size and place all are the same
+end        zip64 end, its locator, the end record; nothing behind it
 ```
 
-So a bit that flips anywhere in the file contradicts something. Zips of others (Python's zipfile) pass as well as long as
-they are as plain as these. The layout of a zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+So a bit that flips anywhere in the file contradicts something. Zips of others (Python's zipfile) pass as long as they
+are as plain as these. The layout of a zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
 import os
@@ -60,9 +60,7 @@ class _Record:
     offset: int
 
 
-def zip_problem(
-    fd: int, on_bytes: Callable[[int], None] = lambda _: None, *, read_all: bool = True
-) -> str:
+def zip_problem(fd: int, on_bytes: Callable[[int], None] = lambda _: None, *, read_all: bool = True) -> str:
     """Read the whole file; returns what is wrong with it, empty where nothing is.
 
     Args:
@@ -109,8 +107,12 @@ def _directory(fd: int, size: int) -> tuple[int, list[_Record]]:
     if size < _END.size:
         raise _Bad(f"no zip: {size} bytes")
     if _read(fd, 0, 2) == b"\x80\x02":
-        raise _Bad("a pickle of torch before 1.6, or one without a zip around it: nothing in it can be checked")
-    magic, disk, first, here, count, length, start, comment = _END.unpack(_read(fd, size - _END.size, _END.size))
+        raise _Bad(
+            "a pickle of torch before 1.6, or one without a zip around it: nothing in it can be checked"
+        )
+    magic, disk, first, here, count, length, start, comment = _END.unpack(
+        _read(fd, size - _END.size, _END.size)
+    )
     if magic != b"PK\5\6":
         raise _Bad("no zip directory at its end: cut off, or something else than torch.save wrote it")
     end = size - _END.size
@@ -149,9 +151,24 @@ def _records(data: bytes, count: int) -> list[_Record]:
     at = 0
     while at + _CENTRAL.size <= len(data):
         magic, *words = _CENTRAL.unpack_from(data, at)
-        made, needed, flags, method, time, date, crc, packed, size, name, extra, comment, disk, inside, outside, place = (
-            words
-        )
+        (
+            made,
+            needed,
+            flags,
+            method,
+            time,
+            date,
+            crc,
+            packed,
+            size,
+            name,
+            extra,
+            comment,
+            disk,
+            inside,
+            outside,
+            place,
+        ) = words
         at += _CENTRAL.size
         if magic != b"PK\1\2" or comment or method or at + name + extra > len(data):
             raise _Bad("the zip's directory is damaged")
@@ -176,7 +193,9 @@ def _check_names(records: list[_Record]) -> None:
     if len({record.common for record in records}) != 1:
         raise _Bad("the zip's directory is damaged: its records disagree")
     if not any(record.crc for record in records):
-        raise _Bad("written without checksums (torch.serialization.set_crc32_options(False)): it cannot be checked")
+        raise _Bad(
+            "written without checksums (torch.serialization.set_crc32_options(False)): it cannot be checked"
+        )
 
 
 def _wide(extra: bytes, packed: int, size: int, place: int) -> tuple[int, int, int]:
@@ -218,7 +237,11 @@ def _check_record(
         _read(fd, position, _LOCAL.size)
     )
     common = record.common
-    if magic != b"PK\3\4" or (needed, flags, method, time, date) != common[1:6] or len_name != len(record.name):
+    if (
+        magic != b"PK\3\4"
+        or (needed, flags, method, time, date) != common[1:6]
+        or len_name != len(record.name)
+    ):
         raise _Bad(f"the header of the record {name} is damaged")
     follows = bool(flags & _FOLLOWS)
     said = (crc, packed, size)
