@@ -22,6 +22,7 @@ RUN/                        0700
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: what belongs in it
   run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
+  work/epoch_000003/        where a guest (config/guest.py) of that incarnation writes what is not committed yet
   logs/                     the lead's, the agents' and the ranks' output
   tensorboard/
 ```
@@ -153,6 +154,10 @@ class RunPaths:
     @property
     def quarantine(self) -> Path:
         return self.checkpoints / "quarantine"
+
+    def work(self, epoch: int) -> Path:
+        """Where a guest's loop of one incarnation writes; what is whole is moved into a checkpoint from there."""
+        return self.root / "work" / f"epoch_{epoch:06d}"
 
     @property
     def run_id(self) -> Path:

@@ -27,7 +27,7 @@ _PROGRESS_EVERY_S = 0.2
 
 
 class RankLine(Protocol):
-    """What the trainer needs of a daemon. Called by: `trainer.stopping`, `trainer.report`."""
+    """What the trainer needs of a daemon. Called by: `wire.stopping`, `trainer.report`."""
 
     def send(self, message: FromRank) -> None:
         """Tell the daemon; never raises, never blocks for long."""

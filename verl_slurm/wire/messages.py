@@ -178,6 +178,8 @@ class Progress(_Message, frozen=True, kw_only=True):
     """At a step's end: reward, kl, loss, tokens per second."""
     gpu_memory_percent: float | None = None
     """Of this rank's GPU, in use by whomever; None without one."""
+    total: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    """Steps that there are to do, where only the loop knows; 0: the configuration says it."""
 
 
 class SaveStarted(_Message, frozen=True, kw_only=True):
