@@ -136,7 +136,9 @@ def _nothing_known(names: Collection[str]) -> Problem:
     if not names:
         return Problem(path=".", what="empty: a save that had only begun")
     if any(word in name for name in names for word in _FOREIGN):
-        what = "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
+        what = (
+            "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
+        )
         return Problem(path=".", what=what, kind="version")
     return Problem(path=".", what="no shard of verl's FSDP engine in it")
 
@@ -156,8 +158,10 @@ def _missing_shards(
             continue
         ranks = {rank for what, rank in there if what == kind}
         missing = [rank for rank in range(size) if rank not in ranks]
-        for rank in missing[:_SHOWN]:
-            problems.append(Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing"))
+        problems += [
+            Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing")
+            for rank in missing[:_SHOWN]
+        ]
         if len(missing) > _SHOWN:
             problems.append(
                 Problem(path=role or ".", what=f"{len(missing)} of {size} {kind} shards are missing")

@@ -47,6 +47,7 @@ class Judged:
         files: (path, size) of its regular files, sorted.
         problems: all that was found, by path; what comes from the disk is escaped. Empty: it is whole.
         unchecked: files whose content has nothing to be checked against.
+        contents: verl's `checkpoint.save_contents` that it was held to.
     """
 
     step: int
@@ -55,6 +56,7 @@ class Judged:
     files: tuple[tuple[str, int], ...]
     problems: tuple[Problem, ...]
     unchecked: tuple[str, ...] = ()
+    contents: tuple[str, ...] = CONTENTS
 
     @property
     def ok(self) -> bool:
@@ -178,6 +180,7 @@ def judge_step(
         files=tuple((entry.path, entry.info.st_size) for entry in files),
         problems=_sorted(problems),
         unchecked=tuple(sorted(unchecked)),
+        contents=tuple(contents),
     )
 
 
@@ -207,7 +210,7 @@ def _odd(entries: Sequence[Entry]) -> list[Problem]:
     for entry in entries:
         if entry.kind not in ("file", "directory"):
             problems.append(Problem(path=entry.path, what=f"is a {entry.kind}, and those are not followed"))
-        elif complaint := path_problem(entry.path):
+        elif complaint := path_problem(f"global_step_0/{entry.path}"):
             problems.append(Problem(path=entry.path, what=complaint))
     return problems
 

@@ -18,7 +18,7 @@ from verl_slurm.files import write_file
 from verl_slurm.one_line import printable
 from verl_slurm.verl.shards import Judged
 
-__all__ = ["TRACKER", "Tracker", "judge_tracker", "read_tracker", "remove_tracker", "write_tracker"]
+__all__ = ["TRACKER", "Tracker", "judge_tracker", "read_tracker", "write_tracker"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -123,14 +123,6 @@ def write_tracker(directory: Path, step: int) -> None:
         mode = 0o600
     write_file(path, str(step).encode())
     path.chmod(mode & ~0o022)
-
-
-def remove_tracker(directory: Path) -> None:
-    """Let verl find none: no step is whole, and it shall start from step 0 instead of crashing for ever.
-
-    Called by: nobody by itself: to start over is the user's decision (cli.adopt, --start-over).
-    """
-    (directory / TRACKER).unlink(missing_ok=True)
 
 
 def _number(content: bytes) -> int | None:
