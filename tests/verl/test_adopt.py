@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.conftest import make_directory, make_step
+from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
 from verl_slurm.checkpoint.verify import read_manifest, verify
@@ -18,6 +18,12 @@ from verl_slurm.verl import adopt as module
 from verl_slurm.verl.adopt import Row, adopt_steps, is_adopted, plan_adoption
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.shards import judge_all, judge_step
+
+
+@pytest.fixture
+def verl_dir(tmp_path: Path) -> Path:
+    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
+    return make_directory(tmp_path / "verl", 4, 6)
 
 
 @pytest.fixture

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.verl.conftest import make_directory, make_step
+from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.verl.shards import Judged, judge_all, judge_step, list_steps
+
+
+@pytest.fixture
+def verl_dir(tmp_path: Path) -> Path:
+    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
+    return make_directory(tmp_path / "verl", 4, 6)
 
 
 def problems(one: Judged) -> dict[str, str]:
@@ -118,7 +124,7 @@ def test_shards_of_two_numbers_of_ranks_in_one_directory_are_refused(verl_dir: P
 
 
 def test_an_actor_and_a_critic_of_different_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
-    from tests.verl.conftest import save_role
+    from tests.verl.verl_steps import save_role
 
     save_role(make_step(tmp_path, 6, entry="ppo") / "critic", 1, 7)
     assert problems(newest(tmp_path)) == {".": "its models were saved by 1 and 2 ranks"}

@@ -3,9 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl.conftest import make_directory
+from tests.verl.verl_steps import make_directory
 from verl_slurm.verl.shards import judge_all
 from verl_slurm.verl.tracker import TRACKER, Tracker, judge_tracker, read_tracker, write_tracker
+
+
+@pytest.fixture
+def verl_dir(tmp_path: Path) -> Path:
+    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
+    return make_directory(tmp_path / "verl", 4, 6)
 
 
 def look(directory: Path) -> Tracker:

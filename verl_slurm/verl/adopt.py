@@ -26,16 +26,25 @@ from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.errors import CheckpointCorrupt, Fenced, NoRoom, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
 from verl_slurm.fence import Epoch, read_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
+from verl_slurm.verl.resize import way_out
 from verl_slurm.verl.shards import Judged, judge_step
 from verl_slurm.verl.tracker import TRACKER
 
-__all__ = ["Adoption", "Choice", "Row", "adopt_steps", "is_adopted", "plan_adoption"]
+__all__ = [
+    "Adoption",
+    "Choice",
+    "Row",
+    "adopt_steps",
+    "is_adopted",
+    "plan_adoption",
+    "refuse_if_nothing_fits",
+]
 
 OnBytes = Callable[[int], None]
 Choice = Literal["adopt", "there", "old", "refused", "broken"]
@@ -114,6 +123,26 @@ def plan_adoption(
             why = f"as {name}"
         rows.append(Row(judged=one, choice=choice, why=why))
     return rows
+
+
+def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
+    """There are whole steps, and the run could go on from none of them: said before anything is made.
+
+    Raises:
+        ConfigError: with the way out.
+
+    Called by: cli.adopt.
+    """
+    whole = [row for row in rows if row.choice != "broken"]
+    if not whole or any(row.choice != "refused" for row in whole):
+        return
+    newest = whole[0]
+    raise ConfigError(
+        "the run cannot go on from any of these checkpoints",
+        where=newest.judged.path,
+        found=newest.why,
+        remedy=way_out(newest.judged.path, newest.judged.layout.entry, newest.judged.world_size),
+    )
 
 
 def adopt_steps(

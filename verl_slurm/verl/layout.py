@@ -18,13 +18,13 @@ DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in fl
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from verl_slurm.checkpoint.info import Problem
 
-__all__ = ["CONTENTS", "Entry", "Layout", "missing_beside", "read_layout", "step_of"]
+__all__ = ["CONTENTS", "Entry", "Layout", "contents_of", "missing_beside", "read_layout", "step_of"]
 
 Entry = Literal["ppo", "sft", "other"]
 """Which trainer of verl wrote it; other: none whose layout is known here."""
@@ -66,6 +66,21 @@ def step_of(name: str) -> int | None:
     """The N of `global_step_N`, spelt as verl spells it; None: another name."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def contents_of(entry: str, words: Mapping[str, object]) -> tuple[str, ...]:
+    """verl's save_contents of the actor, by its own words in a run's configuration; else its default.
+
+    Args:
+        entry: `sft` or `ppo`.
+        words: `RunConfig.verl`, dotted.
+
+    Called by: cli.adopt, submit.verl_checks.
+    """
+    key = "checkpoint.save_contents" if entry == "sft" else "actor_rollout_ref.actor.checkpoint.save_contents"
+    said = words.get(key, words.get(f"+{key}"))
+    named = tuple(word for word in said if isinstance(word, str)) if isinstance(said, list | tuple) else ()
+    return named or CONTENTS
 
 
 def read_layout(names: Collection[str], contents: Sequence[str] = CONTENTS) -> Layout:

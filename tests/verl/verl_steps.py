@@ -2,13 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-Make = Callable[..., Path]
+__all__ = ["make_directory", "make_step", "save_role"]
 
 
 def save_role(folder: Path, world: int, seed: int) -> None:
@@ -59,9 +57,3 @@ def make_directory(directory: Path, *steps: int, tracker: str | None = None, **h
     text = str(max(steps, default=0)) if tracker is None else tracker
     (directory / "latest_checkpointed_iteration.txt").write_text(text)
     return directory
-
-
-@pytest.fixture
-def verl_dir(tmp_path: Path) -> Path:
-    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
-    return make_directory(tmp_path / "verl", 4, 6)
