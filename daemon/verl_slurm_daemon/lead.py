@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["run_lead"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_STATUS_EVERY_S = 0.5
+_STATUS_EVERY_S = 1.0
 _LOOK_AGAIN_S = 300.0
 """Where the job has no limit."""
 _LOOK_SOON_S = 15.0

@@ -23,7 +23,7 @@ MAX_MESSAGE = 64 * 1024
 """Bytes of one message; a rank's own are under 4 KiB."""
 
 _PATIENCE_S = 2.0
-_PROGRESS_EVERY_S = 0.2
+_PROGRESS_EVERY_S = 0.5
 """Rank 0's, which people see; a new phase is news at once."""
 _OTHERS_EVERY_S = 1.0
 """That the others still live is all that anybody asks of them; each message costs a machine of the ranks some time."""
