@@ -181,17 +181,6 @@ def test_names_from_the_disk_cannot_write_on_the_terminal(cli: Cli, tmp_path: Pa
     assert result.code == ExitCode.CORRUPT
 
 
-def test_an_actor_that_was_saved_without_its_optimizer_is_whole_for_a_run_that_says_so(
-    cli: Cli, tmp_path: Path, config: Path, run: RunPaths
-) -> None:
-    directory = make_directory(tmp_path / "d", 4)
-    for shard in (directory / "global_step_4").glob("optim_*"):
-        shard.unlink()
-    assert cli("adopt", directory).code == ExitCode.CORRUPT
-    assert cli("adopt", directory, config, "verl.checkpoint.save_contents=[model, extra]").code == ExitCode.OK
-    assert names(run) == ["step_000004"]
-
-
 def test_ppo_with_a_critic_is_taken_too(cli: Cli, tmp_path: Path, config: Path, run: RunPaths) -> None:
     directory = make_directory(tmp_path / "ppo", 2, 4, entry="ppo", critic=True)
     shutil.rmtree(directory / "global_step_4" / "actor")  # as verl's max_actor_ckpt_to_keep leaves it

@@ -92,7 +92,7 @@ def adopt(
         # Before the hours of reading: a run that cannot be is refused at once.
         plan = None if run is None else _planned(run, overrides)
         counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
-        judged = judge_all(directory, on_bytes=counter, contents=_contents(plan))
+        judged = judge_all(directory, on_bytes=counter)
         tracker = judge_tracker(read_tracker(directory), judged)
         rows: list[Row] = []
         done: list[Adoption] = []
@@ -133,13 +133,6 @@ def _planned(run: Path, overrides: tuple[str, ...]) -> "SubmissionPlan":
     from verl_slurm.submit.adoption import plan_run
 
     return plan_run(run, overrides)
-
-
-def _contents(plan: "SubmissionPlan | None") -> tuple[str, ...]:
-    """verl's save_contents: what a whole step of this run holds."""
-    from verl_slurm.verl.layout import CONTENTS, contents_of
-
-    return CONTENTS if plan is None else contents_of(plan.config.trainer.entry, plan.config.verl)
 
 
 def _into_run(

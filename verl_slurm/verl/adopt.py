@@ -208,7 +208,7 @@ def _adopt(
     copy = work / guest_directory("verl", one.step)
     try:
         copy_files(one.path, copy, [name for name, _ in one.files], how, on_bytes=on_bytes)
-        again = judge_step(copy, on_bytes=on_bytes, contents=one.contents)
+        again = judge_step(copy, on_bytes=on_bytes)
         if not again.ok or again.files != one.files:
             found = "its files changed while they were copied" if again.ok else again.one_line()
             return Adoption(judged=one, how=how, error=f"not as it was judged: {found}")

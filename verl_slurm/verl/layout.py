@@ -18,21 +18,19 @@ DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in fl
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from verl_slurm.checkpoint.info import Problem
 
-__all__ = ["CONTENTS", "Entry", "Layout", "contents_of", "missing_beside", "read_layout", "step_of"]
+__all__ = ["Entry", "Layout", "missing_beside", "read_layout", "step_of"]
 
 Entry = Literal["ppo", "sft", "other"]
 """Which trainer of verl wrote it; other: none whose layout is known here."""
 
-CONTENTS = ("model", "optimizer", "extra")
-"""verl's default of `checkpoint.save_contents`: what it reads back, and crashes without."""
-
-_KINDS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+_KINDS = ("model", "optim", "extra_state")
+"""What verl saves and reads back by default (`checkpoint.save_contents`); a resume needs all three."""
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,9})", re.ASCII)
 _SHARD = re.compile(
     r"(?:(actor|critic)/)?(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt",
@@ -68,27 +66,11 @@ def step_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def contents_of(entry: str, words: Mapping[str, object]) -> tuple[str, ...]:
-    """verl's save_contents of the actor, by its own words in a run's configuration; else its default.
-
-    Args:
-        entry: `sft` or `ppo`.
-        words: `RunConfig.verl`, dotted.
-
-    Called by: cli.adopt, submit.verl_checks.
-    """
-    key = "checkpoint.save_contents" if entry == "sft" else "actor_rollout_ref.actor.checkpoint.save_contents"
-    said = words.get(key, words.get(f"+{key}"))
-    named = tuple(word for word in said if isinstance(word, str)) if isinstance(said, list | tuple) else ()
-    return named or CONTENTS
-
-
-def read_layout(names: Collection[str], contents: Sequence[str] = CONTENTS) -> Layout:
+def read_layout(names: Collection[str]) -> Layout:
     """Sort the files of one step into shards, and say what is not there.
 
     Args:
         names: of its files, relative, `/` between.
-        contents: the run's `checkpoint.save_contents`.
 
     Called by: shards.
     """
@@ -107,7 +89,7 @@ def read_layout(names: Collection[str], contents: Sequence[str] = CONTENTS) -> L
     sizes: set[int] = set()
     for role in sorted(shards):
         sizes |= set(shards[role])
-        problems += _missing_shards(role, shards[role], contents)
+        problems += _missing_shards(role, shards[role])
     if len(sizes) > 1 and all(len(of_role) == 1 for of_role in shards.values()):
         problems.append(Problem(path=".", what=f"its models were saved by {_listed(sizes)} ranks"))
     world_size = next(iter(sizes)) if len(sizes) == 1 else None
@@ -158,26 +140,23 @@ def _nothing_known(names: Collection[str]) -> Problem:
     return Problem(path=".", what="no shard of verl's FSDP engine in it")
 
 
-def _missing_shards(
-    role: str, by_size: dict[int, set[tuple[str, int]]], contents: Sequence[str]
-) -> list[Problem]:
+def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list[Problem]:
     prefix = f"{role}/" if role else ""
     if len(by_size) > 1:
         what = f"shards of {_listed(by_size)} ranks: saved twice into one directory, and nothing says which counts"
         return [Problem(path=role or ".", what=what)]
     ((size, there),) = by_size.items()
     problems = []
-    for content in contents:
-        kind = _KINDS.get(content)
-        if kind is None:  # hf_model: verl exports it, and reads it back nowhere
-            continue
-        ranks = {rank for what, rank in there if what == kind}
-        missing = [rank for rank in range(size) if rank not in ranks]
+    for kind in _KINDS:
+        missing = sorted(set(range(size)) - {rank for what, rank in there if what == kind})
         problems += [
             Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing")
             for rank in missing[:_SHOWN]
         ]
-        if len(missing) > _SHOWN:
+        if len(missing) == size:
+            what = f"no {kind} shard at all: saved with a checkpoint.save_contents that no resume can use"
+            problems.append(Problem(path=role or ".", what=what))
+        elif len(missing) > _SHOWN:
             problems.append(
                 Problem(path=role or ".", what=f"{len(missing)} of {size} {kind} shards are missing")
             )

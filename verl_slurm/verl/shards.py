@@ -28,7 +28,7 @@ from verl_slurm.checkpoint.safetensors_file import safetensors_problem
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.one_line import printable
-from verl_slurm.verl.layout import CONTENTS, Layout, missing_beside, read_layout, step_of
+from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 
 __all__ = ["Judged", "judge_all", "judge_step", "list_steps", "step_bytes"]
@@ -47,7 +47,6 @@ class Judged:
         files: (path, size) of its regular files, sorted.
         problems: all that was found, by path; what comes from the disk is escaped. Empty: it is whole.
         unchecked: files whose content has nothing to be checked against.
-        contents: verl's `checkpoint.save_contents` that it was held to.
     """
 
     step: int
@@ -56,7 +55,6 @@ class Judged:
     files: tuple[tuple[str, int], ...]
     problems: tuple[Problem, ...]
     unchecked: tuple[str, ...] = ()
-    contents: tuple[str, ...] = CONTENTS
 
     @property
     def ok(self) -> bool:
@@ -107,14 +105,12 @@ def step_bytes(path: Path) -> int:
 def judge_all(
     directory: Path,
     *,
-    contents: Sequence[str] = CONTENTS,
     on_bytes: OnBytes = lambda _: None,
     read_all: bool = True,
 ) -> list[Judged]:
     """Judge every step of one directory of verl, newest first, each also against what its neighbours hold.
 
     Args:
-        contents: verl's `checkpoint.save_contents`.
         on_bytes: told how many more bytes were read; one call at a time.
         read_all: False: names, sizes and the zips' directories alone: finds what is missing, cut off or empty.
 
@@ -123,10 +119,7 @@ def judge_all(
 
     Called by: adopt, cli.adopt.
     """
-    found = [
-        judge_step(path, contents=contents, on_bytes=on_bytes, read_all=read_all)
-        for path in list_steps(directory)
-    ]
+    found = [judge_step(path, on_bytes=on_bytes, read_all=read_all) for path in list_steps(directory)]
     judged = []
     for one in found:
         others = [(other.name, other.layout) for other in found if other is not one]
@@ -138,7 +131,6 @@ def judge_all(
 def judge_step(
     path: Path,
     *,
-    contents: Sequence[str] = CONTENTS,
     on_bytes: OnBytes = lambda _: None,
     read_all: bool = True,
 ) -> Judged:
@@ -161,7 +153,7 @@ def judge_step(
             entries = list_tree(root)
             files = [entry for entry in entries if entry.kind == "file"]
             problems = _untrusted([here, *entries]) + _odd(entries)
-            layout = read_layout([entry.path for entry in files], contents)
+            layout = read_layout([entry.path for entry in files])
             problems += layout.problems
             look = partial(
                 _check_file, root, layout=layout, unchecked=unchecked, count=count, read_all=read_all
@@ -170,7 +162,7 @@ def judge_step(
                 for found in pool.map(look, files):
                     problems += found
     except OSError as error:
-        layout, files = read_layout([], contents), []
+        layout, files = read_layout([]), []
         what = "is a link, and those are not followed"
         problems = [Problem(path=".", what=what) if path.is_symlink() else _os_problem(".", error)]
     return Judged(
@@ -180,7 +172,6 @@ def judge_step(
         files=tuple((entry.path, entry.info.st_size) for entry in files),
         problems=_sorted(problems),
         unchecked=tuple(sorted(unchecked)),
-        contents=tuple(contents),
     )
 
 
