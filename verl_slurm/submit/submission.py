@@ -47,6 +47,7 @@ from verl_slurm.submit.preflight import (
 )
 from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
 from verl_slurm.submit.room import check_room, frozen_to_come
+from verl_slurm.submit.verl_checks import check_verl
 
 __all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_submission", "refuse_living"]
 
@@ -138,6 +139,9 @@ def plan_submission(
         refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
+    if config.trainer.backend == "verl":
+        good, doubtful = check_verl(config, paths, committed)
+        checked, notes = [*checked, *good], [*notes, *doubtful]
     if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
         notes.append(note)
     if slurm is not None:
