@@ -15,6 +15,8 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.tracker import TRACKER
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def verl_dir(tmp_path: Path) -> Path:

@@ -66,7 +66,7 @@ def test_another_number_of_ranks_names_both_and_verls_own_merger(
         check(given, saved(6, 2), saved(4, 4))
     line = caught.value.one_line()
     for word in (
-        "4 ranks, and step_000006 was saved by 2",
+        "world size 4, and step_000006 was saved with 2",
         "distributed.dp_size=2",
         f"python -m verl.model_merger merge --backend fsdp --local_dir {place}/run/checkpoints/step_000006/{folder} ",
         "--target_dir MODEL_DIR",

@@ -19,6 +19,8 @@ from verl_slurm.verl.adopt import Row, adopt_steps, is_adopted, plan_adoption
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.shards import judge_all, judge_step
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def verl_dir(tmp_path: Path) -> Path:

@@ -10,6 +10,8 @@ import torch
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.verl.shards import Judged, judge_all, judge_step, list_steps
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def verl_dir(tmp_path: Path) -> Path:

@@ -8,6 +8,8 @@ import torch
 
 from verl_slurm.verl.torch_zip import zip_problem
 
+pytestmark = pytest.mark.torch
+
 
 def judge(data: bytes, *, read_all: bool = True) -> str:
     fd = os.memfd_create("shard")

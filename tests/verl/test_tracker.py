@@ -7,6 +7,8 @@ from tests.verl.verl_steps import make_directory
 from verl_slurm.verl.shards import judge_all
 from verl_slurm.verl.tracker import TRACKER, Tracker, judge_tracker, read_tracker, write_tracker
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def verl_dir(tmp_path: Path) -> Path:

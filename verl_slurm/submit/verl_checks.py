@@ -93,7 +93,7 @@ def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[C
     raise ConfigError(
         "verl cannot go on with another number of ranks",
         where="distributed",
-        found=f"{config.distributed.world_size} ranks, and {chosen.name} was saved by {chosen.world_size}",
+        found=f"world size {config.distributed.world_size}, and {chosen.name} was saved with {chosen.world_size}",
         expected=f"{chosen.world_size}",
         remedy=way_out(step, entry, chosen.world_size),
     )
