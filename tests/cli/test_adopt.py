@@ -179,6 +179,13 @@ def test_a_directory_that_is_none_of_verls_says_what_was_expected(
     assert f"verl-slurm adopt {verl_dir}" in cli("adopt", verl_dir / "global_step_6").error
 
 
+def test_a_checkpoint_of_a_run_is_none_of_plain_verls(
+    cli: Cli, verl_dir: Path, config: Path, run: RunPaths
+) -> None:
+    cli("adopt", verl_dir, config)
+    assert f"verl-slurm verify {run.root}" in cli("adopt", run.checkpoint(6)).error
+
+
 def test_names_from_the_disk_cannot_write_on_the_terminal(cli: Cli, tmp_path: Path) -> None:
     directory = make_directory(tmp_path / "x\n\x1b[31mred", 4)
     (directory / "global_step_4" / "a\n\x1b[2Jb.pt").write_bytes(b"")

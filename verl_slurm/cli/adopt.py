@@ -111,6 +111,7 @@ def adopt(
 
 
 def _require_directory(directory: Path) -> Path:
+    from verl_slurm.checkpoint.format import MANIFEST
     from verl_slurm.verl.layout import step_of
 
     here = directory.resolve()
@@ -119,6 +120,10 @@ def _require_directory(directory: Path) -> Path:
     if step_of(here.name) is not None:
         raise NotFound(
             "one step of verl, not its directory", where=directory, remedy=f"verl-slurm adopt {here.parent}"
+        )
+    if (here / MANIFEST).exists():
+        raise NotFound(
+            "a checkpoint of a run already", where=directory, remedy=f"verl-slurm verify {here.parent.parent}"
         )
     if not any(step_of(path.name) is not None for path in here.iterdir()):
         raise NotFound(
