@@ -1,5 +1,6 @@
 """`verl-slurm adopt`: what plain verl left is judged, taken over, and its tracker repaired."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -184,6 +185,31 @@ def test_a_checkpoint_of_a_run_is_none_of_plain_verls(
 ) -> None:
     cli("adopt", verl_dir, config)
     assert f"verl-slurm verify {run.root}" in cli("adopt", run.checkpoint(6)).error
+
+
+def test_a_tracker_that_cannot_be_written_is_said_and_keeps_no_run_from_it(
+    cli: Cli, verl_dir: Path, config: Path, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (verl_dir / TRACKER).write_text("")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("verl_slurm.verl.tracker.write_tracker", refuse)
+    result = cli("adopt", verl_dir)
+    assert result.code == ExitCode.PERMISSION
+    assert "Read-only file system" in result.err
+    assert cli("adopt", verl_dir, config).code == ExitCode.OK
+    assert names(run) == ["step_000006", "step_000004"]
+
+
+def test_what_was_taken_over_is_pruned_like_any_other(
+    cli: Cli, tmp_path: Path, config: Path, run: RunPaths
+) -> None:
+    directory = make_directory(tmp_path / "d", 2, 4, 6, 8)
+    assert len(cli("adopt", directory, config, "--all", "--json").json["steps"]) == 4
+    assert cli("prune", run.root, "--keep-last", 2).code == ExitCode.OK
+    assert names(run) == ["step_000008", "step_000006"]
 
 
 def test_names_from_the_disk_cannot_write_on_the_terminal(cli: Cli, tmp_path: Path) -> None:

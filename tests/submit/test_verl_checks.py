@@ -1,5 +1,6 @@
 """Whatever verl would crash on in the job is refused before it is queued, in one line with the way out."""
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.checkpoint.format import Manifest, Topology
 from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
@@ -85,6 +88,39 @@ def test_the_checkpoint_that_counts_is_the_one_that_is_resumed_from(place: Path)
         require_same_ranks(config(place), paths, both)
 
 
+def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
+    step = place / "plain" / "global_step_6"
+    step.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"verl-slurm adopt {place}/plain RUN"):
+        check(config(place, f"checkpoint.resume_from={step}"))
+
+
+def test_a_checkpoint_of_another_run_is_asked_for_its_number_of_ranks(place: Path) -> None:
+    manifest = Manifest(
+        name="step_000006",
+        step=6,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id="x",
+        dataset_fingerprint="",
+        world_size=8,
+        topology=Topology(dp=8),
+        files=(),
+        created_utc="2026-01-01T00:00:00Z",
+        save_seconds=1.0,
+        guest="verl",
+    )
+    other = place / "other" / "step_000006"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_bytes(render(sealed(manifest)))
+    with pytest.raises(ConfigError, match="saved with 8"):
+        check(config(place, f"checkpoint.resume_from={other}"))
+    (other / "manifest.json").write_bytes(b"{}")
+    check(config(place, f"checkpoint.resume_from={other}"))
+
+
 def test_a_python_without_verl_is_refused_and_one_in_a_container_is_not_asked(place: Path) -> None:
     with pytest.raises(ConfigError, match="pip install verl"):
         check(config(place), version=None)
@@ -118,9 +154,9 @@ def test_verl_is_found_without_being_imported_even_as_a_checkout(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
 
     def nothing(_: str) -> str:
-        raise verl_checks.importlib.metadata.PackageNotFoundError
+        raise importlib.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(verl_checks.importlib.metadata, "version", nothing)
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
     assert installed_verl() == "9.9.9"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert installed_verl() is None

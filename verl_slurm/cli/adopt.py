@@ -98,16 +98,19 @@ def adopt(
         done: list[Adoption] = []
         if plan is not None:
             rows, done = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
-        repaired = False
+        repaired, failed = False, ""
         if tracker.needs_repair and tracker.wanted is not None and not keep_tracker and not dry_run:
-            write_tracker(directory, tracker.wanted)
-            repaired = True
+            try:
+                write_tracker(directory, tracker.wanted)
+                repaired = True
+            except OSError as error:  # an archive, or somebody else's: a run can take it over all the same
+                failed = error.strerror or str(error)
     _say(directory, judged, rows, done, tracker, plan, repaired=repaired, dry_run=dry_run, as_json=as_json)
-    if judged and tracker.wanted is None:
+    if failed:
+        render.warning(f"the tracker cannot be written: {failed}")
+    if tracker.wanted is None or any(one.error for one in done):
         return ExitCode.CORRUPT
-    if any(one.error for one in done):
-        return ExitCode.CORRUPT
-    return ExitCode.OK
+    return ExitCode.PERMISSION if failed and plan is None else ExitCode.OK
 
 
 def _require_directory(directory: Path) -> Path:

@@ -10,12 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from verl_slurm.checkpoint.format import MANIFEST
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.safetensors_file import safetensors_problem
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.verl.inputs import Input, inputs_of, is_remote
+from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.overrides import check_overrides
 from verl_slurm.verl.releases import require_usable
 from verl_slurm.verl.resize import way_out
@@ -82,21 +85,46 @@ def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[C
         ConfigError: both numbers, and the way out.
     """
     wanted = config.checkpoint.resume_from
-    chosen = None
-    if wanted == "auto":
-        chosen = next(iter(committed), None)
-    elif wanted is not None and CHECKPOINT_NAME.fullmatch(wanted):
-        chosen = next((info for info in committed if info.name == wanted), None)
-    if chosen is None or chosen.world_size in (None, config.distributed.world_size):
+    chosen: tuple[Path, int, int | None] | None = None
+    if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
+        chosen = _elsewhere(Path(wanted))
+    else:
+        named = (info for info in committed if wanted in ("auto", info.name))
+        if (info := next(named, None)) is not None:
+            chosen = paths.checkpoints / info.name, info.step, info.world_size
+    if chosen is None:
         return
-    entry, step = config.trainer.entry, paths.checkpoints / chosen.name / f"global_step_{chosen.step}"
+    path, step, ranks = chosen
+    if ranks in (None, config.distributed.world_size):
+        return
     raise ConfigError(
         "verl cannot go on with another number of ranks",
         where="distributed",
-        found=f"world size {config.distributed.world_size}, and {chosen.name} was saved with {chosen.world_size}",
-        expected=f"{chosen.world_size}",
-        remedy=way_out(step, entry, chosen.world_size),
+        found=f"world size {config.distributed.world_size}, and {path.name} was saved with {ranks}",
+        expected=f"{ranks}",
+        remedy=way_out(path / f"global_step_{step}", config.trainer.entry, ranks),
     )
+
+
+def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
+    """A checkpoint of another run; one whose manifest cannot be read is for the lead, who says what is wrong.
+
+    Raises:
+        ConfigError: it is a step of plain verl, which has none.
+    """
+    if step_of(path.name) is not None and not (path / MANIFEST).exists():
+        raise ConfigError(
+            "a checkpoint of plain verl has to be taken over first",
+            where="checkpoint.resume_from",
+            found=path,
+            expected="a checkpoint of a run",
+            remedy=f"verl-slurm adopt {path.parent} RUN, and checkpoint.resume_from=auto",
+        )
+    try:
+        manifest = read_manifest(path)
+    except (OSError, VerlSlurmError):
+        return None
+    return path, manifest.step, manifest.world_size
 
 
 def installed_verl() -> str | None:

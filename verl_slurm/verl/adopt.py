@@ -223,6 +223,8 @@ def _adopt(
         if isinstance(error, OSError) and error.errno in _FULL:
             raise NoRoom("the copy did not fit", where=paths.checkpoints, found=error.strerror) from error
         words = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+        if isinstance(error, OSError) and error.errno == errno.EXDEV:
+            words = "the run is on another file system, which no hard link reaches: adopt without --link"
         return Adoption(judged=one, how=how, error=words)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
