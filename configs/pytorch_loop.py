@@ -11,8 +11,10 @@ like and start it again: it goes on where it was saved, and ends with the same w
 import argparse
 import math
 import os
+import random
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,7 +47,8 @@ def main() -> None:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    torch.manual_seed(rank)  # dropout is another one on each rank
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank)  # dropout is another one on each rank
 
     with verl_slurm.run(  # 1: what is state
         model=model, optimizer=optimizer, scheduler=scheduler, run_dir=options.run_dir
