@@ -75,6 +75,7 @@ class Run:
         self._run_dir, self._save_every = run_dir, save_every
         self._saved_step, self._total = -1, 0
         self._metrics: dict[str, object] = {}
+        self._row: dict[str, object] = {}
         self._generators: Generators | None = None
         self._started, self._done = False, False
         self.step, self.stopping = 0, False
@@ -86,8 +87,10 @@ class Run:
     def __enter__(self) -> Self:
         try:
             self._begin()
-        except VerlSlurmError as error:
-            self._refuse(error)
+        except BaseException as error:
+            if isinstance(error, VerlSlurmError):
+                self._refuse(error)
+            self._session.close()
             raise
         return self
 
@@ -169,14 +172,13 @@ class Run:
         if not self._started:
             self._start(total)
         self.step, self._total = step, total or self._total
-        self._metrics |= metrics
-        self._session.step_done(step, self._metrics, self._total)
+        self._row, self._metrics = self._metrics | metrics, {}
+        self._session.step_done(step, self._row, self._total)
         order = self._stopper.agree().order
         if order is not None:
             self._answer(order)
         elif self._every and step % self._every == 0:
             self._save(0, f"every {self._every} steps")
-        self._metrics = {}
 
     def save(self, reason: str = "the loop asked for it") -> None:
         """Save the state now, behind `step` whole steps. Collective."""
@@ -257,7 +259,7 @@ class Run:
                 epoch=session.epoch,
                 world_size=ranks.world_size,
                 parent=session.resume.name if session.resume is not None else None,
-                metrics=session.numbers(self._metrics),
+                metrics=session.numbers(self._row),
                 metadata={"objects": list(self._objects.names)},
                 began=began,
             )
