@@ -4,8 +4,9 @@ from pathlib import PurePath
 
 import pytest
 
-hydra = pytest.importorskip("hydra", reason="hydra comes with verl: make verl")
+pytest.importorskip("hydra", reason="hydra comes with verl: make verl")
 
+import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.harness import ROOT
