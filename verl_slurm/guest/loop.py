@@ -75,8 +75,9 @@ class Run:
         self._run_dir, self._save_every = run_dir, save_every
         self._saved_step, self._total = -1, 0
         self._metrics: dict[str, object] = {}
+        self._row: dict[str, object] = {}
         self._generators: Generators | None = None
-        self._done = False
+        self._started, self._done = False, False
         self.step, self.stopping = 0, False
 
     @property
@@ -86,8 +87,10 @@ class Run:
     def __enter__(self) -> Self:
         try:
             self._begin()
-        except VerlSlurmError as error:
-            self._refuse(error)
+        except BaseException as error:
+            if isinstance(error, VerlSlurmError):
+                self._refuse(error)
+            self._session.close()
             raise
         return self
 
@@ -115,7 +118,6 @@ class Run:
                 self._keeper = Keeper(self._session, config.checkpoint)
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
-        self._session.started(self.step)
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
@@ -143,7 +145,7 @@ class Run:
         Leaves by SystemExit(0) where the job is to end. Behind the last step the state is saved, and the run counts as
         done when the `with` block is left without an error.
         """
-        self._total = total
+        self._start(total)
         if self._generators is not None and self.step < total:
             restore_rng(self._generators)  # whatever was drawn since, to shuffle or to start workers
         while self.step < total:
@@ -152,6 +154,10 @@ class Run:
             if self.stopping and self.step < total:
                 raise SystemExit(0)
         self.finish()
+
+    def _start(self, total: int) -> None:
+        self._started, self._total = True, total
+        self._session.started(self.step, total)
 
     def log(self, **metrics: object) -> None:
         """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
@@ -163,15 +169,16 @@ class Run:
         Args:
             total: steps that there are; 0: as said before.
         """
+        if not self._started:
+            self._start(total)
         self.step, self._total = step, total or self._total
-        self._metrics |= metrics
-        self._session.step_done(step, self._metrics, self._total)
+        self._row, self._metrics = self._metrics | metrics, {}
+        self._session.step_done(step, self._row, self._total)
         order = self._stopper.agree().order
         if order is not None:
             self._answer(order)
         elif self._every and step % self._every == 0:
             self._save(0, f"every {self._every} steps")
-        self._metrics = {}
 
     def save(self, reason: str = "the loop asked for it") -> None:
         """Save the state now, behind `step` whole steps. Collective."""
@@ -183,9 +190,10 @@ class Run:
         Raises:
             RanksFailed: the end cannot be saved: a run that lost its end is not done.
         """
-        failure = self._save(0, "all steps are done")
-        if failure is not None:
-            raise failure
+        if self._saved_step != self.step:
+            failure = self._save(0, "all steps are done")
+            if failure is not None:
+                raise failure
         self._done = True
 
     def __exit__(
@@ -251,7 +259,7 @@ class Run:
                 epoch=session.epoch,
                 world_size=ranks.world_size,
                 parent=session.resume.name if session.resume is not None else None,
-                metrics=session.numbers(self._metrics),
+                metrics=session.numbers(self._row),
                 metadata={"objects": list(self._objects.names)},
                 began=began,
             )

@@ -11,6 +11,7 @@ drifted, or statistics of batches that each rank has for itself, are kept for ea
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -27,7 +28,7 @@ __all__ = ["Leaves", "Objects", "Stateful", "digests", "join", "settle", "split"
 
 _MARK = "__verl_slurm__"
 """Key of a map that stands for a tensor elsewhere: {_MARK: `common`, `own` or `sharded`, `path`: ...}."""
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, type(None))
 
 
 @runtime_checkable
@@ -174,6 +175,8 @@ def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded
 
 
 def _mark(value: Any, path: str, leaves: Leaves) -> Any:
+    """Texts are interned: a pickle says a text that is the same object in few bytes, so that the same state would be
+    other bytes in a process that has loaded it."""
     if isinstance(value, DTensor):
         leaves.sharded[path] = value
         return {_MARK: "sharded", "path": path}
@@ -185,12 +188,17 @@ def _mark(value: Any, path: str, leaves: Leaves) -> Any:
         return {_MARK: "plain", "path": path, "numpy": True}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, str):
+        return sys.intern(str(value))
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
         _require_keys(value, path)
         return {
-            key: _mark(inner, f"{path}/{key}" if path else str(key), leaves) for key, inner in value.items()
+            (sys.intern(key) if isinstance(key, str) else key): _mark(
+                inner, f"{path}/{key}" if path else str(key), leaves
+            )
+            for key, inner in value.items()
         }
     if type(value) in (list, tuple):
         marked = [_mark(inner, f"{path}/{at}", leaves) for at, inner in enumerate(value)]
