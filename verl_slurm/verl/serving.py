@@ -32,7 +32,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Serving:
-    """The `sft_loop.Service` of a run under a daemon. Called by: verl.sft.
+    """The `sft_wraps.Service` of a run under a daemon. Called by: verl.sft.
 
     Args:
         session: this rank's.
