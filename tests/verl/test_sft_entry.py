@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.errors import VerlSlurmError
+from tests.harness import ROOT
+from verl_slurm.config.load import load
+from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
-from verl_slurm.verl.sft import _last_words, sft_settings
+from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.verl.sft import _compose, _last_words, sft_settings
 from verl_slurm.wire.messages import Finished, Stopped
 from verl_slurm.wire.stopping import Order
 
@@ -68,3 +71,24 @@ def test_where_verl_saves_and_what_it_resumes_from_is_ours_to_say() -> None:
     assert (again["trainer.resume_mode"], again["trainer.resume_from_path"]) == ("resume_path", str(path))
     assert again["trainer.default_local_dir"] == "/r/work"
     assert again["trainer.max_ckpt_to_keep"] is None
+
+
+def test_the_configuration_that_is_shipped_says_only_what_verl_may_be_told() -> None:
+    config = load(ROOT / "configs/verl_sft.yaml")
+    assert (config.trainer.backend, config.trainer.entry) == ("verl", "sft")
+    words = [override.word for override in check_overrides(config.verl)]
+    assert "engine.strategy=fsdp2" in words
+    assert "optim.lr=1e-05" in words
+
+
+@pytest.mark.verl
+def test_verl_knows_every_word_of_it(tmp_path: Path) -> None:
+    pytest.importorskip("hydra", reason="hydra comes with verl: make verl")
+    config = load(ROOT / "configs/verl_sft.yaml")
+    words = [override.word for override in check_overrides(config.verl)]
+    ours = sft_settings(save_dir=tmp_path, resume=None, nodes=2, ranks_per_node=8, name="a")
+    settings = _compose(words, ours)
+    assert settings.trainer.default_local_dir == str(tmp_path)
+    assert settings.optim.lr == 1e-5
+    with pytest.raises(ConfigError, match=r"does not take these settings.*\+KEY adds"):
+        _compose(["trainer.no_such_key=1"], ours)

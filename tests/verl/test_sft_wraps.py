@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.verl.sft_wraps import Saves, Watched
 
 
@@ -51,7 +51,7 @@ def test_at_an_epochs_end_the_next_one_begins_afresh(step: int) -> None:
 
 def test_a_checkpoint_that_does_not_know_where_in_the_data_it_is_is_refused() -> None:
     """verl would begin the epoch's data again, and say so in its log alone."""
-    with pytest.raises(VerlSlurmError, match="where in the data it is from.*step 6, and no data_"):
+    with pytest.raises(CheckpointCorrupt, match="where in the data it is from.*step 6, and no data_"):
         saves(_Handler(6, None)).load_checkpoint()
 
 

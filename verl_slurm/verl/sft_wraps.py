@@ -8,7 +8,7 @@ begins with a fresh one, as it does in a run that was never interrupted.
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.wire.stopping import Order
 
 __all__ = ["Alone", "Numbers", "Saves", "Service", "Watched"]
@@ -75,7 +75,7 @@ class Saves:
         """As verl's; returns the step.
 
         Raises:
-            VerlSlurmError: it is from within an epoch and does not say where in the data: verl would begin the epoch
+            CheckpointCorrupt: it is from within an epoch and does not say where in the data: verl would begin the epoch
                 again, and say so in its log only.
         """
         loader, kept = self._inner.train_dataloader, _KeptBack()
@@ -87,7 +87,7 @@ class Saves:
         if step % self._steps_per_epoch == 0:
             return step  # an exhausted iterator's: the next epoch begins afresh
         if kept.state is None:
-            raise VerlSlurmError(
+            raise CheckpointCorrupt(
                 "the checkpoint does not say where in the data it is from",
                 where=self._inner.resume_from_path or self._inner.default_local_dir,
                 found=f"step {step}, and no data_*.pt",
