@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
 from verl_slurm.errors import ConfigError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Finished, FromRank, Refused, Saved, SaveFailed, Stopped
 
@@ -242,3 +244,27 @@ def test_a_loop_of_ones_own_asks_behind_each_step(alone: Alone, monkeypatch: pyt
     assert run.step == 5
     assert isinstance(said[-1], Stopped)
     assert verify(alone.paths.checkpoints / "step_000005").ok
+
+
+def test_a_step_that_ends_too_late_is_said_at_once_and_not_waited_for(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_slurm.guest.session.die_with_launcher", lambda: None)
+    heard = threading.Event()
+    failed = Session.save_failed
+
+    def told(session: Session, request_id: int, reason: str) -> None:
+        failed(session, request_id, reason)
+        heard.set()
+
+    monkeypatch.setattr(Session, "save_failed", told)
+    with Agent(alone.paths, epoch=alone.epoch) as agent:
+        for name, value in agent.environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ZeroDivisionError), verl_slurm.run(model=alone.model) as run:
+            for _ in run.steps(9):
+                agent.ask(stop=True, deadline_ns=1)
+                assert heard.wait(60.0)
+                raise ZeroDivisionError  # the daemon has taken us down by now
+        said = [m for m in agent.heard() if isinstance(m, SaveFailed)]
+    assert [m.reason for m in said] == ["the end of the step cannot be reached: the deadline is over"]
