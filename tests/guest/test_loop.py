@@ -290,3 +290,9 @@ def test_a_step_that_ends_too_late_is_said_at_once_and_not_waited_for(
                 raise ZeroDivisionError  # the daemon has taken us down by now
         said = [m for m in agent.heard() if isinstance(m, SaveFailed)]
     assert [m.reason for m in said] == ["the end of the step cannot be reached: the deadline is over"]
+
+
+def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="init_process_group before"):
+        verl_slurm.run(model=nn.Linear(1, 1)).__enter__()
