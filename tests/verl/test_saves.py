@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checkpoint.storage import FreeSpace, judge_room
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import take_epoch
@@ -50,8 +51,9 @@ class Run:
         self.calls: list[int] = []
 
     def write(self, step: int) -> None:
+        if not self.saves.writing(step):
+            return
         self.calls.append(step)
-        self.saves.writing()
         directory = self.paths.work(self.epoch) / f"global_step_{step}"
         directory.mkdir(parents=True)
         (directory / "data.pt").write_bytes(b"state")
@@ -66,7 +68,7 @@ class Run:
         return left
 
     def ask(self, *, stop: bool = True, seconds_left: float | None = None, number: int = 1) -> None:
-        deadline = 0 if seconds_left is None else time.monotonic_ns() + int(seconds_left * 1e9)
+        deadline = 0 if seconds_left is None else int((self.now + seconds_left) * 1e9)
         self.line.asked = Request(number, stop, deadline)
 
 
@@ -150,6 +152,22 @@ def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved
     assert not run.step(2), "the job is on its way out; what it does until then is nobody's business"
     assert run.calls == []
     run.saves.end(9)
+
+
+def test_a_periodic_save_without_room_is_left_out_and_one_that_was_asked_for_is_tried(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.saves.begin(0, 9)
+    run.step(1, periodic=True)
+    run.saves._wait()
+    full = FreeSpace(bytes=100, inodes=10)
+    monkeypatch.setattr("verl_slurm.verl.saves.room_for", lambda _, need: judge_room(full, need))
+    run.step(2, periodic=True)
+    assert run.calls == [1]
+    assert any("step 2 is not saved: " in getattr(message, "text", "") for message in run.line.said)
+    run.ask()
+    run.step(3)
+    assert run.calls == [1, 3]
 
 
 def test_a_save_that_is_not_committed_is_said_and_the_next_one_is_tried(run: Run) -> None:

@@ -75,8 +75,8 @@ class _Interruptible:
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
-        self.saves.writing()
-        super()._save_checkpoint()  # type: ignore[misc]
+        if self.saves.writing(self.global_steps):
+            super()._save_checkpoint()  # type: ignore[misc]
 
     def _compute_metrics(
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object

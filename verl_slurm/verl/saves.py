@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_slurm.checkpoint.free_space import room_for
+from verl_slurm.checkpoint.storage import need_of_next
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
@@ -38,6 +39,8 @@ class _Known:
     given_up: int = 0
     """The request that got no for an answer."""
     committed: dict[int, SavedTree] = field(default_factory=dict)
+    last: tuple[int, int] | None = None
+    """Bytes and files of the last save."""
 
 
 class Saves:
@@ -77,9 +80,21 @@ class Saves:
         """Where verl collects the running step's numbers, as far as they are known when it is saved."""
         self._metrics = metrics
 
-    def writing(self) -> None:
-        """verl begins to write: its time is part of what a save takes."""
+    def writing(self, step: int) -> bool:
+        """verl is about to write; its time is part of what a save takes.
+
+        Returns:
+            Whether it may: verl ends where storage is full, so a periodic save without room is left out.
+        """
         self._save_began = time.monotonic()
+        with self._lock:
+            last = self._known.last
+        if last is None or step >= self._total or self._taken_up is not None or self._request() is not None:
+            return True
+        room = room_for(self.session.paths.root, need_of_next(*last))
+        if room.enough is False:
+            self.session.notice(f"step {step} is not saved: {room.reason}", loud=True)
+        return room.enough is not False
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
@@ -172,7 +187,7 @@ class Saves:
             epoch=session.epoch,
             world_size=self._world_size,
             parent=None if resume is None else resume.name,
-            metrics=_numbers(self._metrics),
+            metrics=session.numbers(self._metrics),
             metadata=self._metadata,
             began=began,
         )
@@ -190,6 +205,7 @@ class Saves:
             return
         with self._lock:
             self._known.committed = {step: tree}
+            self._known.last = tree.num_bytes, sum(1 for path in tree.path.rglob("*") if path.is_file())
         self._say(tree, request_id)
 
     def _say(self, tree: SavedTree, request_id: int) -> None:
@@ -223,12 +239,3 @@ class Saves:
             self.session.save_failed(
                 request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
             )
-
-
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    """verl's are numbers of Python, numpy or torch; and some things that are none."""
-    found = {}
-    for name, value in metrics.items():
-        with suppress(TypeError, ValueError, RuntimeError):
-            found[name] = float(value)  # type: ignore[arg-type]
-    return found
