@@ -90,10 +90,10 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finis
 def test_a_step_that_is_too_long_is_not_waited_for_and_the_last_verified_one_counts(
     grpo: LiveRun, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERL_TEST_SAMPLE_S", "40")  # the grace time is 30 s
+    monkeypatch.setenv("VERL_TEST_SAMPLE_S", "32")  # the grace time is 30 s
     grpo.argv.append("checkpoint.every_steps=1")
     grpo.submit()
-    grpo.wait_event("verified", timeout_s=PATIENCE_S, name="step_000001")
+    grpo.wait_event("verified", timeout_s=PATIENCE_S, name="step_000002")
     seen = len(grpo.events())
     preempt(cluster, int(grpo.job_id), hold_s=1)
     assert grpo.wait_event("cause", after=seen)["cause"] == "preemption", grpo.story()
@@ -103,7 +103,7 @@ def test_a_step_that_is_too_long_is_not_waited_for_and_the_last_verified_one_cou
     assert ended["time"] < _plus(grpo.events("cause")[-1]["time"], 15), (
         "nobody waited for the grace time's end"
     )
-    grpo.wait_event("generation", after=seen, timeout_s=PATIENCE_S, resume="step_000001")
+    grpo.wait_event("generation", after=seen, timeout_s=PATIENCE_S, resume="step_000002")
 
 
 def test_a_dead_worker_a_dead_node_and_a_driver_that_hangs_are_each_seen_and_restarted(
@@ -127,7 +127,9 @@ def test_a_dead_worker_a_dead_node_and_a_driver_that_hangs_are_each_seen_and_res
     seen = len(grpo.events())
     grpo.wait_event("training", after=seen, timeout_s=PATIENCE_S)
     begun = grpo.status()["step"]
-    grpo.wait(lambda: grpo.status().get("step", 0) > begun + 1, PATIENCE_S)  # until then it may still be loading
+    grpo.wait(
+        lambda: grpo.status().get("step", 0) > begun + 1, PATIENCE_S
+    )  # until then it may still be loading
     _one(grpo, "TaskRunner").suspend()
     grpo.wait_event("crash", after=seen, timeout_s=PATIENCE_S, kind="hang")
 

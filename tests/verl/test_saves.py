@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checkpoint.storage import FreeSpace, judge_room
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import take_epoch
@@ -46,12 +47,13 @@ class Run:
         self.session = Session(
             self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch, clock=lambda: self.now
         )
-        self.saves = Saves(self.session, 2)
+        self.saves = Saves(self.session, 2, clock=lambda: self.now)
         self.calls: list[int] = []
 
     def write(self, step: int) -> None:
+        if not self.saves.writing(step):
+            return
         self.calls.append(step)
-        self.saves.writing()
         directory = self.paths.work(self.epoch) / f"global_step_{step}"
         directory.mkdir(parents=True)
         (directory / "data.pt").write_bytes(b"state")
@@ -66,7 +68,7 @@ class Run:
         return left
 
     def ask(self, *, stop: bool = True, seconds_left: float | None = None, number: int = 1) -> None:
-        deadline = 0 if seconds_left is None else time.monotonic_ns() + int(seconds_left * 1e9)
+        deadline = 0 if seconds_left is None else int((self.now + seconds_left) * 1e9)
         self.line.asked = Request(number, stop, deadline)
 
 
@@ -138,8 +140,9 @@ def test_an_operators_request_is_a_save_and_the_loop_goes_on(run: Run) -> None:
 
 def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved(run: Run) -> None:
     run.saves.begin(0, 9)
-    run.now += 100.0
-    run.step(1)
+    for step in (1, 2):
+        run.now += 100.0
+        run.step(step)
     run.ask(seconds_left=30.0)
     deadline = time.monotonic() + 10
     while not run.line.of(SaveFailed):  # the watcher's
@@ -147,9 +150,40 @@ def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved
     (failed,) = run.line.of(SaveFailed)
     assert failed.request_id == 1
     assert "cannot be reached: steps take up to 100.0 s" in failed.reason
-    assert not run.step(2), "the job is on its way out; what it does until then is nobody's business"
+    assert not run.step(3), "the job is on its way out; what it does until then is nobody's business"
     assert run.calls == []
     run.saves.end(9)
+
+
+def test_the_first_step_of_a_start_tells_nothing_of_the_next(run: Run) -> None:
+    run.saves.begin(4, 9)
+    run.now += 100.0
+    run.step(5)
+    run.ask(seconds_left=30.0)
+    assert run.saves._reach(run.line.asked).ok
+    run.line.asked = None
+    run.now += 3.0
+    run.step(6)
+    run.ask(seconds_left=30.0)
+    verdict = run.saves._reach(run.line.asked)
+    assert verdict.ok
+    assert verdict.needed_s == pytest.approx(3.3)
+
+
+def test_a_periodic_save_without_room_is_left_out_and_one_that_was_asked_for_is_tried(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.saves.begin(0, 9)
+    run.step(1, periodic=True)
+    run.saves._wait()
+    full = FreeSpace(bytes=100, inodes=10)
+    monkeypatch.setattr("verl_slurm.verl.saves.room_for", lambda _, need: judge_room(full, need))
+    run.step(2, periodic=True)
+    assert run.calls == [1]
+    assert any("step 2 is not saved: " in getattr(message, "text", "") for message in run.line.said)
+    run.ask()
+    run.step(3)
+    assert run.calls == [1, 3]
 
 
 def test_a_save_that_is_not_committed_is_said_and_the_next_one_is_tried(run: Run) -> None:
