@@ -104,7 +104,9 @@ def _generation(event: Event) -> str:
 
 
 def _training(event: Event) -> str:
-    return f"training at step {event.get('step')}, {event.get('phase')} {event.get('index')}"
+    phase = event.get("phase")  # a guest's loop tells whole steps only
+    within = "" if phase == "step_end" else f", {phase} {event.get('index')}"
+    return f"training at step {event.get('step')}{within}"
 
 
 def _cause(event: Event) -> str:
