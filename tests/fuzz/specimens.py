@@ -126,7 +126,7 @@ def _unpacked(data: bytes) -> Any:
 
 def generators() -> Sequence[bytes]:
     """States by generator, their long tables left out: a tree with what is not a table."""
-    from verl_slurm.trainer import rng
+    from verl_slurm.dcp import rng
 
     random.seed(1)
     state = rng.capture()

@@ -185,7 +185,7 @@ def _node(text: str) -> object:
 def _generators(data: bytes) -> object:
     import torch
 
-    from verl_slurm.trainer import rng
+    from verl_slurm.dcp import rng
 
     states = of.generator_states(data)
     if states is None:

@@ -21,7 +21,7 @@ from verl_slurm.dcp import saver, side
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.stopping import Order
+from verl_slurm.wire.stopping import Order
 
 BENT: dict[str, Any] = json.loads(os.environ["VS_HOSTILE"])
 MARKS, RANK = Path(BENT["marks"]), int(os.environ["RANK"])

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import DataConfig
+from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import Purpose
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.evaluation import Evaluator, num_pieces

@@ -57,7 +57,6 @@ from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state import TrainState, fresh_state
-from verl_slurm.trainer.stopping import Stopper
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME, NoDaemon
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
 from verl_slurm.wire.messages import (
@@ -73,6 +72,7 @@ from verl_slurm.wire.messages import (
     SaveStarted,
     Stopped,
 )
+from verl_slurm.wire.stopping import Stopper
 
 pytestmark = pytest.mark.torch
 

@@ -20,6 +20,18 @@ RUN/checkpoints/                      0700
   quarantine/NAME.<nonce>/            set aside because it did not verify, with NAME.<nonce>.reason.json
 ```
 
+What a guest saved, a training loop that is not ours (the manifest's `guest`), has of these manifest.json,
+schema_version.json, metadata.json and config.yaml, and one directory with the loop's own files as it wrote them:
+
+```
+  step_000007/
+    global_step_7/...                 guest: verl; beside it latest_checkpointed_iteration.txt, so that verl's own tools
+                                      take step_000007 for a default_local_dir
+    guest/...                         guest: loop (`verl_slurm.run`)
+```
+
+It is of a whole step, and never encrypted: nobody but the loop could decrypt it.
+
 RUN/partial/checkpoints/ is the same for partial checkpoints, whose manifest names the tensor domains they hold
 (`components`); no other directory of tensors is in them, and nothing is resumed from them.
 
@@ -72,6 +84,7 @@ import msgspec
 __all__ = [
     "CHUNK_BYTES",
     "FORMAT_VERSION",
+    "GUEST_FILES",
     "MANIFEST",
     "MAX_DEPTH",
     "MAX_FILES",
@@ -85,8 +98,10 @@ __all__ = [
     "TAG_BYTES",
     "Encryption",
     "FileEntry",
+    "Guest",
     "Manifest",
     "Topology",
+    "guest_directory",
     "missing_parts",
     "path_problem",
     "sealed_chunks",
@@ -101,6 +116,12 @@ SCHEMA_VERSION = "schema_version.json"
 REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "scheduler.json", SCHEMA_VERSION)
 REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
 """Of a checkpoint that says nothing else (`Manifest.trained`, `Manifest.components`)."""
+
+GUEST_FILES = ("config.yaml", "metadata.json", SCHEMA_VERSION)
+"""Of a checkpoint that a guest saved; beside them its own directory."""
+
+Guest = Literal["verl", "loop"]
+"""Whose loop saved it: one of verl's trainers, or one that called `verl_slurm.run`."""
 
 # A staging directory, as RunPaths.staging names it.
 STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
@@ -193,6 +214,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """ISO 8601 with Z."""
     save_seconds: float
     """Until the first medium had it all."""
+    guest: Guest | msgspec.UnsetType = msgspec.UNSET
+    """Whose loop saved it, where it was not ours: what is in `files` is that loop's own (section 1)."""
     metrics: _Metrics | msgspec.UnsetType = msgspec.UNSET
     """Reward, losses and so on of the step it ends (`best.metrics_of`)."""
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
@@ -206,7 +229,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The directories of tensors that it must have."""
+        """The directories of tensors that it must have; a guest's are its own business."""
+        if self.guest is not msgspec.UNSET:
+            return ()
         return self.components or (*self.roles, "optimizer")
 
     @property
@@ -241,10 +266,19 @@ def sealed_size(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
     return plain_size + TAG_BYTES * sealed_chunks(plain_size, chunk_bytes)
 
 
+def guest_directory(guest: Guest, step: int) -> str:
+    """Where a guest's own files are in a checkpoint."""
+    return f"global_step_{step}" if guest == "verl" else "guest"
+
+
 def missing_parts(manifest: Manifest) -> list[str]:
     """What a checkpoint must have and this manifest does not name."""
     paths = {entry.path for entry in manifest.files}
     tops = {path.split("/", 1)[0] for path in paths if "/" in path}
+    if not isinstance(manifest.guest, msgspec.UnsetType):
+        own = guest_directory(manifest.guest, manifest.step)
+        missing = [name for name in GUEST_FILES if name not in paths]
+        return missing if own in tops else [*missing, f"{own}/"]
     states = (f"runtime_state.rank_{rank:04d}.msgpack.zst" for rank in range(manifest.world_size))
     wanted = [*REQUIRED_FILES, *states]
     return [name for name in wanted if name not in paths] + [

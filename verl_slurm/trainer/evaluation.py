@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.metric_names import EVAL_PREFIX
+from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import Purpose
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.engines import RolloutEngine

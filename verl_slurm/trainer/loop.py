@@ -30,8 +30,8 @@ from verl_slurm.trainer.reward_swap import RewardSwap
 from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
-from verl_slurm.trainer.stopping import Order, Stopper
 from verl_slurm.trainer.timings import step_costs
+from verl_slurm.wire.stopping import Order, Stopper
 
 __all__ = ["Ending", "FinalSaveFailed", "Loop", "SaverLost"]
 

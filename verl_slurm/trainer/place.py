@@ -70,7 +70,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     determinism.settle(device, deterministic=config.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (trainer.rng)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (dcp.rng)
         dist.init_process_group("cpu:gloo,cuda:nccl")
         group = dist.new_group(backend="gloo")
     else:

@@ -16,6 +16,7 @@ from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.layout import require_same_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.loader import load_tensors, read_runtime_state
 from verl_slurm.dcp.tensors import Tensors
@@ -24,7 +25,7 @@ from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
-from verl_slurm.trainer import console, rng
+from verl_slurm.trainer import console
 from verl_slurm.trainer.orchestration import topology_of
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.places import leaders

@@ -22,6 +22,7 @@ from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.errors import VerlSlurmError
@@ -31,7 +32,7 @@ from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.step_log import append_step
-from verl_slurm.trainer import console, rng
+from verl_slurm.trainer import console
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.evaluation import Evaluator
@@ -57,10 +58,10 @@ from verl_slurm.trainer.rewards import build_reward
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner
-from verl_slurm.trainer.stopping import Stopper
 from verl_slurm.trainer.stopwatch import GpuMemory
 from verl_slurm.wire.client import NoDaemon, RankLine
 from verl_slurm.wire.messages import Notice
+from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["build_loop"]
 

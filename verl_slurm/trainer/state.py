@@ -12,9 +12,9 @@ import torch
 
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig, TrainConfig
+from verl_slurm.dcp import rng
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import HISTORY_ROWS, Arrays, RuntimeState
-from verl_slurm.trainer import rng
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.kl import AdaptiveKL
 from verl_slurm.trainer.position import Position, StepShape, check_position, rollout_offset, safe_point

@@ -27,9 +27,9 @@ from transformers import AutoConfig
 
 from verl_slurm.config.rollout_checks import max_model_len, sampling_dtype
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError
-from verl_slurm.trainer import rng
 from verl_slurm.trainer.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.determinism import warned_only

@@ -69,7 +69,7 @@ class Stopper:
         greatest: the maximum of each number over all ranks; collective (`Collective.max`).
         clock_ns: CLOCK_MONOTONIC.
 
-    Called by: trainer.loop, on every rank at every safe point.
+    Called by: trainer.loop, on every rank at every safe point; guest.loop at every step's end.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl_slurm.dcp import rng
 from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.trainer import rng
 
 pytestmark = pytest.mark.torch
 

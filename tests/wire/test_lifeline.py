@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.trainer.lifeline import CONTROL_VARIABLE
+from verl_slurm.wire.lifeline import CONTROL_VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

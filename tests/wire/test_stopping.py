@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verl_slurm.trainer.stopping import _NO_HURRY, Order, Stopper
+from verl_slurm.wire.stopping import _NO_HURRY, Order, Stopper
 
 
 @dataclass

@@ -25,7 +25,7 @@ def die_with_launcher() -> None:
     The signal comes with the end of the *thread* that forked us (prctl(2)); torchrun starts its workers from
     its main thread.
 
-    Called by: trainer.__main__, before anything else.
+    Called by: trainer.__main__, before anything else; guest.session.
     """
     control = os.environ.get(CONTROL_VARIABLE)
     if control is None or sys.platform != "linux":
