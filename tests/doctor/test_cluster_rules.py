@@ -151,3 +151,24 @@ def test_before_the_first_save_the_size_at_the_measured_speed_is_expected() -> N
     found = expected_save(30 * 10**9, 1.5e9)
     assert found.seconds == 20.0
     assert found.basis == "30 GB at 1500 MB/s, as measured just now"
+
+
+def test_a_guest_saves_at_the_end_of_a_step_and_is_told_what_is_lost_where_that_comes_too_late() -> None:
+    guest = config("trainer.backend=command", "trainer.command=[train.py]")
+
+    def judged(seconds: float | None, grace_s: int = 30) -> Finding:
+        known = None if seconds is None else save(seconds)
+        return of("preemption", judge_deadlines(CONF, partition("REQUEUE", grace_s), guest, known))
+
+    late = judged(300.0)
+    assert late.verdict == "warning"
+    assert "27 s for the end of a step and a save of 300.0 s" in late.found
+    assert "requeued at once and goes back to the newest checkpoint" in late.remedy
+    assert "ledger" not in late.remedy
+    assert "local_dir" not in late.remedy
+    assert judged(20.0).verdict == "good"
+    assert "a step and a save" in judged(None).found
+    assert "ledger" not in judged(None, grace_s=0).remedy
+    limit = of("time limit", judge_deadlines(CONF, partition(), guest, save(300.0)))
+    assert "the end of a step and a save takes 300.0 s" in limit.found
+    assert limit.remedy == "slurm.signal_lead_s=608"

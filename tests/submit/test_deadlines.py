@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import pytest
+
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.config.load import parse_config
 from verl_slurm.doctor.places import PlaceReport
 from verl_slurm.events import append_event
 from verl_slurm.files import private_dir
+from verl_slurm.guest.reach import reach
 from verl_slurm.paths import RunPaths
+from verl_slurm.step_log import append_step
 from verl_slurm.submit.deadlines import save_time
 
 CONFIG = parse_config(b"", "my.yaml", ())
@@ -51,3 +55,19 @@ def test_storage_is_not_tried_for_a_state_that_is_small(tmp_path: Path) -> None:
     assert save_time(CONFIG, paths, committed(10**6), probe=disk) is None
     assert save_time(CONFIG, paths, [], probe=disk) is None  # nobody knows how large it will be
     assert save_time(CONFIG, paths, committed(10**10), probe=broken) is None
+
+
+def test_a_guests_save_comes_behind_a_whole_step_with_the_margins_its_session_takes(tmp_path: Path) -> None:
+    guest = parse_config(b"trainer: {backend: command, command: [a.py]}", "my.yaml", ())
+    paths = RunPaths(private_dir(tmp_path / "run"))
+    append_event(paths, "saved", seconds=4.0, on_shared=True)
+    assert save_time(guest, paths, [], probe=broken) is None  # no step was measured
+    for step, seconds in enumerate((500.0, 30.0, 30.0, 60.0, 30.0, 30.0), start=1):
+        append_step(paths, 1, {"step": step, "step_s": seconds})
+    found = save_time(guest, paths, [], probe=broken)
+    assert found is not None
+    assert found.seconds == pytest.approx(60.0 * 1.1 + 4.0 * 1.5)  # the first of six is too long ago
+    assert "takes up to 60.0 s" in found.basis
+    assert "a save of 4.0 s" in found.basis
+    assert reach(seconds_left=found.seconds, running_s=0.0, steps_s=[60.0], save_s=4.0).ok
+    assert not reach(seconds_left=found.seconds - 0.1, running_s=0.0, steps_s=[60.0], save_s=4.0).ok

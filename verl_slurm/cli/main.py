@@ -44,6 +44,7 @@ COMMANDS: dict[str, Entry] = {
     "inspect": Entry("inspection", "inspect", "What is in a checkpoint: position, sizes, tensors, history."),
     "diff": Entry("inspection", "diff", "How two checkpoints differ: schema, config, topology, data."),
     "export": Entry("export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
+    "adopt": Entry("adopt", "adopt", "Judge what plain verl has saved, and take it over into a run."),
     "prune": Entry("prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."),
     "scrub": Entry(
         "scrub", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."

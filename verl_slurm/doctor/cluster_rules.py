@@ -22,6 +22,9 @@ __all__ = ["judge_cluster", "judge_deadlines", "kill_wait_s"]
 
 _OLDEST = (22, 5)
 _LEAST_JOB_AGE_S = 60
+_END_OF_STEP = "the end of a step and a save"
+"""A guest saves nowhere else (`guest.reach`)."""
+_SMALL_STEPS = "keep checkpoint.every_steps small (verl: verl.trainer.save_freq), and steps short"
 
 
 def judge_cluster(
@@ -101,22 +104,28 @@ def _preemption(
             f"{found}: daemon.save_margin_s={margin:g} leaves no time for a save",
             "a smaller daemon.save_margin_s; until then a preemption goes back to the newest periodic checkpoint",
         )
+    guest = config.trainer.is_guest
     if save is None:
         if grace:
-            return good("preemption", f"{found}; what a save takes will be known after the first")
+            what = "a step and a save take" if guest else "a save takes"
+            return good("preemption", f"{found}; what {what} will be known after the first")
         return warn(
             "preemption",
             f"{found}: no time but that one",
-            "keep checkpoint.every_steps small; the ledger keeps rollouts",
+            _SMALL_STEPS if guest else "keep checkpoint.every_steps small; the ledger keeps rollouts",
         )
+    what = _END_OF_STEP if guest else "a save"
     if save.seconds > available:
         return warn(
             "preemption",
-            f"{found}: {available:.0f} s for a save of {save.seconds:.1f} s ({save.basis}): it will not be done",
-            "a preemption then goes back to the newest periodic checkpoint and replays the ledger: make "
+            f"{found}: {available:.0f} s for {what} of {save.seconds:.1f} s ({save.basis}): "
+            + ("not always in time" if guest else "it will not be done"),
+            f"where it is not, the job is requeued at once and goes back to the newest checkpoint: {_SMALL_STEPS}"
+            if guest
+            else "a preemption then goes back to the newest periodic checkpoint and replays the ledger: make "
             "checkpoint.every_steps small, or use faster storage (checkpoint.local_dir)",
         )
-    return good("preemption", f"{found}; a save takes {save.seconds:.1f} s ({save.basis})")
+    return good("preemption", f"{found}; {what} takes {save.seconds:.1f} s ({save.basis})")
 
 
 def _time_limit(conf: Mapping[str, str], config: RunConfig, save: SaveTime | None) -> Finding:
@@ -124,9 +133,10 @@ def _time_limit(conf: Mapping[str, str], config: RunConfig, save: SaveTime | Non
     available = lead - config.daemon.save_margin_s
     if save is not None and save.seconds > available:
         need = int(save.seconds + config.daemon.save_margin_s) + 1
+        what = _END_OF_STEP if config.trainer.is_guest else "a save"
         return warn(
             "time limit",
-            f"the warning comes {lead} s before it; a save takes {save.seconds:.1f} s ({save.basis})",
+            f"the warning comes {lead} s before it; {what} takes {save.seconds:.1f} s ({save.basis})",
             f"slurm.signal_lead_s={2 * need}",
         )
     return good("time limit", f"the warning comes {lead} s before the limit of {limit // 60} min")

@@ -2,8 +2,12 @@
 
 What it takes is what this run's saves took; before its first, the size of a checkpoint (where the model's files tell
 it) at the speed that its storage was just seen to write with.
+
+A guest saves at the end of a step only. A warning may come when one has just begun, so what counts is a whole step and
+a save behind it, by the very numbers by which the session decides whether to wait (`guest.reach`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +17,9 @@ from verl_slurm.doctor.cluster_rules import judge_deadlines
 from verl_slurm.doctor.places import PlaceReport, probe_place
 from verl_slurm.doctor.save_time import SaveTime, expected_save, measured_save
 from verl_slurm.events import read_events
+from verl_slurm.guest.reach import STEPS_LOOKED_AT, reach
 from verl_slurm.paths import RunPaths
+from verl_slurm.step_log import last_steps
 from verl_slurm.submit.preflight import SlurmSays
 from verl_slurm.submit.room import checkpoint_size
 
@@ -47,9 +53,24 @@ def save_time(
 
     Called by: check_deadlines, cli.doctor.
     """
-    measured = measured_save(read_events(paths))
+    saving = measured_save(read_events(paths))
     size = checkpoint_size(config, committed)
-    if measured is not None or size is None or size[0] < _WORTH_TRYING:
-        return measured
-    report = probe(paths.checkpoints)
-    return None if report.problem else expected_save(size[0], report.write_bytes_per_s)
+    if saving is None and size is not None and size[0] >= _WORTH_TRYING:
+        report = probe(paths.checkpoints)
+        saving = None if report.problem else expected_save(size[0], report.write_bytes_per_s)
+    return _behind_a_step(paths, saving) if config.trainer.is_guest else saving
+
+
+def _behind_a_step(paths: RunPaths, saving: SaveTime | None) -> SaveTime | None:
+    """A whole step and a save; None: no step was measured yet."""
+    rows = last_steps(paths, STEPS_LOOKED_AT)
+    steps_s = [float(row["step_s"]) for row in rows if isinstance(row.get("step_s"), int | float)]
+    if not steps_s:
+        return None
+    save_s = None if saving is None else saving.seconds
+    worst = reach(seconds_left=math.inf, running_s=0.0, steps_s=steps_s, save_s=save_s)
+    save = "a save" if saving is None else f"a save of {saving.seconds:.1f} s ({saving.basis})"
+    return SaveTime(
+        seconds=worst.needed_s or 0.0,
+        basis=f"with its margin: the end of a step, which takes up to {max(steps_s):.1f} s, and {save}",
+    )

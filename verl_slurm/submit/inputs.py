@@ -17,6 +17,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import UNREADABLE, ConfigError, DataError
 from verl_slurm.paths import CHECKPOINT_NAME
 from verl_slurm.submit.rewards import absolute_reward
+from verl_slurm.verl.inputs import inputs_of
 
 __all__ = [
     "BUILTIN_DATA",
@@ -72,7 +73,7 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     """The config with every path made absolute against `base`, and the run's name put into `run_dir`.
 
     `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. Of a guest's command its
-    first word is a path, if it ends like one.
+    first word is a path, if it ends like one; of verl's words, data files and models that are there.
     """
 
     def path(text: str) -> str:
@@ -94,7 +95,30 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     trainer = config.trainer
     if trainer.command and trainer.command[0].endswith(".py"):
         trainer = replace(trainer, command=(path(trainer.command[0]), *trainer.command[1:]))
-    return replace(config, trainer=trainer, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir)
+    verl = _absolute_of_verl(config, base)
+    return replace(
+        config, trainer=trainer, verl=verl, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir
+    )
+
+
+def _absolute_of_verl(config: RunConfig, base: Path) -> dict[str, Any]:
+    """verl's words, relative paths of data and models that exist made absolute: its workers stand somewhere else."""
+    if config.trainer.backend != "verl":
+        return config.verl
+    words = dict(config.verl)
+    keys = {one.key for one in inputs_of(config.trainer.entry, config.verl) if not one.is_default}
+    for name in [name for name in words if name.lstrip("+") in keys]:
+        value = words[name]
+        if isinstance(value, list):
+            words[name] = [_if_there(one, base) for one in value]
+        else:
+            words[name] = _if_there(value, base)
+    return words
+
+
+def _if_there(value: Any, base: Path) -> Any:
+    relative = isinstance(value, str) and value and not value.startswith(("/", "~", "[")) and "$" not in value
+    return os.path.abspath(base / value) if relative and (base / value).exists() else value
 
 
 def check_names(config: RunConfig) -> None:

@@ -2,12 +2,12 @@
 
 import math
 import re
-import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from verl_slurm.checkpoint.safetensors_file import read_header, safetensors_problem
 from verl_slurm.errors import UNREADABLE, DataError
 
 __all__ = ["check_model", "num_parameters", "read_model_config"]
@@ -15,9 +15,6 @@ __all__ = ["check_model", "num_parameters", "read_model_config"]
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# The limit of the safetensors library: https://github.com/huggingface/safetensors#format
-_MAX_HEADER_BYTES = 100_000_000
-_NO_HEADER = "a header that is not one of safetensors"
 
 
 def check_model(key: str, directory: Path, written: str = "") -> None:
@@ -57,7 +54,8 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
             remedy=f"save the tokenizer there too (tokenizer.save_pretrained), or {remedy}",
         )
     for path in sorted(directory.glob("*.safetensors")):
-        complaint = _safetensors_complaint(path)
+        with path.open("rb") as file:
+            complaint = safetensors_problem(file.fileno())
         if complaint:
             raise DataError(
                 "the weights are damaged",
@@ -82,7 +80,8 @@ def num_parameters(directory: Path) -> int | None:
     """
     shapes: list[list[Any]] = []
     for path in directory.glob("*.safetensors"):
-        header = _header(path)
+        with path.open("rb") as file:
+            header = read_header(file.fileno())
         if isinstance(header, str):
             return None
         entries = (entry for name, entry in header.entries.items() if name != "__metadata__")
@@ -116,50 +115,3 @@ def _check_config(path: Path, remedy: str) -> None:
             expected="text under 'model_type'",
             remedy=remedy,
         )
-
-
-def _safetensors_complaint(path: Path) -> str:
-    """What is wrong with a safetensors file, by its header and its size; empty where nothing is.
-
-    The format is 8 bytes little-endian N, N bytes of JSON, then the tensors at `data_offsets` behind that:
-    https://github.com/huggingface/safetensors#format
-    """
-    header = _header(path)
-    if isinstance(header, str):
-        return header
-    try:
-        ends = [_end(entry) for name, entry in header.entries.items() if name != "__metadata__"]
-    except (LookupError, TypeError, ValueError):
-        return _NO_HEADER
-    expected = 8 + header.num_bytes + max(ends, default=0)
-    size = path.stat().st_size
-    return "" if size == expected else f"{size} bytes, its header says {expected}"
-
-
-class _Header(NamedTuple):
-    entries: dict[str, dict[str, Any]]
-    num_bytes: int
-
-
-def _header(path: Path) -> _Header | str:
-    """The header of a safetensors file, or what is wrong with it."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        first = file.read(8)
-        if len(first) < 8:
-            return f"{size} bytes, less than a header"
-        (length,) = struct.unpack("<Q", first)
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            return f"a header of {length} bytes in a file of {size}"
-        raw = file.read(length)
-    try:
-        return _Header(msgspec.json.decode(raw, type=dict[str, dict[str, Any]]), length)
-    except UNREADABLE:
-        return _NO_HEADER
-
-
-def _end(entry: dict[str, Any]) -> int:
-    start, end = entry["data_offsets"]
-    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
-        raise ValueError
-    return end

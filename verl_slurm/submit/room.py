@@ -21,6 +21,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import NoRoom
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.model_files import num_parameters
+from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of
 
 __all__ = ["check_room", "checkpoint_size", "frozen_to_come", "num_to_come"]
 
@@ -146,12 +147,25 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
         newest = committed[0]
         return newest.num_bytes, newest.num_files, newest.name
     if config.trainer.is_guest:
-        return None
+        return _of_verl(config) if config.trainer.backend == "verl" else None
     model = config.model.path
     parameters = None if model.startswith("builtin:") else num_parameters(Path(model))
     if parameters is None:
         return None
     copies = _PER_PARAMETER * len(trained_roles(config.train))
     num_bytes = parameters * _DTYPE_BYTES[config.model.dtype] * copies
+    num_files = _FILES_PER_RANK * config.distributed.world_size
+    return num_bytes, num_files, f"an estimate, {parameters / 1e6:.3g} million parameters"
+
+
+def _of_verl(config: RunConfig) -> tuple[int, int, str] | None:
+    """By the files of the model that it trains; what verl downloads nobody knows."""
+    entry = config.trainer.entry
+    model = next((one.place for one in inputs_of(entry, config.verl) if one.kind == "model"), "")
+    place = Path(model).expanduser()
+    parameters = num_parameters(place) if place.is_dir() else None
+    if parameters is None:
+        return None
+    num_bytes = parameters * bytes_per_parameter(entry, config.verl)
     num_files = _FILES_PER_RANK * config.distributed.world_size
     return num_bytes, num_files, f"an estimate, {parameters / 1e6:.3g} million parameters"

@@ -47,8 +47,9 @@ from verl_slurm.submit.preflight import (
 )
 from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
 from verl_slurm.submit.room import check_room, frozen_to_come
+from verl_slurm.submit.verl_checks import check_verl
 
-__all__ = ["Submitted", "carry_out", "check_drift", "plan_submission"]
+__all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_submission", "refuse_living"]
 
 Confirm = Callable[[prints.Drift], bool]
 
@@ -135,9 +136,12 @@ def plan_submission(
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        _refuse_living(paths)
+        refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
+    if config.trainer.backend == "verl":
+        good, doubtful = check_verl(config, paths, committed)
+        checked, notes = [*checked, *good], [*notes, *doubtful]
     if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
         notes.append(note)
     if slurm is not None:
@@ -186,7 +190,7 @@ def carry_out(
     with ExitStack() as held:
         with ExitStack() as undo:
             _make_root(undo, paths.root)
-            held.enter_context(_only_submitter(paths))
+            held.enter_context(only_submitter(paths))
             if paths.run_yaml.exists() is plan.new_run:
                 raise Fenced(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
@@ -228,7 +232,8 @@ def carry_out(
     )
 
 
-def _refuse_living(paths: RunPaths) -> None:
+def refuse_living(paths: RunPaths) -> None:
+    """Raises Fenced where the run has a job. Called by: plan_submission, adoption."""
     try:
         job = last_job(paths)
     except NotFound:
@@ -362,8 +367,8 @@ def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _only_submitter(paths: RunPaths) -> Iterator[None]:
-    """Two `submit`s of one run at once would queue two jobs."""
+def only_submitter(paths: RunPaths) -> Iterator[None]:
+    """Two `submit`s of one run at once would queue two jobs. Called by: carry_out, adoption."""
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -1,0 +1,181 @@
+"""What damaged checkpoints do to verl alone, and what they do under verl-slurm: docs/verl-corruption.md.
+
+    make verl && .venv-verl/bin/python -m benchmarks.verl_corruption [--case NAME ...] [--out FILE]
+
+Real verl, its SFT trainer on two CPU ranks. Before: one run with checkpoints of steps 2, 4 and 6; for each case a copy
+of it is damaged and verl is started again, to go on to step 7. After: the same run under verl-slurm, its copies damaged
+alike; what a start would resume from is asked of the lead's own code, and one damaged copy is started for real, to its
+end, and compared with the run that nothing happened to.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
+
+from tests.verl.damage import CASES, TRACKER, Case
+from tests.verl.plain import VERLS, Ended, cpu_environ, run_sft
+from tests.verl.runs import write_config
+from tests.verl.same import differences
+from tests.verl.tiny import make_model, make_sums, sft_words
+
+from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.guest.tree import require_guest
+from verl_slurm.paths import RunPaths
+
+_LAST, _FURTHER = 6, 7
+_ERROR = re.compile(r"(?m)^(?:\[rank\d\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    before: str
+    after: str
+    ends: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", nargs="*", choices=[case.name for case in CASES], help="default: all")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "verl-corruption.md")
+    options = parser.parse_args(argv)
+    cases = [case for case in CASES if not options.case or case.name in options.case]
+    with tempfile.TemporaryDirectory(prefix="verl-corruption-") as place:
+        rows = _all(Path(place), cases)
+    options.out.write_text(page(rows))
+    print(f"wrote {options.out}: {len(rows)} cases")
+    return 0
+
+
+def _all(place: Path, cases: Sequence[Case]) -> list[Row]:
+    section = sft_words(make_model(place / "model"), make_sums(place / "sums.parquet"))
+    plain = place / "plain"
+    _plain(section, plain, _LAST)
+    runs = _Served(section, place)
+    rows = []
+    for case in cases:
+        copy = place / f"plain-{case.name}"
+        shutil.copytree(plain, copy)
+        case.strike(copy / f"global_step_{_LAST}", copy / TRACKER)
+        before = said_of(_plain(section, copy, _FURTHER, ranks=case.ranks))
+        after, ends = runs.after(case)
+        rows.append(Row(case.what, before, after, ends))
+        print(f"{case.what}\n  verl alone: {before}\n  verl-slurm: {after}: {ends}", flush=True)
+        shutil.rmtree(copy)
+    return rows
+
+
+def _plain(section: dict[str, object], directory: Path, last: int, ranks: int = 2) -> Ended:
+    words = [f"trainer.default_local_dir={directory}", f"trainer.total_training_steps={last}"]
+    directory.mkdir(exist_ok=True)
+    ended = run_sft(VERLS, section, words, cwd=directory.parent, ranks=ranks)
+    if last == _LAST and ended.exit_code:
+        raise SystemExit(f"verl does not run here:\n{ended.output[-4000:]}")
+    return ended
+
+
+def said_of(ended: Ended) -> str:
+    """One line about a start of verl alone on a damaged directory whose newest step was 6."""
+    if ended.exit_code:
+        # The rank that failed says why; the others, that their peer has gone.
+        said = [e for e in _ERROR.findall(ended.output) if "Connection" not in e and "ChildFailed" not in e]
+        why = said[0] if said else ended.output.strip().splitlines()[-1]
+        return f"exit {ended.exit_code}, at every start: `{why[:110]}`"
+    if not ended.steps:
+        return "exit 0, without a single step"
+    if ended.steps[0] == 1:
+        return f"exit 0: **trains from step 0 again**, over the same directory ({len(ended.steps)} steps)"
+    story = f"exit 0: goes on with step {ended.steps[0]}"
+    if "No dataloader state found" in ended.output:
+        return f"{story}, and **the data begins from its start**"
+    return story
+
+
+class _Served:
+    """The run under verl-slurm, and its damaged copies."""
+
+    def __init__(self, section: dict[str, object], place: Path) -> None:
+        self._section, self._place = section, place
+        self._root = place / "run"
+        self._start(self._root, _LAST)
+        shutil.copytree(self._root, place / "straight", symlinks=True)
+        self._straight = place / "straight"
+        self._start(self._straight, _FURTHER)
+        self._started_for_real = False
+
+    def after(self, case: Case) -> tuple[str, str]:
+        """(what a start does, how the run ends)."""
+        root = self._place / f"run-{case.name}"
+        shutil.copytree(self._root, root, symlinks=True)
+        paths = RunPaths(root)
+        newest = paths.checkpoints / f"step_{_LAST:06d}"
+        case.strike(newest / f"global_step_{_LAST}", newest / TRACKER)
+        try:
+            if case.ranks != 2:
+                require_guest(newest, "verl", world_size=case.ranks)
+            choice = choose_resume(paths, "auto", move_damaged=self._started_for_real)
+        except VerlSlurmError as error:
+            return f"refused, exit {int(error.exit_code)}", error.one_line().replace(str(root), "RUN")
+        story = f"`{newest.name}` set aside, on from `{choice.name}`"
+        if choice.name == newest.name:
+            story = f"on from `{choice.name}`"
+        if self._started_for_real:
+            shutil.rmtree(root)
+            return story, "as above"
+        self._started_for_real = True
+        exit_code = self._start(root, _FURTHER)
+        ends = [r / "checkpoints" / f"step_{_FURTHER:06d}" / f"global_step_{_FURTHER}" for r in (root, self._straight)]
+        found = differences(*ends)
+        same = "bit for bit the undisturbed run" if not found else f"DIFFERENT: {found[:3]}"
+        return story, f"started for real: exit {exit_code}, step {_FURTHER}, {same}"
+
+    def _start(self, root: Path, last: int) -> int:
+        """One lead without Slurm, to the end."""
+        config = root.with_suffix(".yaml")
+        write_config(config, root, self._section, last)
+        argv = [sys.executable, "-P", "-m", "verl_slurm.cli", "submit", str(config), "--cluster", "local", "--wait"]
+        done = subprocess.run(argv, env=cpu_environ(os.environ), capture_output=True, text=True, check=False)
+        if root == self._root and done.returncode:
+            logs = "\n".join(path.read_text()[-3000:] for path in sorted((root / "logs").glob("*")))
+            raise SystemExit(f"the run did not end well:\n{done.stdout}{done.stderr}{logs}")
+        return done.returncode
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The document."""
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("verl", "torch", "transformers"))
+    lines = [f"| {row.what} | {row.before} | {row.after} | {row.ends} |" for row in rows]
+    return "\n".join([_HEAD.format(versions=versions), *lines, _TAIL])
+
+
+_HEAD = """# Damaged checkpoints: verl alone, and under verl-slurm
+
+Made by `python -m benchmarks.verl_corruption` with {versions}: the real SFT trainer of verl on two CPU ranks, with
+checkpoints of steps 2, 4 and 6, the newest of which is damaged in the way that the line says; then it is started again.
+
+| damage | verl alone | verl-slurm: the next start | and then |
+|---|---|---|---|"""
+_TAIL = """
+verl never goes back to an older checkpoint by itself, and finds damage only where unpickling stumbles over it. Under
+verl-slurm each checkpoint has a manifest with the size and SHA-256 of every file; a start verifies the newest one first,
+moves it to `checkpoints/quarantine` where it does not verify (with the reason beside it), and goes on from the newest
+that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file that must verify.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

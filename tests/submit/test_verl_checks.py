@@ -1,0 +1,222 @@
+"""Whatever verl would crash on in the job is refused before it is queued, in one line with the way out."""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_slurm.checkpoint.format import Manifest, Topology
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit import verl_checks
+from verl_slurm.submit.inputs import absolute
+from verl_slurm.submit.room import checkpoint_size
+from verl_slurm.submit.verl_checks import check_verl, installed_verl, require_same_ranks
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {}, "ppo": {}})
+    (tmp_path / "train.parquet").write_bytes(b"PAR1")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    header = b'{"w": {"dtype": "F32", "shape": [1000, 10], "data_offsets": [0, 40000]}}'
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(40000))
+    return tmp_path
+
+
+def config(place: Path, *overrides: str, entry: str = "sft") -> RunConfig:
+    text = (
+        f"run_dir: {place}/run\ntrainer: {{backend: verl, entry: {entry}}}\ndistributed: {{dp_size: 2}}\n"
+        f"verl:\n  data.train_files: {place}/train.parquet\n  data.val_files: null\n"
+        f"  model.path: {place}/model\n  actor_rollout_ref.model.path: {place}/model\n"
+    )
+    return parse_config(text.encode(), "x.yaml", list(overrides))
+
+
+def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0.9.1") -> Any:
+    return check_verl(given, RunPaths(given.run_dir), committed, ask_version=lambda: version)
+
+
+def saved(step: int, ranks: int) -> CheckpointInfo:
+    name = f"step_{step:06d}"
+    return CheckpointInfo(
+        kind="committed", name=name, path=Path(name), step=step, safe_point=0, world_size=ranks
+    )
+
+
+def test_a_run_that_is_as_it_should_be_is_said_to_be(place: Path) -> None:
+    checked, notes = check(config(place), saved(6, 2))
+    assert "verl 0.9.1 is installed" in checked
+    assert "2 ranks, as saved" in checked
+    assert notes == []
+
+
+@pytest.mark.parametrize(("entry", "folder"), [("sft", "global_step_6"), ("ppo", "global_step_6/actor")])
+def test_another_number_of_ranks_names_both_and_verls_own_merger(
+    place: Path, entry: str, folder: str
+) -> None:
+    given = config(place, "distributed.dp_size=4", entry=entry)
+    with pytest.raises(ConfigError) as caught:
+        check(given, saved(6, 2), saved(4, 4))
+    line = caught.value.one_line()
+    for word in (
+        "world size 4, and step_000006 was saved with 2",
+        "distributed.dp_size=2",
+        f"python -m verl.model_merger merge --backend fsdp --local_dir {place}/run/checkpoints/step_000006/{folder} ",
+        "--target_dir MODEL_DIR",
+        "optimizer",
+    ):
+        assert word in line
+    assert "\n" not in line
+
+
+def test_the_checkpoint_that_counts_is_the_one_that_is_resumed_from(place: Path) -> None:
+    paths = RunPaths(place / "run")
+    both = (saved(6, 4), saved(4, 2))
+    require_same_ranks(config(place, "checkpoint.resume_from=step_000004"), paths, both)
+    require_same_ranks(config(place, "checkpoint.resume_from=null"), paths, both)
+    with pytest.raises(ConfigError):
+        require_same_ranks(config(place), paths, both)
+
+
+def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
+    step = place / "plain" / "global_step_6"
+    step.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"verl-slurm adopt {place}/plain RUN"):
+        check(config(place, f"checkpoint.resume_from={step}"))
+
+
+def test_a_checkpoint_of_another_run_is_asked_for_its_number_of_ranks(place: Path) -> None:
+    manifest = Manifest(
+        name="step_000006",
+        step=6,
+        safe_point=0,
+        phase="step_end",
+        epoch=1,
+        parent=None,
+        schema_id="x",
+        dataset_fingerprint="",
+        world_size=8,
+        topology=Topology(dp=8),
+        files=(),
+        created_utc="2026-01-01T00:00:00Z",
+        save_seconds=1.0,
+        guest="verl",
+    )
+    other = place / "other" / "step_000006"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_bytes(render(sealed(manifest)))
+    with pytest.raises(ConfigError, match="saved with 8"):
+        check(config(place, f"checkpoint.resume_from={other}"))
+    (other / "manifest.json").write_bytes(b"{}")
+    check(config(place, f"checkpoint.resume_from={other}"))
+
+
+def test_a_python_without_verl_is_refused_and_one_in_a_container_is_not_asked(place: Path) -> None:
+    with pytest.raises(ConfigError, match="pip install verl"):
+        check(config(place), version=None)
+    boxed = config(place, "slurm.container={runtime: apptainer, image: /i.sif}")
+    assert "container" in check(boxed, version=None)[1][0]
+
+
+def test_a_release_that_is_too_old_is_refused_and_one_that_nobody_ran_is_said(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"0\.3\.0"):
+        check(config(place), version="0.3.0")
+    checked, (note,) = check(config(place), version="0.99.0")
+    assert "verl 0.99.0 is installed" in checked
+    assert "never run under verl-slurm" in note
+
+
+def test_what_pip_does_not_bring_with_verl_is_named_for_pip(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {"no_such_module_of_ours": "its-name"}, "ppo": {}})
+    with pytest.raises(ConfigError, match="pip install its-name"):
+        check(config(place))
+
+
+def test_verl_is_found_without_being_imported_even_as_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "verl" / "version" / "version").write_text("9.9.9\n")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "verl")])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+
+    def nothing(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert installed_verl() == "9.9.9"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert installed_verl() is None
+
+
+@pytest.mark.parametrize(
+    ("word", "where"),
+    [
+        ("verl.data.train_files=/no/such.parquet", "/no/such.parquet"),
+        ("verl.data.val_files=[/no/val.parquet]", "/no/val.parquet"),
+        ("verl.data.train_files=not/there.parquet", "data.train_files"),
+        ("verl.model.path=/no/model", "/no/model"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_key_to_set(place: Path, word: str, where: str) -> None:
+    with pytest.raises(DataError) as caught:
+        check(config(place, word))
+    assert where in caught.value.one_line()
+    assert "set verl." in caught.value.one_line()
+
+
+def test_verls_own_default_is_named_as_such(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place))
+    given = parse_config(b"trainer: {backend: verl}\n", "x.yaml")
+    with pytest.raises(DataError, match="verl's own default"):
+        check(given)
+
+
+def test_a_model_that_was_cut_off_or_is_none_is_refused(place: Path) -> None:
+    weights = place / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(DataError, match="damaged"):
+        check(config(place))
+    (place / "model" / "config.json").unlink()
+    with pytest.raises(DataError, match=r"config\.json"):
+        check(config(place))
+
+
+def test_names_of_the_hub_and_other_servers_are_believed_and_said(place: Path) -> None:
+    given = config(place, "verl.model.path=Qwen/Qwen2.5-0.5B", "verl.data.train_files=hdfs://n/x.parquet")
+    notes = check(given)[1]
+    assert any("Hugging Face hub" in note for note in notes)
+    assert any("hdfs://n/x.parquet" in note for note in notes)
+
+
+def test_a_word_that_is_not_verls_to_say_is_refused_here_already(place: Path) -> None:
+    with pytest.raises(VerlSlurmError, match="default_local_dir"):
+        check(config(place, "verl.trainer.default_local_dir=/tmp/x"))
+
+
+def test_relative_paths_that_exist_are_made_absolute_and_names_are_left(place: Path) -> None:
+    words = ("verl.data.train_files=[train.parquet, other.parquet]", "verl.model.path=model")
+    found = absolute(config(place, *words), place).verl
+    assert found["data.train_files"] == [f"{place}/train.parquet", "other.parquet"]
+    assert found["model.path"] == f"{place}/model"
+    assert absolute(config(place, "verl.model.path=Qwen/x"), place).verl["model.path"] == "Qwen/x"
+
+
+def test_the_size_of_a_first_save_is_estimated_from_the_models_files(place: Path) -> None:
+    size = checkpoint_size(config(place), [])
+    assert size is not None
+    assert size[0] == 10_000 * 12
+    assert checkpoint_size(config(place, "verl.model.path=Qwen/x"), []) is None

@@ -1,0 +1,68 @@
+"""verl's SFT trainer on CPUs as a process: plain, or with our entry in front and nobody who serves it."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness import ROOT
+from verl_slurm.verl.overrides import check_overrides
+
+__all__ = ["OURS", "VERLS", "Ended", "cpu_environ", "run_sft"]
+
+VERLS, OURS = "verl.trainer.sft_trainer", "verl_slurm.verl.sft"
+_STEP = re.compile(r"(?m)(?:^|\s)step:(\d+) - ")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a start.
+
+    Attributes:
+        steps: those it said it did, in order.
+    """
+
+    exit_code: int
+    steps: tuple[int, ...]
+    output: str
+
+
+def cpu_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, and verl on CPUs, from this checkout, without a network."""
+    places = [str(ROOT), str(ROOT / "daemon"), environ.get("PYTHONPATH", "")]
+    return {
+        **environ,
+        "PYTHONPATH": ":".join(place for place in places if place),
+        "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu_platform",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def run_sft(
+    module: str, section: Mapping[str, object], words: Sequence[str], *, cwd: Path, ranks: int = 2
+) -> Ended:
+    """Start `ranks` of them and wait for their end."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    argv = [sys.executable, "-P", "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    argv += [f"--master-port={port}", "-m", module]
+    argv += [override.word for override in check_overrides(section)]
+    argv += [f"trainer.n_gpus_per_node={ranks}", *words]
+    done = subprocess.run(
+        argv,
+        cwd=cwd,
+        env=cpu_environ(os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    steps = tuple(int(step) for step in _STEP.findall(done.stdout))
+    return Ended(done.returncode, steps, done.stdout)

@@ -1,0 +1,92 @@
+"""A model of a few thousand weights, its tokenizer and 64 sums to learn: what verl's trainers are run on in tests."""
+
+import random
+from pathlib import Path
+
+_CHAT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def make_model(directory: Path) -> Path:
+    """Qwen2, two layers, one token a byte.
+
+    transformers 5 loads the tokenizer of any `model_type=qwen2` as Qwen2Tokenizer, so it has to be one.
+    """
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: at for at, char in enumerate(alphabet)}
+    vocab |= {word: 256 + at for at, word in enumerate(_SPECIAL)}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=[],
+        unk_token=None,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=_SPECIAL,
+    )
+    tokenizer.chat_template = _CHAT
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    shape = Qwen2Config(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        pad_token_id=256,
+        bos_token_id=None,
+        eos_token_id=258,
+    )
+    Qwen2ForCausalLM(shape).save_pretrained(directory)
+    return directory
+
+
+def make_sums(path: Path, num_rows: int = 64) -> Path:
+    """Conversations of two turns, as verl's SFT data set wants them, in a parquet file."""
+    import pandas as pd
+
+    draw = random.Random(0)
+    rows = []
+    for _ in range(num_rows):
+        a, b, c = (draw.randint(0, 50) for _ in range(3))
+        said = (f"{a}+{b}=", str(a + b), f"-{c}=", str(a + b - c))
+        turns = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
+        rows.append({"messages": turns})
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+def sft_words(model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2) -> dict[str, object]:
+    """The section `verl` of a run of 8 steps an epoch on CPUs."""
+    return {
+        "model": {
+            "path": str(model),
+            "use_remove_padding": False,
+            "+override_config": {"attn_implementation": "sdpa"},
+        },
+        "engine": {"strategy": "fsdp2", "use_torch_compile": False, "dtype": "float32"},
+        "optim": {"lr": 1e-3},
+        "data": {
+            "train_files": str(data),
+            "train_batch_size": 8,
+            "micro_batch_size_per_gpu": 4,
+            "use_dynamic_bsz": False,
+            "max_length": 128,
+            "num_workers": 0,
+        },
+        "trainer": {
+            "device": "cpu",
+            "logger": ["console"],
+            "total_epochs": epochs,
+            "save_freq": save_freq,
+        },
+    }

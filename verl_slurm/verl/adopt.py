@@ -1,0 +1,296 @@
+"""Taking verl's existing `global_step_N` into a run: which of them, and each as a checkpoint of the run.
+
+```
+judge    every byte of every step is read where it lies (`shards`), the tracker beside them (`tracker`)
+plan     pure: which become checkpoints, and why each of the others does not
+adopt    newest first: copied into RUN/work, the copy read and judged again, hashed and committed (`guest.tree`)
+repair   DIR's tracker points to the newest whole step, so that plain verl, too, resumes right
+```
+
+What is broken stays where it is. What is done twice is found done. Whoever is killed in the middle leaves whole
+checkpoints, and at most a work directory that the next start, or the next adoption, removes.
+"""
+
+import errno
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from verl_slurm.checkpoint.commit import sweep
+from verl_slurm.checkpoint.format import guest_directory
+from verl_slurm.checkpoint.free_space import room_for
+from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
+from verl_slurm.fence import Epoch, read_epoch
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
+from verl_slurm.paths import RunPaths
+from verl_slurm.verl.copying import How, copy_files, how_to_copy
+from verl_slurm.verl.resize import way_out
+from verl_slurm.verl.shards import Judged, judge_step
+from verl_slurm.verl.tracker import TRACKER
+
+__all__ = [
+    "Adoption",
+    "Choice",
+    "Row",
+    "adopt_steps",
+    "is_adopted",
+    "plan_adoption",
+    "refuse_if_nothing_fits",
+]
+
+OnBytes = Callable[[int], None]
+Choice = Literal["adopt", "there", "old", "refused", "broken"]
+"""there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could not go on
+from it."""
+
+_WORK = "adopt."
+_LEAST_KEPT = 2
+"""Whatever `keep_last` says: the newest is not relied upon alone (`retention`, rule 2)."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One step, what becomes of it, and why."""
+
+    judged: Judged
+    choice: Choice
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adoption:
+    """What was done with one step. `error`: it could not be adopted after all."""
+
+    judged: Judged
+    how: How
+    saved: SavedTree | None = None
+    error: str = ""
+
+
+def plan_adoption(
+    judged: Sequence[Judged],
+    committed: Sequence[CheckpointInfo],
+    *,
+    entry: str,
+    world_size: int,
+    keep_last: int,
+    keep_every: int = 0,
+    take_all: bool = False,
+    another: Collection[int] = (),
+) -> list[Row]:
+    """Decide of every step, newest first. Pure.
+
+    Args:
+        judged: of verl's directory.
+        committed: checkpoints of the run that are there already.
+        entry: of verl's trainers, that the run uses: `sft` or `ppo`.
+        world_size: ranks of the run.
+        keep_last, keep_every: of the run's retention: what it would drop after its first save is not copied.
+        take_all: copy it all the same.
+        another: steps of which the run has a checkpoint with other files (`is_adopted`).
+
+    Called by: cli.adopt.
+    """
+    taken = {info.step: info for info in committed if not info.safe_point}
+    fit = [one for one in judged if one.ok and not _misfit(one, entry, world_size)]
+    infos = [_as_info(one) for one in fit if one.step not in taken] + list(committed)
+    kept = max(keep_last, _LEAST_KEPT)
+    plan = plan_prune(infos, kept, keep_every=keep_every, verified={info.name for info in infos})
+    dropped = {item.name: item.reason for item in plan.drop}
+    rows = []
+    for one in sorted(judged, key=lambda item: item.step, reverse=True):
+        name = RunPaths("/").checkpoint(one.step).name
+        choice: Choice = "adopt"
+        if not one.ok:
+            choice, why = "broken", one.one_line().partition(": ")[2]
+        elif one.step in taken:
+            what = "another" if one.step in another else "it as"
+            choice, why = "there", f"the run has {what} {name} already"
+        elif misfit := _misfit(one, entry, world_size):
+            choice, why = "refused", misfit
+        elif name in dropped and not take_all:
+            choice, why = "old", f"{dropped[name]}; --all takes it, too"
+        else:
+            why = f"as {name}"
+        rows.append(Row(judged=one, choice=choice, why=why))
+    return rows
+
+
+def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
+    """There are whole steps, and the run could go on from none of them: said before anything is made.
+
+    Raises:
+        ConfigError: with the way out.
+
+    Called by: cli.adopt.
+    """
+    whole = [row for row in rows if row.choice != "broken"]
+    if not whole or any(row.choice != "refused" for row in whole):
+        return
+    newest = whole[0]
+    raise ConfigError(
+        "the run cannot go on from any of these checkpoints",
+        where=newest.judged.path,
+        found=newest.why,
+        remedy=way_out(newest.judged.path, newest.judged.layout.entry, newest.judged.world_size),
+    )
+
+
+def adopt_steps(
+    paths: RunPaths,
+    rows: Sequence[Row],
+    *,
+    link: bool = False,
+    on_bytes: OnBytes = lambda _: None,
+    on_step: Callable[[Judged, How], None] = lambda *_: None,
+    ask: Callable[[Path, Need], Room] = room_for,
+) -> list[Adoption]:
+    """Make each row of `adopt` a checkpoint of the run, newest first.
+
+    Nobody else may work on the run meanwhile: the caller holds it (`submit.adoption`).
+
+    Args:
+        link: hard links instead of copies, see `copying`.
+        on_bytes: told how many more bytes were copied, and read back.
+        on_step: told before each, and how it will be done.
+
+    Raises:
+        NoRoom: the copies would not fit.
+        Fenced: the run was started meanwhile.
+        OSError: the run's storage refused.
+
+    Called by: cli.adopt.
+    """
+    chosen = [row.judged for row in rows if row.choice == "adopt"]
+    if not chosen:
+        return []
+    owner = read_epoch(paths)
+    private_dir(paths.checkpoints)
+    private_dir(paths.root / "work")
+    for left in (paths.root / "work").glob(f"{_WORK}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    sweep(paths)
+    work = private_dir(paths.root / "work" / f"{_WORK}{secrets.token_hex(8)}")
+    try:
+        how: How = "link" if link else how_to_copy(chosen[0].path, work)
+        if how == "copy":
+            _require_room(paths, chosen, ask)
+        done = [_adopt(paths, one, work, how, owner, on_bytes, on_step) for one in chosen]
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    newest = next((one.saved for one in done if one.saved is not None), None)
+    if newest is not None:
+        # Each commit pointed the hint at itself, the oldest one last.
+        write_file(paths.latest, newest.name.encode() + b"\n")
+    return done
+
+
+def _adopt(
+    paths: RunPaths,
+    one: Judged,
+    work: Path,
+    how: How,
+    owner: Epoch | None,
+    on_bytes: OnBytes,
+    on_step: Callable[[Judged, How], None],
+) -> Adoption:
+    """One step; what is wrong with it alone does not keep the others from being taken."""
+    on_step(one, how)
+    copy = work / guest_directory("verl", one.step)
+    try:
+        copy_files(one.path, copy, [name for name, _ in one.files], how, on_bytes=on_bytes)
+        again = judge_step(copy, on_bytes=on_bytes)
+        if not again.ok or again.files != one.files:
+            found = "its files changed while they were copied" if again.ok else again.one_line()
+            return Adoption(judged=one, how=how, error=f"not as it was judged: {found}")
+        saved = commit_tree(
+            paths,
+            _save(one, how, owner),
+            {copy.name: copy},
+            texts={TRACKER: str(one.step).encode()},
+            epoch_check=lambda: _require_same(paths, owner),
+        )
+    except (CheckpointCorrupt, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise NoRoom("the copy did not fit", where=paths.checkpoints, found=error.strerror) from error
+        words = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+        if isinstance(error, OSError) and error.errno == errno.EXDEV:
+            words = "the run is on another file system, which no hard link reaches: adopt without --link"
+        return Adoption(judged=one, how=how, error=words)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+    return Adoption(judged=one, how=how, saved=saved)
+
+
+def _save(one: Judged, how: How, owner: Epoch | None) -> GuestSave:
+    metadata = {
+        "adopted_from": str(one.path),
+        "adopted_as": how,
+        "entry": one.layout.entry,
+        "unchecked": list(one.unchecked),
+    }
+    return GuestSave(
+        guest="verl",
+        step=one.step,
+        epoch=0 if owner is None else owner.epoch,
+        world_size=one.world_size or 1,
+        metadata=metadata,
+    )
+
+
+def _require_same(paths: RunPaths, owner: Epoch | None) -> None:
+    if (now := read_epoch(paths)) != owner:
+        raise Fenced(
+            "the run was started while its checkpoints were adopted",
+            where=paths.root,
+            found="no epoch" if now is None else f"epoch {now.epoch} of job {now.job_id}",
+            remedy="what was adopted before is whole; adopt the rest when that job has ended",
+        )
+
+
+def _require_room(paths: RunPaths, chosen: Sequence[Judged], ask: Callable[[Path, Need], Room]) -> None:
+    num_bytes, num_files = sum(one.num_bytes for one in chosen), sum(len(one.files) for one in chosen)
+    basis = f"a copy of {len(chosen)} checkpoints" if len(chosen) > 1 else f"a copy of {chosen[0].name}"
+    room = ask(paths.checkpoints, need_of_next(num_bytes, num_files, basis=basis, margin=0.0))
+    if room.enough is False:
+        raise NoRoom(
+            "there is no room for the copies",
+            where=paths.checkpoints,
+            found=room.reason,
+            remedy="free some, take fewer (checkpoint.keep_last), or --link (hard links share their fate with the "
+            "originals: do not let plain verl save there again)",
+        )
+
+
+def _misfit(one: Judged, entry: str, world_size: int) -> str:
+    """Why the run could not go on from a step that is whole."""
+    if one.layout.entry != entry:
+        return f"saved by verl's {one.layout.entry} trainer, the run has trainer.entry: {entry}"
+    if one.world_size != world_size:
+        return f"saved by {one.world_size} ranks, the run has {world_size}: verl cannot divide it anew"
+    return ""
+
+
+def _as_info(one: Judged) -> CheckpointInfo:
+    path = RunPaths("/").checkpoint(one.step)
+    return CheckpointInfo(kind="committed", name=path.name, path=path, step=one.step, safe_point=0)
+
+
+def is_adopted(paths: RunPaths, one: Judged) -> bool:
+    """Whether the run's checkpoint of this step has the same files, by their sizes. Called by: cli.adopt."""
+    try:
+        manifest = read_manifest(paths.checkpoint(one.step))
+    except (OSError, VerlSlurmError):
+        return False
+    prefix = f"{guest_directory('verl', one.step)}/"
+    sizes = {e.path.removeprefix(prefix): e.size for e in manifest.files if e.path.startswith(prefix)}
+    return sizes == dict(one.files)

@@ -1,0 +1,135 @@
+"""A second copy of a step's files: a clone where the file system can share blocks, else byte by byte, or a hard link.
+
+A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no room and is as independent as a copy. A hard link takes none
+either, but is the same file: when plain verl, started once more on the old directory, saves that step again, torch.save
+truncates and rewrites it, and with it our checkpoint (which is noticed, by its digests, and lost). So a link is made
+only when it is asked for.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from verl_slurm.checkpoint.tree import open_below, open_directory
+
+__all__ = ["How", "copy_files", "how_to_copy"]
+
+How = Literal["clone", "copy", "link"]
+
+# _IOW(0x94, 9, int) of linux/fs.h, https://man7.org/linux/man-pages/man2/ioctl_ficlone.2.html
+_FICLONE = 0x40049409
+_BLOCK = 16 << 20
+_NO_RANGE = {
+    errno.EXDEV,
+    errno.ENOSYS,
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EBADF,
+    errno.ETXTBSY,
+}
+
+
+def how_to_copy(source: Path, target: Path) -> How:
+    """`clone` where a file of `source` can share its blocks with one in `target`, tried on one; else `copy`.
+
+    Args:
+        source: a directory with at least one file below it.
+        target: a directory of ours that exists.
+
+    Called by: adopt, before it asks whether there is room.
+    """
+    probe = target / f".clone.{secrets.token_hex(8)}"
+    try:
+        first = next(Path(folder) / names[0] for folder, _, names in os.walk(source) if names)
+        with open_directory(first.parent) as root, open_below(root, first.name) as fd:
+            made = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.ioctl(made, _FICLONE, fd)
+            finally:
+                os.close(made)
+    except (OSError, StopIteration):
+        return "copy"
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return "clone"
+
+
+def copy_files(
+    source: Path,
+    target: Path,
+    files: Sequence[str],
+    how: How,
+    *,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Make `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700.
+
+    What a link would lead out of `source` to is never opened. A clone that does not work becomes a copy. Nothing is
+    made durable here: the commit does that.
+
+    Args:
+        files: relative, `/` between names.
+
+    Raises:
+        OSError: a file cannot be read, written, or, with `link`, linked (EXDEV: another file system).
+
+    Called by: adopt.
+    """
+    target.mkdir(mode=0o700)
+    for folder in sorted({name[:at] for name in files for at, char in enumerate(name) if char == "/"}):
+        (target / folder).mkdir(mode=0o700)
+    with open_directory(source) as root:
+        for name in files:
+            with open_below(root, name) as fd:
+                if how == "link":
+                    # By the descriptor: the name might have become another file's since it was judged. That a directory
+                    # is given makes Python call linkat(2), which follows the link in /proc; link(2) would not.
+                    os.link(f"/proc/self/fd/{fd}", target / name, src_dir_fd=root, follow_symlinks=True)
+                    on_bytes(os.fstat(fd).st_size)
+                else:
+                    _copy(fd, target / name, how, on_bytes)
+
+
+def _copy(fd: int, target: Path, how: How, on_bytes: Callable[[int], None]) -> None:
+    size = os.fstat(fd).st_size
+    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        if how == "clone" and _clone(fd, made):
+            on_bytes(size)
+            return
+        done, in_kernel = 0, True
+        while True:
+            count = 0
+            if in_kernel:
+                try:
+                    count = os.copy_file_range(fd, made, _BLOCK, done, done)
+                except OSError as error:
+                    if error.errno not in _NO_RANGE:
+                        raise
+                    in_kernel = False
+            if not count:
+                # Also where it said that nothing is left: some file systems say so in the middle of a file.
+                in_kernel = False
+                data = os.pread(fd, _BLOCK, done)
+                count = os.pwrite(made, data, done) if data else 0
+            if not count:
+                return
+            done += count
+            on_bytes(count)
+    finally:
+        os.close(made)
+
+
+def _clone(fd: int, made: int) -> bool:
+    try:
+        fcntl.ioctl(made, _FICLONE, fd)
+    except OSError:
+        return False
+    return True

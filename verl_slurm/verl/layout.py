@@ -1,0 +1,180 @@
+"""What the names in a `global_step_N` of verl mean, and which are missing. Pure.
+
+As verl 0.9.1 writes it (`utils/checkpoint/fsdp_checkpoint_manager.py`, `trainer/ppo/v1/trainer_base.py`,
+`utils/checkpoint/checkpoint_handler.py`), with W ranks:
+
+```
+DIR/latest_checkpointed_iteration.txt       the tracker: the number of the newest step, as text
+DIR/global_step_N/actor/                    PPO and its kin; the SFT trainer writes the same without actor/
+      model_world_size_W_rank_R.pt          each rank's part, for R = 0 .. W-1: read back by the same W ranks only
+      optim_world_size_W_rank_R.pt
+      extra_state_world_size_W_rank_R.pt    learning-rate schedule and generators
+      fsdp_config.json huggingface/         for verl's merger
+DIR/global_step_N/critic/                   the same, where there is a critic
+DIR/global_step_N/data.pt                   where the data loader stood; SFT: data_D.pt for each data-parallel rank
+DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in flight, as pickles
+```
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_slurm.checkpoint.info import Problem
+
+__all__ = ["Entry", "Layout", "missing_beside", "read_layout", "step_of"]
+
+Entry = Literal["ppo", "sft", "other"]
+"""Which trainer of verl wrote it; other: none whose layout is known here."""
+
+_KINDS = ("model", "optim", "extra_state")
+"""What verl saves and reads back by default (`checkpoint.save_contents`); a resume needs all three."""
+_STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,9})", re.ASCII)
+_SHARD = re.compile(
+    r"(?:(actor|critic)/)?(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt",
+    re.ASCII,
+)
+_DATA = re.compile(r"data_(0|[1-9][0-9]{0,5})\.pt", re.ASCII)
+_FOREIGN = ("dist_ckpt/", ".distcp", "/.metadata")
+"""Of Megatron, Automodel and torchtitan: torch's or Megatron's distributed checkpoints."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What one `global_step_N` holds by its names.
+
+    Attributes:
+        world_size: ranks that wrote it, and the only number that can read it; None: no shard tells it.
+        roles: the models with shards: ("actor", "critic"), ("",) of SFT.
+        num_data: data loader states: 1 of PPO, one a data-parallel rank of SFT.
+        problems: what is missing or contradicts itself; paths relative to the step's directory.
+    """
+
+    entry: Entry
+    world_size: int | None
+    roles: tuple[str, ...]
+    num_data: int
+    problems: tuple[Problem, ...]
+
+
+def step_of(name: str) -> int | None:
+    """The N of `global_step_N`, spelt as verl spells it; None: another name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def read_layout(names: Collection[str]) -> Layout:
+    """Sort the files of one step into shards, and say what is not there.
+
+    Args:
+        names: of its files, relative, `/` between.
+
+    Called by: shards.
+    """
+    shards: dict[str, dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            shards[match[1] or ""][int(match[3])].add((match[2], int(match[4])))
+    data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
+    entry: Entry = "sft" if "" in shards else "ppo" if shards or "data.pt" in names else "other"
+    problems: list[Problem] = []
+    if entry == "other":
+        return Layout(entry=entry, world_size=None, roles=(), num_data=0, problems=(_nothing_known(names),))
+    if entry == "ppo" and "actor" not in shards:
+        what = "no shard in it: verl removed it (trainer.max_actor_ckpt_to_keep), or never finished it"
+        problems.append(Problem(path="actor", what=what))
+    sizes: set[int] = set()
+    for role in sorted(shards):
+        sizes |= set(shards[role])
+        problems += _missing_shards(role, shards[role])
+    if len(sizes) > 1 and all(len(of_role) == 1 for of_role in shards.values()):
+        problems.append(Problem(path=".", what=f"its models were saved by {_listed(sizes)} ranks"))
+    world_size = next(iter(sizes)) if len(sizes) == 1 else None
+    if entry == "ppo" and "data.pt" not in names:
+        problems.append(
+            Problem(path="data.pt", what="missing: verl would start the data over from its beginning")
+        )
+    if entry == "sft":
+        problems += _missing_data(data, world_size)
+    return Layout(
+        entry=entry,
+        world_size=world_size,
+        roles=tuple(sorted(shards)),
+        num_data=len(data) if entry == "sft" else int("data.pt" in names),
+        problems=tuple(problems),
+    )
+
+
+def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list[Problem]:
+    """What steps of the same trainer and as many ranks have and this one has not: a save that was cut short may lack a
+    whole model, or the last rank's data, and nothing in it says so.
+
+    Args:
+        others: (name, layout) of the directory's other steps.
+
+    Called by: shards.
+    """
+    alike = [(name, o) for name, o in others if (o.entry, o.world_size) == (layout.entry, layout.world_size)]
+    problems = []
+    for role in sorted({role for _, other in alike for role in other.roles} - set(layout.roles) - {"actor"}):
+        name = next(name for name, other in alike if role in other.roles)
+        problems.append(Problem(path=role or ".", what=f"no shard of this model, {name} has it"))
+    more = max(alike, key=lambda one: one[1].num_data, default=None)
+    if more is not None and layout.entry == "sft" and 0 < layout.num_data < more[1].num_data:
+        what = f"{layout.num_data} data loader states, {more[0]} has {more[1].num_data}"
+        problems.append(Problem(path=f"data_{layout.num_data}.pt", what=what))
+    return problems
+
+
+def _nothing_known(names: Collection[str]) -> Problem:
+    if not names:
+        return Problem(path=".", what="empty: a save that had only begun")
+    if any(word in name for name in names for word in _FOREIGN):
+        what = (
+            "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
+        )
+        return Problem(path=".", what=what, kind="version")
+    return Problem(path=".", what="no shard of verl's FSDP engine in it")
+
+
+def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list[Problem]:
+    prefix = f"{role}/" if role else ""
+    if len(by_size) > 1:
+        what = f"shards of {_listed(by_size)} ranks: saved twice into one directory, and nothing says which counts"
+        return [Problem(path=role or ".", what=what)]
+    ((size, there),) = by_size.items()
+    problems = []
+    for kind in _KINDS:
+        missing = sorted(set(range(size)) - {rank for what, rank in there if what == kind})
+        problems += [
+            Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing")
+            for rank in missing[:_SHOWN]
+        ]
+        if len(missing) == size:
+            what = f"no {kind} shard at all: saved with a checkpoint.save_contents that no resume can use"
+            problems.append(Problem(path=role or ".", what=what))
+        elif len(missing) > _SHOWN:
+            problems.append(
+                Problem(path=role or ".", what=f"{len(missing)} of {size} {kind} shards are missing")
+            )
+    strays = sorted(rank for _, rank in there if rank >= size)
+    if strays:
+        problems.append(Problem(path=role or ".", what=f"a shard of rank {strays[0]} of {size}"))
+    return problems
+
+
+def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
+    """One state a data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with a gap."""
+    count = max(data, default=-1) + 1
+    missing = sorted(set(range(count)) - data) or ([0] if not data else [])
+    if not missing and world_size is not None and world_size % count:
+        missing = [count]
+    what = "missing: verl would start this rank's data over from its beginning"
+    return [Problem(path=f"data_{rank}.pt", what=what) for rank in missing[:_SHOWN]]
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return " and ".join(str(size) for size in sorted(sizes))

@@ -1,0 +1,252 @@
+"""Is a `global_step_N` of verl whole? Every byte is read; nothing is unpickled, and no digest of ours is needed.
+
+What can be known, and what not:
+
+* every rank's shards are there (`layout`), and each is byte for byte what torch.save wrote (`torch_zip`);
+* JSON parses, `fsdp_config.json` says the number of ranks that the shards say, safetensors are as long as they say;
+* the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum: it is named in `unchecked`.
+
+A pickle is a program, and verl runs it (`torch.load(weights_only=False)`): what others own or may write is not called
+good. Links are not followed.
+"""
+
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.checkpoint.digest import num_threads
+from verl_slurm.checkpoint.format import path_problem
+from verl_slurm.checkpoint.info import Problem, ProblemKind
+from verl_slurm.checkpoint.safetensors_file import safetensors_problem
+from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
+from verl_slurm.errors import UNREADABLE
+from verl_slurm.one_line import printable
+from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
+from verl_slurm.verl.torch_zip import zip_problem
+
+__all__ = ["Judged", "judge_all", "judge_step", "list_steps", "step_bytes"]
+
+OnBytes = Callable[[int], None]
+
+_MAX_JSON = 256 << 20
+"""Bytes; the largest tokenizer.json are some 30 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What was found in one step's directory.
+
+    Attributes:
+        files: (path, size) of its regular files, sorted.
+        problems: all that was found, by path; what comes from the disk is escaped. Empty: it is whole.
+        unchecked: files whose content has nothing to be checked against.
+    """
+
+    step: int
+    path: Path
+    layout: Layout
+    files: tuple[tuple[str, int], ...]
+    problems: tuple[Problem, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def world_size(self) -> int | None:
+        return self.layout.world_size
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.files)
+
+    def one_line(self, limit: int = 3) -> str:
+        """`global_step_6: whole, 2 ranks`, or the first problems."""
+        if self.ok:
+            return f"{self.name}: whole, {self.world_size} ranks"
+        text = "; ".join(str(problem) for problem in self.problems[:limit])
+        more = len(self.problems) - limit
+        return f"{self.name}: {text}" + (f"; and {more} more" if more > 0 else "")
+
+
+def list_steps(directory: Path) -> list[Path]:
+    """The `global_step_N` in `directory`, newest first; whatever they are.
+
+    Raises:
+        OSError: the directory cannot be read.
+
+    Called by: judge_all, tracker, adopt.
+    """
+    found = [(step, name) for name in os.listdir(directory) if (step := step_of(name)) is not None]
+    return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def step_bytes(path: Path) -> int:
+    """What reading a step will come to, for a progress bar; 0 where it cannot be told."""
+    try:
+        with open_directory(path) as root:
+            return sum(entry.info.st_size for entry in list_tree(root) if entry.kind == "file")
+    except OSError:
+        return 0
+
+
+def judge_all(
+    directory: Path,
+    *,
+    on_bytes: OnBytes = lambda _: None,
+    read_all: bool = True,
+) -> list[Judged]:
+    """Judge every step of one directory of verl, newest first, each also against what its neighbours hold.
+
+    Args:
+        on_bytes: told how many more bytes were read; one call at a time.
+        read_all: False: names, sizes and the zips' directories alone: finds what is missing, cut off or empty.
+
+    Raises:
+        OSError: `directory` cannot be read.
+
+    Called by: adopt, cli.adopt.
+    """
+    found = [judge_step(path, on_bytes=on_bytes, read_all=read_all) for path in list_steps(directory)]
+    judged = []
+    for one in found:
+        others = [(other.name, other.layout) for other in found if other is not one]
+        more = missing_beside(one.layout, others) if one.layout.entry != "other" else []
+        judged.append(replace(one, problems=_sorted([*one.problems, *more])))
+    return judged
+
+
+def judge_step(
+    path: Path,
+    *,
+    on_bytes: OnBytes = lambda _: None,
+    read_all: bool = True,
+) -> Judged:
+    """Judge one `global_step_N`. Never raises for what it finds there, nor for what is not there.
+
+    Called by: judge_all, and adopt for the copy it has made.
+    """
+    step = step_of(path.name)
+    if step is None:
+        raise ValueError(f"{path.name!r} is no global_step_N")
+    lock, unchecked = threading.Lock(), list[str]()
+
+    def count(num_bytes: int) -> None:
+        with lock:
+            on_bytes(num_bytes)
+
+    try:
+        with open_directory(path) as root:
+            here = Entry(path=".", info=os.fstat(root))
+            entries = list_tree(root)
+            files = [entry for entry in entries if entry.kind == "file"]
+            problems = _untrusted([here, *entries]) + _odd(entries)
+            layout = read_layout([entry.path for entry in files])
+            problems += layout.problems
+            look = partial(
+                _check_file, root, layout=layout, unchecked=unchecked, count=count, read_all=read_all
+            )
+            with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="judge") as pool:
+                for found in pool.map(look, files):
+                    problems += found
+    except OSError as error:
+        layout, files = read_layout([]), []
+        what = "is a link, and those are not followed"
+        problems = [Problem(path=".", what=what) if path.is_symlink() else _os_problem(".", error)]
+    return Judged(
+        step=step,
+        path=path,
+        layout=layout,
+        files=tuple((entry.path, entry.info.st_size) for entry in files),
+        problems=_sorted(problems),
+        unchecked=tuple(sorted(unchecked)),
+    )
+
+
+def _sorted(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    shown = {Problem(path=printable(p.path), what=printable(p.what), kind=p.kind) for p in problems}
+    return tuple(sorted(shown, key=lambda problem: (problem.path, problem.what)))
+
+
+def _untrusted(entries: Sequence[Entry]) -> list[Problem]:
+    problems = []
+    for entry in entries:
+        if entry.kind == "link":
+            continue
+        if entry.info.st_uid not in {0, os.geteuid()}:
+            what = f"belongs to uid {entry.info.st_uid}, and verl would run the pickle in it as you"
+        elif stat.S_IMODE(entry.info.st_mode) & 0o022:
+            what = f"may be written by others (mode {stat.S_IMODE(entry.info.st_mode):04o})"
+        else:
+            continue
+        problems.append(Problem(path=entry.path, what=what, kind="untrusted"))
+    return problems
+
+
+def _odd(entries: Sequence[Entry]) -> list[Problem]:
+    """What is neither file nor directory, and names that no checkpoint of ours can hold."""
+    problems = []
+    for entry in entries:
+        if entry.kind not in ("file", "directory"):
+            problems.append(Problem(path=entry.path, what=f"is a {entry.kind}, and those are not followed"))
+        elif complaint := path_problem(f"global_step_0/{entry.path}"):
+            problems.append(Problem(path=entry.path, what=complaint))
+    return problems
+
+
+def _check_file(
+    root: int, entry: Entry, *, layout: Layout, unchecked: list[str], count: OnBytes, read_all: bool
+) -> list[Problem]:
+    path = entry.path
+    try:
+        with open_below(root, path) as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the medium's bytes, not those of a cache
+            if path.endswith(".pt"):
+                what = zip_problem(fd, count, read_all=read_all)
+            elif path.endswith(".json"):
+                what = _json_problem(fd, path, layout)
+            elif path.endswith(".safetensors"):
+                what = safetensors_problem(fd)
+                unchecked.append(path)
+            else:
+                what = "empty: 0 bytes" if path.endswith(".pkl") and not entry.info.st_size else ""
+                unchecked.append(path)
+    except OSError as error:
+        return [_os_problem(path, error)]
+    return [Problem(path=path, what=what)] if what else []
+
+
+def _json_problem(fd: int, path: str, layout: Layout) -> str:
+    size = os.fstat(fd).st_size
+    if size > _MAX_JSON:
+        return f"{size} bytes of JSON"
+    with os.fdopen(os.dup(fd), "rb") as file:
+        data = file.read(_MAX_JSON)
+    try:
+        value = msgspec.json.decode(data)
+    except UNREADABLE as error:
+        return f"not JSON: {error}"
+    if path.rsplit("/", 1)[-1] == "fsdp_config.json":
+        said = value.get("world_size") if isinstance(value, dict) else None
+        if layout.world_size is not None and said != layout.world_size:
+            return f"says world_size {said}, the shards are of {layout.world_size}"
+    return ""
+
+
+def _os_problem(path: str, error: OSError) -> Problem:
+    kind: ProblemKind = "unreadable"
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        kind = "damaged"
+    return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind=kind)

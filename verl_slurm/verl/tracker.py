@@ -1,0 +1,134 @@
+"""`latest_checkpointed_iteration.txt`: the one file that verl asks where it stood, and what it makes of it.
+
+verl reads the number in it and takes `global_step_<number>`, nothing else (`utils/checkpoint/checkpoint_manager.py`,
+`find_latest_ckpt_path`). Seen with verl 0.9.1:
+
+* empty or no number (its PPO trainers write it in place, so a kill can leave it so): it crashes, at every start;
+* it points to nothing, or is missing while there are checkpoints: it trains from step 0 and writes over them;
+* it points to a checkpoint that is damaged: it crashes, or loads the damage; it never takes an older one.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from verl_slurm.files import write_file
+from verl_slurm.one_line import printable
+from verl_slurm.verl.shards import Judged
+
+__all__ = ["TRACKER", "Tracker", "judge_tracker", "read_tracker", "write_tracker"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+State = Literal["good", "absent", "missing", "empty", "garbage", "nowhere", "broken", "behind", "unreadable"]
+"""absent: there is none, and no checkpoint either: verl starts from step 0, rightly. behind: good, but a newer
+checkpoint is good, too: a save whose tracker was never written."""
+
+_MAX_BYTES = 4096
+_SHOWN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracker:
+    """What a tracker says, and what it should.
+
+    Attributes:
+        state: of it as it is.
+        step: that it names; None: none.
+        wanted: the newest step that is whole; None: there is none, so verl must find no tracker at all.
+        line: what verl would do, for people.
+    """
+
+    state: State
+    step: int | None
+    wanted: int | None
+    line: str
+
+    @property
+    def needs_repair(self) -> bool:
+        return self.state not in ("good", "absent")
+
+
+def read_tracker(directory: Path) -> bytes | None:
+    """The content of the tracker; None: there is none.
+
+    Raises:
+        OSError: it is a link, no regular file, or cannot be read.
+    """
+    try:
+        fd = os.open(directory / TRACKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        return file.read(_MAX_BYTES)
+
+
+def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
+    """What is wrong with a tracker beside these steps. Pure.
+
+    Args:
+        content: from `read_tracker`.
+        steps: all of the directory, in any order.
+
+    Called by: adopt, cli.adopt.
+    """
+    wanted = max((one.step for one in steps if one.ok), default=None)
+    where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
+    if content is None:
+        if not steps:
+            return Tracker(state="absent", step=None, wanted=None, line="no tracker and no checkpoint")
+        if wanted is None:
+            return Tracker(state="absent", step=None, wanted=None, line=f"no tracker, and {where}")
+        line = f"no tracker: verl would train from step 0 and write over what is there; {where}"
+        return Tracker(state="missing", step=None, wanted=wanted, line=line)
+    if not content.strip():
+        line = f"an empty tracker: verl would crash at every start; {where}"
+        return Tracker(state="empty", step=None, wanted=wanted, line=line)
+    step = _number(content)
+    if step is None:
+        shown = printable(content[:_SHOWN].decode("utf-8", "replace"))
+        line = f"a tracker that is no number ({shown}): verl would crash at every start; {where}"
+        return Tracker(state="garbage", step=None, wanted=wanted, line=line)
+    named = next((one for one in steps if one.step == step), None)
+    if named is None:
+        line = f"a tracker that points to global_step_{step}, which is not there: verl would train from step 0; {where}"
+        return Tracker(state="nowhere", step=step, wanted=wanted, line=line)
+    if not named.ok:
+        line = f"the tracker points to global_step_{step}, which is not whole; {where}"
+        return Tracker(state="broken", step=step, wanted=wanted, line=line)
+    if step != wanted:
+        line = f"the tracker points to global_step_{step}; {where}"
+        return Tracker(state="behind", step=step, wanted=wanted, line=line)
+    return Tracker(
+        state="good",
+        step=step,
+        wanted=wanted,
+        line=f"the tracker points to global_step_{step}, which is whole",
+    )
+
+
+def write_tracker(directory: Path, step: int) -> None:
+    """Point the tracker at `step`, atomically and durably: verl finds the old content or the new.
+
+    The mode of one that was there stays, so that whoever could read it still can.
+
+    Called by: adopt, and whoever lays out a directory for verl to resume from.
+    """
+    path = directory / TRACKER
+    try:
+        mode = path.stat(follow_symlinks=False).st_mode & 0o777
+    except FileNotFoundError:
+        mode = 0o600
+    write_file(path, str(step).encode())
+    path.chmod(mode & ~0o022)
+
+
+def _number(content: bytes) -> int | None:
+    """As verl reads it: int() of the text, so blanks around it are fine."""
+    try:
+        value = int(content.decode())
+    except ValueError:
+        return None
+    return value
