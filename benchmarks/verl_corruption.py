@@ -28,13 +28,13 @@ from tests.verl.plain import VERLS, Ended, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
-
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
 
 _LAST, _FURTHER = 6, 7
+_SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")
 _ERROR = re.compile(r"(?m)^(?:\[rank\d\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 
@@ -94,7 +94,8 @@ def said_of(ended: Ended) -> str:
         # The rank that failed says why; the others, that their peer has gone.
         said = [e for e in _ERROR.findall(ended.output) if "Connection" not in e and "ChildFailed" not in e]
         why = said[0] if said else ended.output.strip().splitlines()[-1]
-        return f"exit {ended.exit_code}, at every start: `{why[:110]}`"
+        why = _SOMEWHERE.sub(".../", why)[:110]
+        return f"exit {ended.exit_code}, at every start: `{why}`"
     if not ended.steps:
         return "exit 0, without a single step"
     if ended.steps[0] == 1:
@@ -109,49 +110,62 @@ class _Served:
     """The run under verl-slurm, and its damaged copies."""
 
     def __init__(self, section: dict[str, object], place: Path) -> None:
-        self._section, self._place = section, place
-        self._root = place / "run"
-        self._start(self._root, _LAST)
-        shutil.copytree(self._root, place / "straight", symlinks=True)
+        # A run's configuration names its directory, so each copy of it has to lie where the run was.
+        self._root, self._base = place / "run", place / "run-interrupted"
+        self._config = write_config(place / "run.yaml", self._root, section, _FURTHER)
+        if exit_code := self._start():
+            logs = "\n".join(path.read_text()[-3000:] for path in sorted((self._root / "logs").glob("*.log")))
+            raise SystemExit(f"the run ended with {exit_code}:\n{logs}")
+        self._root.rename(self._base)
+        checkpoints = self._base / "checkpoints"
         self._straight = place / "straight"
-        self._start(self._straight, _FURTHER)
+        (checkpoints / f"step_{_FURTHER:06d}").rename(self._straight)
         self._started_for_real = False
 
     def after(self, case: Case) -> tuple[str, str]:
         """(what a start does, how the run ends)."""
-        root = self._place / f"run-{case.name}"
-        shutil.copytree(self._root, root, symlinks=True)
-        paths = RunPaths(root)
+        shutil.copytree(self._base, self._root, symlinks=True)
+        try:
+            return self._strike(case)
+        finally:
+            shutil.rmtree(self._root)
+
+    def _strike(self, case: Case) -> tuple[str, str]:
+        paths = RunPaths(self._root)
         newest = paths.checkpoints / f"step_{_LAST:06d}"
         case.strike(newest / f"global_step_{_LAST}", newest / TRACKER)
+        real = case.ranks == 2 and not self._started_for_real
         try:
             if case.ranks != 2:
                 require_guest(newest, "verl", world_size=case.ranks)
-            choice = choose_resume(paths, "auto", move_damaged=self._started_for_real)
+            choice = choose_resume(paths, "auto", move_damaged=not real)
         except VerlSlurmError as error:
-            return f"refused, exit {int(error.exit_code)}", error.one_line().replace(str(root), "RUN")
-        story = f"`{newest.name}` set aside, on from `{choice.name}`"
-        if choice.name == newest.name:
-            story = f"on from `{choice.name}`"
-        if self._started_for_real:
-            shutil.rmtree(root)
+            return f"refused: exit {int(error.exit_code)}", error.one_line().replace(str(self._root), "RUN")
+        story = f"on from `{choice.name}`"
+        if choice.name != newest.name:
+            moved = real or (choice.set_aside and not newest.exists())
+            story = f"`{newest.name}` {'is quarantined' if moved else 'STAYS'}, {story}"
+        if not real:
             return story, "as above"
         self._started_for_real = True
-        exit_code = self._start(root, _FURTHER)
-        ends = [r / "checkpoints" / f"step_{_FURTHER:06d}" / f"global_step_{_FURTHER}" for r in (root, self._straight)]
-        found = differences(*ends)
-        same = "bit for bit the undisturbed run" if not found else f"DIFFERENT: {found[:3]}"
+        exit_code = self._start()
+        assert len(list(paths.quarantine.glob(f"{newest.name}.*/"))) == 1, "not set aside"
+        inner = f"global_step_{_FURTHER}"
+        ours = paths.checkpoints / f"step_{_FURTHER:06d}" / inner
+        found = differences(ours, self._straight / inner) if ours.exists() else ["nothing"]
+        same = "bit for bit the run that nothing happened to" if not found else f"DIFFERENT: {found[:3]}"
         return story, f"started for real: exit {exit_code}, step {_FURTHER}, {same}"
 
-    def _start(self, root: Path, last: int) -> int:
-        """One lead without Slurm, to the end."""
-        config = root.with_suffix(".yaml")
-        write_config(config, root, self._section, last)
-        argv = [sys.executable, "-P", "-m", "verl_slurm.cli", "submit", str(config), "--cluster", "local", "--wait"]
-        done = subprocess.run(argv, env=cpu_environ(os.environ), capture_output=True, text=True, check=False)
-        if root == self._root and done.returncode:
-            logs = "\n".join(path.read_text()[-3000:] for path in sorted((root / "logs").glob("*")))
-            raise SystemExit(f"the run did not end well:\n{done.stdout}{done.stderr}{logs}")
+    def _start(self) -> int:
+        """One lead without Slurm, to the end; its exit code."""
+        argv = [sys.executable, "-P", "-m", "verl_slurm.cli", "submit", str(self._config)]
+        done = subprocess.run(
+            [*argv, "--cluster", "local", "--wait"],
+            env=cpu_environ(os.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return done.returncode
 
 
@@ -171,9 +185,10 @@ checkpoints of steps 2, 4 and 6, the newest of which is damaged in the way that 
 |---|---|---|---|"""
 _TAIL = """
 verl never goes back to an older checkpoint by itself, and finds damage only where unpickling stumbles over it. Under
-verl-slurm each checkpoint has a manifest with the size and SHA-256 of every file; a start verifies the newest one first,
-moves it to `checkpoints/quarantine` where it does not verify (with the reason beside it), and goes on from the newest
-that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file that must verify.
+verl-slurm each checkpoint has a manifest with the size and SHA-256 of every file; a start verifies the newest one
+first, moves it to `checkpoints/quarantine` where it does not verify (with the reason beside it), and goes on from the
+newest that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file that must
+verify.
 """
 
 

@@ -1,7 +1,7 @@
 """verl on a CPU, for tests only: `VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform`.
 
-verl knows GPUs and NPUs. Its platforms are plug-ins, and this is one; and the name of the process group's backend, which
-verl puts together of the CPU's and the device's, is said once where both are the same.
+verl knows GPUs and NPUs. Its platforms are plug-ins, and this is one; and the name of the process group's backend,
+which verl puts together of the CPU's and the device's, is said once where both are the same.
 """
 
 import contextlib

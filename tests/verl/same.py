@@ -11,7 +11,9 @@ def differences(ours: Path, theirs: Path) -> list[str]:
     """Of two `global_step_N`: every file and every number in them; empty where there is none."""
     import torch
 
-    names = [sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) for root in (ours, theirs)]
+    names = [
+        sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) for root in (ours, theirs)
+    ]
     if names[0] != names[1]:
         return [f"files: {sorted(set(names[0]) ^ set(names[1]))}"]
     assert any(name.startswith("model_") for name in names[0]), "nothing to compare"

@@ -9,7 +9,12 @@ from verl_slurm.errors import ConfigError
 from verl_slurm.verl.overrides import OwnSettings, check_overrides, hydra_words, override_value
 
 OWN = OwnSettings(
-    nodes=2, ranks_per_node=4, save_dir=PurePath("/r/work/epoch_000003"), resume=None, every_steps=10, name="run"
+    nodes=2,
+    ranks_per_node=4,
+    save_dir=PurePath("/r/work/epoch_000003"),
+    resume=None,
+    every_steps=10,
+    name="run",
 )
 
 

@@ -1,7 +1,9 @@
 """A model of a few thousand weights, its tokenizer and 64 sums to learn: what verl's trainers are run on in tests."""
 
+import importlib
 import random
 from pathlib import Path
+from typing import Any
 
 _CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -16,13 +18,13 @@ def make_model(directory: Path) -> Path:
     transformers 5 loads the tokenizer of any `model_type=qwen2` as Qwen2Tokenizer, so it has to be one.
     """
     import torch
-    from tokenizers import pre_tokenizers
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    qwen: Any = importlib.import_module("transformers")  # its types are not to be had
+
+    alphabet = sorted(importlib.import_module("tokenizers").pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: at for at, char in enumerate(alphabet)}
     vocab |= {word: 256 + at for at, word in enumerate(_SPECIAL)}
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = qwen.Qwen2Tokenizer(
         vocab=vocab,
         merges=[],
         unk_token=None,
@@ -34,7 +36,7 @@ def make_model(directory: Path) -> Path:
     tokenizer.chat_template = _CHAT
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    shape = Qwen2Config(
+    shape = qwen.Qwen2Config(
         vocab_size=264,
         hidden_size=32,
         intermediate_size=32,
@@ -46,14 +48,12 @@ def make_model(directory: Path) -> Path:
         bos_token_id=None,
         eos_token_id=258,
     )
-    Qwen2ForCausalLM(shape).save_pretrained(directory)
+    qwen.Qwen2ForCausalLM(shape).save_pretrained(directory)
     return directory
 
 
 def make_sums(path: Path, num_rows: int = 64) -> Path:
     """Conversations of two turns, as verl's SFT data set wants them, in a parquet file."""
-    import pandas as pd
-
     draw = random.Random(0)
     rows = []
     for _ in range(num_rows):
@@ -61,11 +61,13 @@ def make_sums(path: Path, num_rows: int = 64) -> Path:
         said = (f"{a}+{b}=", str(a + b), f"-{c}=", str(a + b - c))
         turns = [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(said)]
         rows.append({"messages": turns})
-    pd.DataFrame(rows).to_parquet(path)
+    importlib.import_module("pandas").DataFrame(rows).to_parquet(path)
     return path
 
 
-def sft_words(model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2) -> dict[str, object]:
+def sft_words(
+    model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2, batch: int = 8, micro_batch: int = 4
+) -> dict[str, object]:
     """The section `verl` of a run of 8 steps an epoch on CPUs."""
     return {
         "model": {
@@ -77,8 +79,8 @@ def sft_words(model: Path, data: Path, *, epochs: int = 2, save_freq: int = 2) -
         "optim": {"lr": 1e-3},
         "data": {
             "train_files": str(data),
-            "train_batch_size": 8,
-            "micro_batch_size_per_gpu": 4,
+            "train_batch_size": batch,
+            "micro_batch_size_per_gpu": micro_batch,
             "use_dynamic_bsz": False,
             "max_length": 128,
             "num_workers": 0,

@@ -1,9 +1,9 @@
 """verl's own settings, as they stand in a config's `verl:` section and behind `--`, as words for verl's command line.
 
-verl reads its settings with Hydra: `trainer.total_epochs=3`, `+new.key=1` for a key that its files do not have, `~key` to
-remove one. The section may be nested or dotted, and may carry these prefixes on any key; words behind `--` are Hydra's
-already and count more. Each key comes out once, in the order of the section and then of the words, quoted by Hydra's
-grammar: nothing that stands in a value can become another override.
+verl reads its settings with Hydra: `trainer.total_epochs=3`, `+new.key=1` for a key that its files do not have, `~key`
+to remove one. The section may be nested or dotted, and may carry these prefixes on any key; words behind `--` are
+Hydra's already and count more. Each key comes out once, in the order of the section and then of the words, quoted by
+Hydra's grammar: nothing that stands in a value can become another override.
 
 What decides where a run saves, resumes and runs is not verl's to say here: such keys are refused with the key that is
 meant. So is what verl cannot do in a run that has to survive its interruptions.
@@ -212,14 +212,18 @@ def _refuse_impossible(override: _Override) -> None:
     match override.key:
         case "trainer.v1.trainer_mode" if value not in _MODES:
             raise _cannot(
-                override, f"one of {', '.join(_MODES)}", "the others keep no state that a resume is exact from"
+                override,
+                f"one of {', '.join(_MODES)}",
+                "the others keep no state that a resume is exact from",
             )
         case "trainer.use_v1" if not on:
             raise _cannot(override, "true", "verl's older trainer cannot be asked to save and leave")
         case "trainer.save_freq" if not value.isdigit() or int(value) == 0:
             raise _cannot(override, "at least 1", "verl saves its last step only when it saves at all")
         case "trainer.del_local_ckpt_after_load" if on:
-            raise _cannot(override, "false", "it would remove the verified checkpoint that a start resumed from")
+            raise _cannot(
+                override, "false", "it would remove the verified checkpoint that a start resumed from"
+            )
         case key if key.endswith(".checkpoint.async_save") and on:
             raise _cannot(override, "false", "nobody could say when such a save is whole")
         case key if key.endswith((".checkpoint.save_contents", ".checkpoint.load_contents")):

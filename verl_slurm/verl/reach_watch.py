@@ -1,8 +1,8 @@
 """Hears a request in the middle of a step, and says at once when the step's end will come too late.
 
-The loop itself looks at its control page at the ends of steps alone. A step may take longer than there is time; then each
-second that is waited for it is lost, and the deadline, too: so a thread looks, and gives the answer that the loop would
-not have come to give. The page is memory and cannot wake anybody: it is looked at four times a second.
+The loop itself looks at its control page at the ends of steps alone. A step may take longer than there is time; then
+each second that is waited for it is lost: so a thread looks, and gives the answer that the loop would not have come to
+give. The page is memory and cannot wake anybody: it is looked at four times a second.
 """
 
 import threading
@@ -23,7 +23,7 @@ class ReachWatch:
 
     def __init__(self, session: Session, *, every_s: float = _LOOK_EVERY_S) -> None:
         self._session, self._every_s = session, every_s
-        self._over = threading.Event()
+        self._over, self._lock = threading.Event(), threading.Lock()
         self._judged = 0
         self._thread: threading.Thread | None = None
 
@@ -32,24 +32,28 @@ class ReachWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Also before a save: from there on it is a save's time that counts, and nobody gives up in it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
 
+    def taken(self, request_id: int) -> None:
+        """The loop has heard it, at a step's end: nothing is to be said of it any more."""
+        with self._lock:
+            self._judged = max(self._judged, request_id)
+
     def look(self) -> None:
         """Judge a request that is new; once, when it is first seen."""
-        request = self._session.request()
-        if request is None or request.request_id <= self._judged:
-            return
-        self._judged = request.request_id
-        if not request.stop:
-            return  # nobody waits for it
-        found = self._session.reach(request)
-        if not found.ok:
-            self._session.save_failed(
-                request.request_id, f"the end of the step cannot be reached: {found.reason}"
-            )
+        with self._lock:
+            request = self._session.request()
+            if request is None or request.request_id <= self._judged:
+                return
+            self._judged = request.request_id
+            if not request.stop:
+                return  # nobody waits for it
+            found = self._session.reach(request)
+            if not found.ok:
+                why = f"the end of the step cannot be reached: {found.reason}"
+                self._session.save_failed(request.request_id, why)
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):

@@ -4,6 +4,7 @@ Every rank makes its own files durable and hashes them, so that neither the byte
 pass through another one; rank 0 does it for the rest (tokenizer, configuration, data loaders) and commits.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from verl_slurm.checkpoint.storage import need_of_next
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import Fenced
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.verl.reach_watch import ReachWatch
@@ -52,8 +54,8 @@ class Serving:
         resume_step: int,
         metadata: Mapping[str, Any],
     ) -> None:
-        self._config = config
         self._session, self._ranks, self._work, self._metadata = session, ranks, work, dict(metadata)
+        self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
         self._stopper = Stopper(session.line, ranks.max)
         self._watch = ReachWatch(session)
         self._total, self.saved_step = 0, resume_step
@@ -71,7 +73,10 @@ class Serving:
 
     def step_done(self, step: int, metrics: dict[str, float]) -> Order | None:
         self._session.step_done(step, metrics, self._total)
-        return self._stopper.agree().order
+        order = self._stopper.agree().order
+        if order is not None:
+            self._watch.taken(order.request_id)
+        return order
 
     def save(
         self, step: int, order: Order | None, metrics: dict[str, float], write: Callable[[], None]
@@ -88,13 +93,15 @@ class Serving:
             return  # verl would die of it
         request_id, began = (order.request_id if order else 0), time.monotonic()
         self._session.save_started(request_id, step)
+        if self._keeper is not None:
+            self._keeper.before_save()
         write()
         try:
             entries = self._ranks.together("making the files durable", lambda: self._seal(step))
             self._session.part_saved(request_id)
             parts = self._ranks.gather(msgspec.json.encode(entries))
             raw = self._ranks.on_first(
-                "the commit", lambda: msgspec.json.encode(self._commit(step, metrics, parts, began))
+                "the commit", lambda: msgspec.json.encode(self._commit(step, order, metrics, parts, began))
             )
         except RanksFailed as error:
             if "Fenced" in error.kinds:
@@ -102,6 +109,9 @@ class Serving:
                     "a newer incarnation owns the run", where=self._work, found=error.found
                 ) from error
             self._session.save_failed(request_id, error.one_line())
+            if self._keeper is not None:
+                self._keeper.failed(error.one_line())
+                shutil.rmtree(self._work / guest_directory("verl", step), ignore_errors=True)
             return
         self.saved_step = step
         name, num_bytes, num_files = msgspec.json.decode(raw, type=tuple[str, int, int])
@@ -129,8 +139,14 @@ class Serving:
         return seal(self._work, [f"{own.name}/{name}" for name in mine])
 
     def _commit(
-        self, step: int, metrics: dict[str, float], parts: list[bytes], began: float
+        self,
+        step: int,
+        order: Order | None,
+        metrics: dict[str, float],
+        parts: list[bytes],
+        began: float,
     ) -> tuple[str, int, int]:
+        """Rank 0's part; (name, bytes, files)."""
         session, own = self._session, guest_directory("verl", step)
         sealed = [entry for part in parts for entry in msgspec.json.decode(part, type=list[FileEntry])]
         save = GuestSave(
@@ -150,6 +166,8 @@ class Serving:
             texts={TRACKER: str(step).encode()},
             sealed=sealed,
         )
+        if self._keeper is not None:
+            self._keeper.saved(done, tidy=order is None or not order.stop)
         return done.name, done.num_bytes, len(sealed) + 1
 
     def _why(self, step: int, order: Order | None) -> str:

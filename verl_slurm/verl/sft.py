@@ -1,8 +1,8 @@
 """Entry of one rank of verl's SFT trainer: `torchrun ... -m verl_slurm.verl.sft [HYDRA OVERRIDES]`.
 
 Under a daemon the settings are those of the section `verl` of the run's configuration, and where it saves and what it
-resumes from are the run's. Run by hand, the words are the settings, verl saves and resumes as it always does, and nothing
-is committed; but the trap at an epoch's end is closed there, too.
+resumes from are the run's. Run by hand, the words are the settings, verl saves and resumes as it always does, and
+nothing is committed; but the trap at an epoch's end is closed there, too.
 
 The first word to the daemon goes out before torch and verl are imported.
 """

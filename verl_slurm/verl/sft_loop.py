@@ -1,8 +1,8 @@
 """verl's own SFT trainer, served: it saves at the end of the running step when asked, and what it saves is committed.
 
-`SFTTrainer` is subclassed and two of the things it holds are wrapped: its `training_client`, whose `train_batch` returns
-when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own code, the
-order of a step included: validation and saving come behind `train_batch`, so what is decided there they obey.
+`SFTTrainer` is subclassed and two of the things it holds are wrapped: its `training_client`, whose `train_batch`
+returns when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own
+code, the order of a step included: validation and saving come behind `train_batch`, so what is decided there they obey.
 
 Two traps of verl are closed here. A data loader's state that was saved at the end of an epoch is that of an exhausted
 iterator: a run resumed from it trains an epoch of no steps, and exits with 0. So it is not loaded there: the next epoch
@@ -144,6 +144,11 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         ConfigError: the data ends before `trainer.total_training_steps`.
     """
 
+    total_training_steps: int
+    save_freq: int
+    training_client: Any
+    ckpt_handler: Any
+
     def __init__(self, config: Any, service: Service, resume_step: int | None) -> None:
         self._service = service
         self.order: Order | None = None
@@ -180,6 +185,14 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     def _build_engine(self) -> None:
         super()._build_engine()
         self.training_client = Watched(self.training_client, self._step_is_done)
+
+    def _build_dataloader(self) -> None:
+        super()._build_dataloader()
+        # Each iterator draws a seed for its workers. Drawn from the generator that dropout uses, too, it would move
+        # that one on once more at every resume within an epoch.
+        for loader in (self.train_dataloader, self.val_dataloader):
+            if loader is not None:
+                loader.generator = torch.Generator().manual_seed(int(self.config.trainer.seed))
 
     def _build_ckpt_handler(self) -> None:
         super()._build_ckpt_handler()

@@ -1,0 +1,94 @@
+"""What a node's launcher decides before it starts anything."""
+
+import argparse
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError, Fenced, PermissionRefused, WireError
+from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.tree import GuestSave, commit_tree
+from verl_slurm.paths import RunPaths
+from verl_slurm.verl import node
+
+
+def arguments(paths: RunPaths, resume: str = "", epoch: int = 1) -> argparse.Namespace:
+    scratch = private_dir(paths.root / "scratch")
+    words = ["--run", str(paths.root), "--epoch", str(epoch), "--resume", resume, "--node-rank", "0"]
+    return node._parser().parse_args([*words, "--head", "127.0.0.1:4001", "--scratch", str(scratch)])
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(private_dir(tmp_path / "run"))
+    for directory in (found.checkpoints, found.control):
+        private_dir(directory)
+    write_file(found.run_yaml, b"name: run\n")
+    take_epoch(found, job_id="1", restart=0)
+    return found
+
+
+def config(ranks: int = 2) -> RunConfig:
+    return msgspec.convert(
+        {"distributed": {"dp_size": ranks, "nodes": 2}, "verl": {"trainer.total_epochs": 3}, "name": "a"},
+        RunConfig,
+    )
+
+
+def saved(paths: RunPaths, *, part: str = "actor", ranks: int = 2) -> str:
+    directory = paths.work(1) / "global_step_7"
+    (directory / part).mkdir(parents=True)
+    (directory / part / "x.pt").write_bytes(b"x")
+    save = GuestSave(guest="verl", step=7, epoch=1, world_size=ranks)
+    return commit_tree(paths, save, {"global_step_7": directory}).name
+
+
+def lead(paths: RunPaths, **fields: object) -> None:
+    address = {"epoch": 1, "generation": 1, "host": "h", "port": 1, "token": "ab" * 32} | fields
+    write_file(paths.lead_address, msgspec.json.encode(address))
+
+
+def test_a_first_start_resumes_from_nothing(paths: RunPaths) -> None:
+    words = node._words(paths, config(), arguments(paths))
+    assert {"trainer.total_epochs=3", "trainer.resume_mode=disable", "trainer.nnodes=2"} <= set(words)
+    assert f"trainer.default_local_dir='{paths.work(1)}'" in words
+
+
+def test_a_resume_names_what_verl_wrote_within_the_verified_checkpoint(paths: RunPaths) -> None:
+    words = node._words(paths, config(), arguments(paths, saved(paths)))
+    assert f"trainer.resume_from_path='{paths.checkpoints / 'step_000007' / 'global_step_7'}'" in words
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_before_verl_starts(paths: RunPaths) -> None:
+    with pytest.raises(ConfigError, match="another number of ranks"):
+        node._words(paths, config(4), arguments(paths, saved(paths)))
+
+
+def test_a_checkpoint_of_verls_sft_is_refused(paths: RunPaths) -> None:
+    with pytest.raises(ConfigError, match="another of verl's trainers"):
+        node._words(paths, config(), arguments(paths, saved(paths, part="shards")))
+
+
+def test_the_token_is_written_for_this_user_alone(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    lead(paths)
+    monkeypatch.setenv("VERL_SLURM_GENERATION", "3")
+    file = node._write_token(paths, arguments(paths))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(file.read_text()) == 64
+
+
+def test_another_incarnations_lead_a_broken_file_and_one_open_to_others_are_refused(paths: RunPaths) -> None:
+    lead(paths, epoch=2)
+    with pytest.raises(Fenced):
+        node._write_token(paths, arguments(paths))
+    write_file(paths.lead_address, b"{")
+    with pytest.raises(WireError):
+        node._write_token(paths, arguments(paths))
+    lead(paths)
+    paths.lead_address.chmod(0o644)
+    with pytest.raises(PermissionRefused):
+        node._write_token(paths, arguments(paths))

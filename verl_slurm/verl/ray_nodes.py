@@ -1,0 +1,134 @@
+"""Ray over a job's nodes: the command lines and the environment, as values. Pure.
+
+The head is on the first node; its address is the one that the lead has given to all nodes with their launch, so nothing
+needs to be published. Every other port is free at that moment, so two runs may share a node. Nobody joins, or submits
+code, without the token: Ray asks for it at every door of its own (RAY_AUTH_MODE=token). It is derived from the lead's
+own secret, which every node of the run can read and no other user can, and is another one in each generation.
+
+What was found out about Ray 2.60 is in docs/decisions/0009-verl-on-ray.md.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+
+from verl_slurm.paths import RunPaths
+
+__all__ = ["object_store_bytes", "ray_argv", "ray_environment", "ray_token", "temp_fits"]
+
+_SOCKET_MOST = 107
+"""Bytes of a Unix socket's path (unix(7))."""
+_BELOW_TEMP = len("/session_2026-11-21_21-04-03_422851_4194304/sockets/plasma_store")
+_STORE_SHARE = 0.3
+"""Of the node's memory: Ray's own default. It takes it of the whole machine's, where Slurm may have given us a part."""
+_LEAST_STORE = 80 << 20
+"""Ray refuses less (75 MiB)."""
+_EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
+_OUR_MODULE = "verl_slurm.verl.ppo"
+
+
+def ray_argv(
+    python: str,
+    *,
+    head: str,
+    is_head: bool,
+    own_address: str,
+    temp: Path,
+    ranks: int,
+    cpus: int,
+    store_bytes: int | None,
+    free_port: int = 0,
+) -> list[str]:
+    """`ray start --block` for one node.
+
+    Args:
+        head: host:port of Ray's GCS on the first node.
+        own_address: under which other nodes reach this one.
+        temp: Ray's directory. It makes that 0777 itself: it has to be below one that is private.
+        ranks: training processes of this node; Ray's "GPUs", whatever the device is.
+        cpus: cores that the job has here.
+        store_bytes: of Ray's object store; None: Ray's own choice.
+        free_port: on the head, for Ray's client server, which cannot be left out.
+
+    Called by: `node`.
+    """
+    argv = [python, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    argv += ["--log-color=false", f"--node-ip-address={own_address}", f"--temp-dir={temp}"]
+    # 0: free ones. Fixed ones are met by the next run on this node.
+    argv += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    # Ray's CPUs are names to count with, not cores: with fewer than verl's actors ask for, they wait for ever.
+    argv += [f"--num-cpus={max(cpus, 8 + 8 * ranks)}", f"--num-gpus={ranks}"]
+    if store_bytes is not None:
+        argv.append(f"--object-store-memory={store_bytes}")
+    if not is_head:
+        return [*argv, f"--address={head}"]
+    assert free_port, "or it takes 10001"
+    argv += ["--head", f"--port={head.rpartition(':')[2]}", f"--ray-client-server-port={free_port}"]
+    return [*argv, "--include-dashboard=false", "--no-monitor"]
+
+
+def ray_environment(
+    environ: Mapping[str, str], token_file: Path, head: str, paths: RunPaths, name: str
+) -> dict[str, str]:
+    """Of Ray's own processes, which hand it on to every actor, and of verl's driver.
+
+    Args:
+        token_file: holds `ray_token`.
+        head: host:port of Ray's GCS.
+        name: the run's.
+
+    Called by: `node`.
+    """
+    modules = [name for name in environ.get(_EXTERNAL, "").split(",") if name and name != _OUR_MODULE]
+    ours = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "RAY_ADDRESS": head,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        _EXTERNAL: ",".join([*modules, _OUR_MODULE]),
+    }
+    # Ray kills workers when the whole machine's memory is short; of that, Slurm has given a part to us and watches it.
+    unless_said = {
+        "RAY_memory_monitor_refresh_ms": "0",
+        # Where verl's loggers are asked for (trainer.logger), all starts of a run go on with one story.
+        "TENSORBOARD_DIR": str(paths.tensorboard),
+        "WANDB_RUN_ID": f"{name}-{hashlib.sha256(str(paths.root).encode()).hexdigest()[:8]}",
+        "WANDB_RESUME": "allow",
+    }
+    others = {key: value for key, value in environ.items() if key != "RAY_AUTH_TOKEN"}
+    return unless_said | others | ours
+
+
+def ray_token(secret: str, epoch: int, generation: int) -> str:
+    """The token of one generation's Ray.
+
+    Args:
+        secret: the lead's (`RUN/control/lead.json`), of which it tells nothing.
+
+    Called by: `node`.
+    """
+    message = f"ray {epoch} {generation}".encode()
+    return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
+
+
+def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
+    """Ray's share of the memory that Slurm gives this node; None: nobody said how much that is.
+
+    Args:
+        mem_mb: `slurm.mem_mb_per_node`; 0: the partition's default.
+        shm_free: bytes free in /dev/shm, where it lies.
+
+    Called by: `node`.
+    """
+    if mem_mb == 0:
+        return None
+    return max(_LEAST_STORE, min(int(mem_mb * (1 << 20) * _STORE_SHARE), int(shm_free * 0.9)))
+
+
+def temp_fits(temp: Path) -> bool:
+    """Whether Ray's sockets below `temp` have paths that a socket may have.
+
+    Called by: `node`.
+    """
+    return len(str(temp).encode()) + _BELOW_TEMP <= _SOCKET_MOST

@@ -1,0 +1,234 @@
+"""What verl's trainer does between two steps for a run that may be interrupted, without verl: the part that decides.
+
+verl saves at the end of a step only. A periodic save is written by verl and committed beside the next step, by a
+thread of its own; a save that was asked for is committed before anything else happens. While a step runs a watcher asks
+whether its end can still be reached before the deadline: where not, it says so at once, and the last verified step
+counts.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl_slurm.errors import Fenced, VerlSlurmError
+from verl_slurm.guest.session import Session
+from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
+from verl_slurm.wire.control_page import Request
+
+__all__ = ["NothingDone", "Saves"]
+
+_LOOK_EVERY_S = 0.25
+"""The control page is memory: nothing tells that it was written. A look costs one read."""
+
+
+class NothingDone(VerlSlurmError):
+    """verl's loop ended with steps left and none done: it would do the same at every start."""
+
+
+@dataclass
+class _Known:
+    """What two threads look at; under `Saves._lock`."""
+
+    saving: bool = False
+    """The loop is at a step's end: it answers, and the watcher does not."""
+    given_up: int = 0
+    """The request that got no for an answer."""
+    committed: dict[int, SavedTree] = field(default_factory=dict)
+
+
+class Saves:
+    """Of one generation. Called by: `verl.ppo`, in verl's driver.
+
+    Args:
+        world_size: ranks that write a save together.
+        metadata: of every save, for people.
+    """
+
+    def __init__(
+        self, session: Session, world_size: int, metadata: Mapping[str, object] | None = None
+    ) -> None:
+        self.session, self._world_size = session, world_size
+        self._metadata = dict(metadata or {})
+        self._total, self._began = 0, 0
+        self._metrics: Mapping[str, object] = {}
+        self._said = 0
+        self._save_began: float | None = None
+        self._taken_up: Request | None = None
+        self._known, self._lock, self._over = _Known(), threading.Lock(), threading.Event()
+        self._pool = ThreadPoolExecutor(1, "verl-slurm-commit")
+        self._pending: Future[None] | None = None
+        self._watcher: threading.Thread | None = None
+        self.left_at: int | None = None
+        """The step behind which the loop was told to leave."""
+
+    def begin(self, step: int, total: int) -> None:
+        """The loop goes on behind `step` of `total` steps."""
+        self._began, self._total = step, total
+        self.session.started(step, total)
+        if self.session.has_daemon:
+            self._watcher = threading.Thread(target=self._watch, name="verl-slurm-watch", daemon=True)
+            self._watcher.start()
+
+    def numbers(self, metrics: Mapping[str, object]) -> None:
+        """Where verl collects the running step's numbers, as far as they are known when it is saved."""
+        self._metrics = metrics
+
+    def writing(self) -> None:
+        """verl begins to write: its time is part of what a save takes."""
+        self._save_began = time.monotonic()
+
+    def written(self, step: int, directory: Path) -> None:
+        """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
+        does not get committed: the one before it counts, and people are told."""
+        self._wait()
+        if (request := self._request()) is None:
+            self._pending = self._pool.submit(self._commit, step, directory, 0, self._save_began)
+        else:
+            self._take_up(request, step)
+            self._commit(step, directory, request.request_id, self._save_began)
+
+    def step_end(self, step: int, save: Callable[[], None]) -> bool:
+        """Behind a step, and behind its periodic save.
+
+        Args:
+            save: has verl save this step now; it calls `written`.
+
+        Returns:
+            Whether the loop is to end here.
+        """
+        try:
+            request = self._taken_up or self._request()
+            if request is None:
+                return False
+            self._take_up(request, step)
+            self._wait()  # it may be of this very step
+            if self._is_open(request):
+                if (known := self._known.committed.get(step)) is not None:
+                    self._say(known, request.request_id)
+                else:
+                    save()
+            if self._is_open(request):  # nobody waits for what never comes
+                self.session.save_failed(request.request_id, "verl did not hand over what it saved")
+            if request.stop:
+                self.left_at = step
+                self.session.stopped(request.request_id)
+            return request.stop
+        finally:
+            with self._lock:
+                self._taken_up, self._known.saving = None, False
+
+    def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
+        """All of a step's work is done and its numbers are known; said once."""
+        if step != self._said:
+            self._said = step
+            self.session.step_done(step, metrics, self._total)
+
+    def end(self, step: int) -> None:
+        """verl's loop has ended behind `step`.
+
+        Raises:
+            NothingDone: before its last step, and nobody had asked it to.
+        """
+        self._wait()
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        if step >= self._total:
+            self.session.finished(step)
+        elif self.left_at is None:
+            done = f"{step - self._began} steps of this start" if step > self._began else "no step at all"
+            raise NothingDone(
+                "verl's loop ended before its last step",
+                found=f"step {step} of {self._total}, {done}",
+                remedy="look at trainer.total_epochs and at the data's length; see the log above",
+            )
+
+    def _take_up(self, request: Request, step: int) -> None:
+        """From here on the loop answers it, and the watcher does not."""
+        with self._lock:
+            self._known.saving = True
+        if self._taken_up is None:
+            self._taken_up = request
+            if request.stop:
+                self.step_done(step, self._metrics)  # verl's last numbers of a step that it leaves never come
+            self.session.save_started(request.request_id, step)
+
+    def _is_open(self, request: Request) -> bool:
+        now = self._request()
+        return now is not None and now.request_id == request.request_id
+
+    def _commit(self, step: int, directory: Path, request_id: int, began: float | None) -> None:
+        session = self.session
+        if not session.has_run:
+            return
+        resume = session.resume
+        save = GuestSave(
+            guest="verl",
+            step=step,
+            epoch=session.epoch,
+            world_size=self._world_size,
+            parent=None if resume is None else resume.name,
+            metrics=_numbers(self._metrics),
+            metadata=self._metadata,
+            began=began,
+        )
+        try:
+            tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
+            tree = commit_tree(session.paths, save, {directory.name: directory}, texts=tracker)
+        except Fenced:
+            raise  # whatever it trained from here on would be for nobody
+        except (OSError, VerlSlurmError) as error:
+            told = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+            if request_id:
+                session.save_failed(request_id, told)
+            else:
+                session.notice(f"the save of step {step} was not committed: {told}", loud=True)
+            return
+        with self._lock:
+            self._known.committed = {step: tree}
+        self._say(tree, request_id)
+
+    def _say(self, tree: SavedTree, request_id: int) -> None:
+        reason = "asked for" if request_id else "periodic"
+        self.session.saved(
+            request_id, tree.name, seconds=tree.seconds, num_bytes=tree.num_bytes, reason=reason
+        )
+
+    def _wait(self) -> None:
+        """Until the periodic save before is committed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _request(self) -> Request | None:
+        request = self.session.request()
+        return None if request is None or request.request_id <= self._known.given_up else request
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            request = self._request()
+            if request is None or not request.stop:
+                continue
+            with self._lock:
+                if self._known.saving:
+                    continue
+                verdict = self.session.reach(request)
+                if verdict.ok:
+                    continue
+                self._known.given_up = request.request_id
+            self.session.save_failed(
+                request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
+            )
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """verl's are numbers of Python, numpy or torch; and some things that are none."""
+    found = {}
+    for name, value in metrics.items():
+        with suppress(TypeError, ValueError, RuntimeError):
+            found[name] = float(value)  # type: ignore[arg-type]
+    return found
