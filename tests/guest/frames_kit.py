@@ -1,0 +1,61 @@
+"""A daemon as a framework's callback meets it, in the same process: it asks, and writes down what it is told."""
+
+from pathlib import Path
+
+from verl_slurm.fence import take_epoch
+from verl_slurm.guest.session import Session
+from verl_slurm.paths import RunPaths
+from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import FromRank, Progress
+
+
+class Daemon:
+    """A `RankLine`. `asks[7]` is asked while step 7 runs."""
+
+    def __init__(self, asks: dict[int, Request] | None = None) -> None:
+        self.asks, self.told = asks or {}, list[FromRank]()
+        self._newest: Request | None = None
+
+    def send(self, message: FromRank) -> None:
+        self.told.append(message)
+        if isinstance(message, Progress):
+            self._newest = self.asks.get(message.step + 1, self._newest)
+
+    def request(self) -> Request | None:
+        return self._newest
+
+    def kinds(self) -> list[str]:
+        """What it was told, in order, without the signs of life."""
+        return [type(message).__name__ for message in self.told if not isinstance(message, Progress)]
+
+    def steps(self) -> list[int]:
+        return [message.step for message in self.told if isinstance(message, Progress)]
+
+
+def stop(seconds_left_at_ns: int = 0) -> Request:
+    return Request(request_id=1, stop=True, deadline_ns=seconds_left_at_ns)
+
+
+def save() -> Request:
+    return Request(request_id=1, stop=False, deadline_ns=0)
+
+
+class Run:
+    """A run's directory, and one life of it after another."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(mode=0o700, parents=True)
+        self.paths = RunPaths(root)
+        self.paths.run_yaml.write_text("name: test\n")
+
+    def checkpoints(self) -> list[Path]:
+        """The committed ones, oldest first."""
+        return sorted(path for path in self.paths.checkpoints.glob("step_*"))
+
+    def life(self, daemon: Daemon) -> Session:
+        """The session of the next incarnation, which goes on from the newest checkpoint."""
+        epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
+        there = self.checkpoints()
+        return Session(
+            daemon, rank=0, world_size=1, paths=self.paths, epoch=epoch, resume=there[-1] if there else None
+        )
