@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.fence import take_epoch
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
@@ -46,7 +48,7 @@ class Run:
     def __init__(self, root: Path) -> None:
         root.mkdir(mode=0o700, parents=True)
         self.paths = RunPaths(root)
-        self.paths.run_yaml.write_text("name: test\n")
+        self.paths.run_yaml.write_bytes(dump(RunConfig(run_dir=str(root))))
 
     def checkpoints(self) -> list[Path]:
         """The committed ones, oldest first."""

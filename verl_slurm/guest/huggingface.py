@@ -163,6 +163,12 @@ class VerlSlurmCallback(TrainerCallback):
     ) -> None:
         self._tell(state, {})  # where another callback took back that there is something to log
 
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._service is not None:
+            self._service.look()
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -298,7 +304,7 @@ def _check(args: TrainingArguments) -> None:
         problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
     elif args.load_best_model_at_end:
         problem = "load_best_model_at_end=True"
-        remedy = "the best checkpoint may be pruned by then: see checkpoint.keep_best, and load it after the run"
+        remedy = "by then the best one may be pruned, or of a former life; evaluate the run's checkpoints behind it"
     elif args.push_to_hub and args.hub_strategy != "end":
         problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
     elif args.save_on_each_node:

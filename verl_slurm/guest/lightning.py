@@ -85,6 +85,7 @@ class VerlSlurmCheckpoint(Checkpoint):
         self._due = False
         self._order: Order | None = None
         self._step = 0
+        self._began_epoch = False
         self._metrics: dict[str, float] = {}
         self._held = False
         self._finished_at: int | None = None
@@ -187,7 +188,12 @@ class VerlSlurmCheckpoint(Checkpoint):
             metadata={"library": f"lightning {lightning.__version__}"},
         )
         place, self._place = self._place, None
+        self._began_epoch = False
         if place is not None:
+            if not place.in_epoch:
+                # With max_steps, Lightning 2.6 would give the epoch that is over one batch more, and count it twice.
+                trainer.fit_loop.epoch_loop.restarting = False
+            trainer.fit_loop._restarting = False  # else this epoch's end passes over a ReduceLROnPlateau
             self._take_up(place, list(_flat(trainer.train_dataloader)))
 
     def _take_up(self, place: _Place, loaders: list[object]) -> None:
@@ -208,8 +214,11 @@ class VerlSlurmCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._service is None or trainer.global_step == self._step:
-            return  # gradients are being accumulated
+        if self._service is None:
+            return
+        if trainer.global_step == self._step:  # gradients are being accumulated
+            self._service.look()
+            return
         self._step = step = trainer.global_step
         self._metrics = _numbers(trainer.logged_metrics)
         self._service.step_done(step, self._metrics)
@@ -219,28 +228,33 @@ class VerlSlurmCheckpoint(Checkpoint):
             self._save(trainer, in_epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._service is not None and not trainer.sanity_checking:
-            self._metrics |= _numbers(trainer.callback_metrics)
-            if not trainer.is_last_batch:
-                self._save(trainer, in_epoch=True)
+        if self._service is None or trainer.sanity_checking:
+            return
+        self._metrics |= _numbers(trainer.callback_metrics)
+        if not trainer.is_last_batch:
+            self._save(trainer, in_epoch=True)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._service is not None:
-            if self._order is None:  # what was asked in the time of the validation
-                self._order = self._service.asked(self._step)
-            self._due = self._due or self._order is not None
-            self._save(trainer, in_epoch=False)
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Here all of the epoch before is done, what Lightning does behind `on_train_epoch_end`, too."""
+        if self._service is None or not self._began_epoch:
+            self._began_epoch = True
+            return
+        if self._order is None:  # what was asked in the time of the validation
+            self._order = self._service.asked(self._step)
+        self._due = self._due or self._order is not None
+        self._save(trainer, in_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._service is not None:
-            self._due = self._service.committed != self._step
-            self._save(trainer, in_epoch=False)
-            self._finished_at = self._step
+        if self._service is None:
+            return
+        self._due = self._service.committed != self._step or self._order is not None
+        self._save(trainer, in_epoch=False, last=True)
+        self._finished_at = self._step
 
     # ---- what they have in common
 
-    def _save(self, trainer: Trainer, *, in_epoch: bool) -> None:
-        """Where one is due; and where that was before the end, this process ends.
+    def _save(self, trainer: Trainer, *, in_epoch: bool, last: bool = False) -> None:
+        """Where one is due; and where somebody waits for our end, this process ends, but for a training that is done.
 
         Raises:
             SystemExit: with 0: the daemon asked to stop.
@@ -257,7 +271,7 @@ class VerlSlurmCheckpoint(Checkpoint):
             place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
             self._service.commit(self._step, written, order, metrics=self._metrics, began=began)
-        if order is not None and order.stop:
+        if order is not None and order.stop and not last:
             self.session.stopped(order.request_id)
             sys.stdout.flush()
             raise SystemExit(0)

@@ -4,6 +4,7 @@ The framework owns the loop and its own checkpoint files; it calls us at the end
 daemon is (`Session.has_daemon`), a callback leaves the framework alone, and none of this is made.
 """
 
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from verl_slurm.checkpoint.format import guest_directory
+from verl_slurm.config.load import load_resolved
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
 from verl_slurm.wire.stopping import Order, Stopper
@@ -57,16 +60,29 @@ class Service:
         self._metadata, self._total = metadata, total
         self.committed = step if session.resume is not None else -1
         self.work = session.paths.work(session.epoch)
-        self.ranks.on_first("making room for checkpoints", self._clear)
+        self._keeper: Keeper | None = None
+        self.ranks.on_first("preparing to save", self._prepare)
         session.started(step, total)
 
-    def _clear(self) -> bytes:
-        clear_work(self.session.paths, self.session.epoch)
+    def _prepare(self) -> bytes:
+        session = self.session
+        self._keeper = Keeper(session, load_resolved(session.paths.run_yaml).checkpoint)
+        clear_work(session.paths, session.epoch)
         return b""
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
         """A step is done."""
         self.session.step_done(step, metrics, self._total)
+
+    def look(self) -> None:
+        """In the middle of a step: say at once where its end cannot be reached before the deadline.
+
+        Nobody waits for a save then that would come too late; the last checkpoint counts, and the job is requeued with
+        time to spare. One rank's word is enough: the others meet at the end of the step, or are ended before.
+        """
+        request = self.session.request() if self.session.rank == 0 else None
+        if request is not None and request.stop and not (found := self.session.reach(request)).ok:
+            self.session.save_failed(request.request_id, f"the step's end cannot be reached: {found.reason}")
 
     def asked(self, step: int) -> Order | None:
         """What the daemon wants at the end of step `step`, the same on all ranks. Collective."""
@@ -77,7 +93,7 @@ class Service:
 
     def commit(
         self, step: int, written: Path, order: Order | None, *, metrics: Mapping[str, float], began: float
-    ) -> bool:
+    ) -> None:
         """Make what all ranks wrote below `written` the checkpoint of `step`. Collective.
 
         A save that fails loses itself only: the checkpoint before it counts, and the training goes on.
@@ -87,21 +103,20 @@ class Service:
             order: that it answers; None: a periodic save.
             began: `time.monotonic` when the save began.
 
-        Returns:
-            Whether it is committed.
-
         Raises:
+            RanksFailed: the last step could not be saved: a run that lost its end is not done.
             Fenced: a newer incarnation owns the run; on all ranks.
         """
+        session, keeper = self.session, self._keeper
         request_id = 0 if order is None else order.request_id
-        session = self.session
+        why = "every so many steps" if order is None else "the job ends" if order.stop else "asked for"
         save = GuestSave(
             guest="loop",
             step=step,
             epoch=session.epoch,
             world_size=session.world_size,
             parent=session.resume.name if session.resume is not None else None,
-            metrics=metrics,
+            metrics=session.numbers(metrics),
             metadata=self._metadata,
             began=began,
         )
@@ -109,20 +124,27 @@ class Service:
         session.part_saved(request_id)
 
         def put() -> bytes:
+            assert keeper is not None
+            keeper.before_save()
             tree = commit_tree(session.paths, save, {guest_directory("loop", step): written})
+            keeper.saved(tree, tidy=order is None or not order.stop)
             return f"{tree.name} {tree.num_bytes}".encode()
 
         try:
             name, num_bytes = self.ranks.on_first("committing the checkpoint", put).decode().split()
         except RanksFailed as failed:
-            if "Fenced" in failed.kinds:
+            shutil.rmtree(written, ignore_errors=True)
+            session.save_failed(request_id, failed.one_line())
+            if keeper is not None:
+                keeper.failed(failed.one_line())
+            if Fenced.__name__ in failed.kinds:
                 raise Fenced("this incarnation no longer owns the run", found=failed.found) from failed
-            session.save_failed(request_id, str(failed.found))
-            return False
+            if 0 < self._total <= step:
+                raise
+            return
         seconds = time.monotonic() - began
-        session.saved(request_id, name, seconds=seconds, num_bytes=int(num_bytes))
+        session.saved(request_id, name, seconds=seconds, num_bytes=int(num_bytes), reason=why)
         self.committed = step
-        return True
 
 
 def own_files(session: Session, needed: str, whose: str) -> Path | None:
