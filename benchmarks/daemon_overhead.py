@@ -7,22 +7,23 @@ Two measurements, since other work on the machine moves step times by more than 
 * apart: in turn, the quick start under `verl-slurm submit --cluster local` (lead, agent, launcher, control channel) and
   the same two ranks by `torchrun` alone, `--rounds` times each; the first two steps of each are left out. Given is the
   ratio of the medians, with, of all pairs of neighbours, the smallest and the largest.
-* paired: one run, in which lead and agent stand still (SIGSTOP) in every second step and go on (SIGCONT) in the others;
-  what a step costs more while they are awake, as the median over pairs of neighbouring steps.
+* paired: two runs. In one, lead and agent stand still in the even steps, in the other one in the odd steps, so that
+  each step, which computes the same in both, was measured with them and without them. Given is what it costs more with
+  them: the median over the steps, and the 95 % interval of that median. They are frozen by a control group (needs root,
+  and cgroup v1's freezer or cgroup v2), unnoticed: SIGCONT
+  would be a warning of Slurm's to them, and the answer to it a save.
 
 Both runs give the same weights: the same seeds, the same ranks.
 """
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,47 +87,87 @@ def with_daemon(run: Path, steps: int) -> list[float]:
     return _seconds(run, steps)
 
 
-def paired(run: Path, steps: int) -> tuple[list[float], list[float]]:
-    """Step times with the daemons frozen (the odd steps) and awake (the even ones) of one run."""
+class Freezer:
+    """A control group whose processes stand still between `freeze` and `thaw`, without a signal.
+
+    Raises:
+        OSError: it cannot be made here.
+    """
+
+    def __init__(self) -> None:
+        old = Path("/sys/fs/cgroup/freezer")
+        root = next(
+            place for place in (old, Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")) if place.is_dir()
+        )
+        self._switch, self._words = (
+            ("freezer.state", ("FROZEN", "THAWED")) if root == old else ("cgroup.freeze", ("1", "0"))
+        )
+        self._root, self._group = root, root / f"verl-slurm-overhead-{os.getpid()}"
+        self._group.mkdir()
+
+    def take(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            (self._group / "cgroup.procs").write_text(str(pid))
+
+    def freeze(self) -> None:
+        (self._group / self._switch).write_text(self._words[0])
+
+    def thaw(self) -> None:
+        (self._group / self._switch).write_text(self._words[1])
+
+    def close(self) -> None:
+        self.thaw()
+        for pid in (self._group / "cgroup.procs").read_text().split():
+            (self._root / "cgroup.procs").write_text(pid)
+        self._group.rmdir()
+
+
+def half_frozen(run: Path, steps: int, parity: int) -> list[float]:
+    """Step times of one run whose daemons stand still in the steps of that parity, from the third on."""
     command = _cli("submit", *_words(run, steps), "--cluster", "local", "--wait")
     run.mkdir(mode=0o700)  # so that there is something to watch
+    freezer = Freezer()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        frozen: list[psutil.Process] = []
         try:
-            for seen, line in enumerate(follow_lines(RunPaths(run).steps, 0, silence_s=lambda: 120.0)):
-                if line is None or seen >= steps - 2:
+            # The row of step k is written at its end: what is frozen behind it stands still in step k + 1.
+            for done, line in enumerate(
+                follow_lines(RunPaths(run).steps, 0, silence_s=lambda: 120.0), start=1
+            ):
+                if line is None or done >= steps - 2:
                     break
-                frozen = _wake(frozen) if frozen else _freeze(run)
+                if done == 1:
+                    freezer.take(_daemons(run))
+                (freezer.freeze if (done + 1) % 2 == parity else freezer.thaw)()
         finally:
-            _wake(frozen)
+            freezer.close()
         process.wait()
-    rows = [float(row["step_s"]) for row in last_steps(RunPaths(run), steps)]
-    # The row of step k is written at its end: what was frozen behind row k held for step k + 1.
-    pairs = list(zip(rows[1::2], rows[2::2], strict=False))[1:-1]
-    return [first for first, _ in pairs], [second for _, second in pairs]
+    return [float(row["step_s"]) for row in last_steps(RunPaths(run), steps)]
 
 
-def _daemons(run: Path) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            argv = process.cmdline()
-            if "verl_slurm_daemon" in argv and str(run) in argv:
-                yield process
+def paired(place: Path, steps: int) -> tuple[list[float], list[float]]:
+    """(frozen, awake): step times of the same steps."""
+    even, odd = (half_frozen(place / f"{parity}", steps, parity) for parity in (0, 1))
+    frozen, awake = [], []
+    for index in range(2, steps - 3):  # of step index + 1
+        pair = (even[index], odd[index])
+        asleep, up = pair if (index + 1) % 2 == 0 else pair[::-1]
+        frozen.append(asleep)
+        awake.append(up)
+    return frozen, awake
 
 
-def _freeze(run: Path) -> list[psutil.Process]:
-    found = list(_daemons(run))
+def _daemons(run: Path) -> list[int]:
+    argvs = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    found = [pid for pid, argv in argvs.items() if "verl_slurm_daemon" in argv and str(run) in argv]
     assert len(found) >= 2, "neither lead nor agent is there to be frozen"
-    for process in found:
-        process.send_signal(signal.SIGSTOP)
     return found
 
 
-def _wake(processes: list[psutil.Process]) -> list[psutil.Process]:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)
-    return []
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The distribution-free 95 % interval of a median: order statistics (Conover 1999, section 3.2)."""
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    low, high = int(len(values) / 2 - half), int(len(values) / 2 + half)
+    return ordered[max(low, 0)], ordered[min(high, len(values) - 1)]
 
 
 def measure(rounds: int, steps: int, frozen_steps: int) -> dict[str, Any]:
@@ -142,11 +183,11 @@ def measure(rounds: int, steps: int, frozen_steps: int) -> dict[str, Any]:
             for how, seen, place in turns if number % 2 == 0 else turns[::-1]:
                 seen.append(how(Path(name) / f"{place}{number}" / "run", steps))
         (Path(name) / "paired").mkdir()
-        asleep, awake = paired(Path(name) / "paired" / "run", frozen_steps)
+        asleep, awake = paired(Path(name) / "paired", frozen_steps)
     there = [statistics.median(a) / statistics.median(b) for a, b in zip(under, bare, strict=True)]
     every_bare, every_under = ([s for one in all_ for s in one] for all_ in (bare, under))
     differences = [b / a - 1 for a, b in zip(asleep, awake, strict=True)]
-    quartiles = statistics.quantiles(differences, n=4)
+    low, high = median_interval(differences)
     return {
         "load_before": round(before, 2),
         "apart": {
@@ -160,7 +201,7 @@ def measure(rounds: int, steps: int, frozen_steps: int) -> dict[str, Any]:
             "frozen_step_s": statistics.median(asleep),
             "awake_step_s": statistics.median(awake),
             "percent": 100 * statistics.median(differences),
-            "percent_quartiles": [round(100 * quartiles[0], 2), round(100 * quartiles[2], 2)],
+            "percent_95": [round(100 * low, 2), round(100 * high, 2)],
             "pairs": len(differences),
         },
     }
@@ -170,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4, metavar="N")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="of each run; at least 4")
-    parser.add_argument("--frozen-steps", type=int, default=40, metavar="N", help="of the paired run")
+    parser.add_argument("--frozen-steps", type=int, default=40, metavar="N", help="of each paired run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     found = measure(options.rounds, options.steps, options.frozen_steps)

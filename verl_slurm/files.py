@@ -104,8 +104,12 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder)."""
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder).
+
+    Args:
+        durable: False: after a power cut there may be the old content, the new one, or an empty file.
+    """
     temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -113,14 +117,16 @@ def write_file(path: Path, data: bytes) -> None:
             view = memoryview(data)
             while view:
                 view = view[os.write(fd, view) :]
-            os.fsync(fd)
+            if durable:
+                os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(temp, path)
     except BaseException:
         temp.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    if durable:
+        fsync_path(path.parent)
 
 
 def create_file(path: Path, data: bytes) -> bool:

@@ -179,14 +179,13 @@ class Agent:
         launch = await self._first(self._launches.get())
         if launch is None:
             return
-        here = self._config.distributed.ranks_per_node
-        ranks.ranks = range(launch.node_rank * here, (launch.node_rank + 1) * here)
+        ranks.ranks = self._config.speakers_on(launch.node_rank)
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         self._rank_log = log
         with open(self._open_rank_log(log), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
                 *launcher_argv(sys.executable, self._config, self._paths, launch, ranks.directory),
-                env=launcher_env(dict(os.environ), self._config, ranks.directory),
+                env=launcher_env(dict(os.environ), self._config, self._paths, launch, ranks.directory),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -179,9 +179,7 @@ class Effects:
         self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
         try:
             point = await self._begin(generation)
-        except (
-            OSError
-        ) as error:  # storage, or a machine without processes left: a crash, with a budget and a back-off
+        except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
             self._journal.event("internal", error=f"the step was not started: {error}")
             self._post(ev.GenerationEnded(1))
             return
@@ -288,7 +286,9 @@ class Effects:
                     self._post(ev.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}"))
                 case NodeExited():
                     said_goodbye = True
-                    link.send(Shutdown())  # heard: the agent waits for it, for we might be gone
+                    # The agent waits for it, for we might be gone; without its driver, all of Ray waits for nothing.
+                    for heard in self._links.values() if self._config.trainer.on_ray else (link,):
+                        heard.send(Shutdown())
                     if message.exit_code != 0:
                         self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
                 case StacksWritten():

@@ -52,6 +52,8 @@ class _Rank:
     at: float
     safe_points: int = 0
     saves: bool = False
+    trains: bool = False
+    """It is past loading: what it needs from here on is pace."""
 
 
 @dataclass
@@ -73,11 +75,12 @@ class HangWatch:
         self._ranks[rank] = _Rank(now)
 
     def passed(self, rank: int, safe_points: int, now: float) -> None:
-        """A safe point; several at once count as one."""
+        """A safe point; several at once count as one. None yet: its loop begins (a guest's, whose first step counts as
+        pace: it may have one safe point in ten minutes, and the second step is no faster)."""
         before = self._ranks.get(rank)
-        if before is not None and before.safe_points and not before.saves:
+        if before is not None and before.trains and not before.saves:
             self._longest_s = max(self._longest_s, now - before.at)
-        self._ranks[rank] = _Rank(now, safe_points)
+        self._ranks[rank] = _Rank(now, safe_points, trains=True)
 
     def saves(self, rank: int, now: float) -> None:
         """It begins a save, and may wait for storage before its next safe point."""

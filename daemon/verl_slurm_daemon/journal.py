@@ -90,7 +90,8 @@ class Journal:
             return
 
     def status(self, status: Status) -> str:
-        """Replace the snapshot. Best effort: it informs, nothing depends on it.
+        """Replace the snapshot. Best effort: it informs, nothing depends on it; so no disk is made to write it down at
+        once, which would cost the training more than all else that a lead does.
 
         Returns:
             Whose the run is by now, where it is no longer this incarnation's; then nothing was written. Empty: ours.
@@ -100,7 +101,7 @@ class Journal:
             owner = read_epoch(self._paths)
             if owner is not None and owner.epoch > self._epoch:
                 return f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}"
-            write_file(self._paths.status, json_line(status))
+            write_file(self._paths.status, json_line(status), durable=False)
         except (OSError, VerlSlurmError):
             pass
         return ""

@@ -1,4 +1,4 @@
-"""The command lines of a generation, as values: srun for the agents, torchrun for the ranks. Pure."""
+"""The command lines of a generation, as values: srun for the agents, torchrun or Ray for the ranks. Pure."""
 
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def container_places(config: RunConfig) -> list[str]:
     reward = config.model.reward.partition(":")
     wanted = [config.run_dir, config.model.path, config.data.root, config.data.eval_root or ""]
     wanted += [reward[2] if reward[0] == "classifier" else "", config.checkpoint.local_dir or ""]
+    wanted += [str(Path(word).parent) for word in config.trainer.command[:1] if word.startswith("/")]
     wanted += config.slurm.container.binds if config.slurm.container else []
     return sorted({place for place in wanted if place.startswith("/")})
 
@@ -72,7 +73,29 @@ def container_places(config: RunConfig) -> list[str]:
 def launcher_argv(
     python: str, config: RunConfig, paths: RunPaths, launch: Launch, scratch: Path
 ) -> list[str]:
-    """The ranks of one node through torch.distributed.run, static rendezvous.
+    """What starts the ranks of one node: ours and those of most guests by torchrun, verl's PPO on Ray.
+
+    Args:
+        scratch: a private directory of this node, removed by the agent.
+    """
+    life = ["--run", str(paths.root), "--epoch", str(launch.epoch), "--resume", launch.resume]
+    trainer = config.trainer
+    if trainer.on_ray:
+        here = ["--node-rank", str(launch.node_rank), "--head", f"{launch.master_addr}:{launch.master_port}"]
+        return [python, "-P", "-m", "verl_slurm.verl.node", *life, *here, "--scratch", str(scratch)]
+    if trainer.backend == "verl":
+        program = ["-m", "--", "verl_slurm.verl.sft", *life]
+    elif trainer.backend == "command":
+        module = trainer.command[0] == "-m"
+        program = ["-m", "--", *trainer.command[1:]] if module else ["--", *trainer.command]
+    else:
+        program = ["-m", "--", "verl_slurm.trainer", *life]
+    return [*_torchrun(python, config, launch, scratch), *program]
+
+
+def _torchrun(python: str, config: RunConfig, launch: Launch, scratch: Path) -> list[str]:
+    """torch.distributed.run, static rendezvous. A program follows it behind `--`: else torchrun takes that one's --run
+    for an abbreviation of its own --run-path.
 
     `--max-restarts=0`: a restart is the lead's decision, for all nodes at once. `--signals-to-handle=SIGQUIT`:
     torchrun would otherwise take its handlers for SIGTERM and the like, and kill its workers at Slurm's warning.
@@ -94,20 +117,13 @@ def launcher_argv(
         "--signals-to-handle=SIGQUIT",
         "--shutdown-timeout=1",
         f"--log-dir={scratch}",
-        "-m",
-        "--",  # else torchrun takes --run for an abbreviation of its own --run-path
-        "verl_slurm.trainer",
-        "--run",
-        str(paths.root),
-        "--epoch",
-        str(launch.epoch),
-        "--resume",
-        launch.resume,
     ]
 
 
-def launcher_env(environ: dict[str, str], config: RunConfig, control: Path) -> dict[str, str]:
-    """The ranks' environment: ours, the control directory, and a fixed number of threads.
+def launcher_env(
+    environ: dict[str, str], config: RunConfig, paths: RunPaths, launch: Launch, control: Path
+) -> dict[str, str]:
+    """The ranks' environment: ours, who they are in the run's life (`guest.session`), and a fixed number of threads.
 
     Args:
         control: 0700, made by this agent under a name that nobody can guess, and removed by it.
@@ -117,6 +133,17 @@ def launcher_env(environ: dict[str, str], config: RunConfig, control: Path) -> d
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from wherever the user stood when he submitted
+    if config.trainer.is_guest:
+        fixed |= {
+            "VERL_SLURM_RUN": str(paths.root),
+            "VERL_SLURM_EPOCH": str(launch.epoch),
+            "VERL_SLURM_GENERATION": str(launch.generation),
+            "VERL_SLURM_RESUME": launch.resume,
+        }
+    program = config.trainer.command[:1]
+    if program and program[0].endswith(".py"):  # named by the user himself: its neighbours are meant, too
+        inherited = environ.get("PYTHONPATH", "")
+        fixed["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program[0]).parent)) if part)
     if threads:
         fixed |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     return own | environ | fixed

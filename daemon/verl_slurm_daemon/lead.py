@@ -20,6 +20,7 @@ import msgspec
 from verl_slurm.checkpoint.fingerprint import check_dataset
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.load import load_resolved
+from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.events import read_events
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["run_lead"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_STATUS_EVERY_S = 0.5
+_STATUS_EVERY_S = 1.0
 _LOOK_AGAIN_S = 300.0
 """Where the job has no limit."""
 _LOOK_SOON_S = 15.0
@@ -73,7 +74,8 @@ class Lead:
             node_budget=config.daemon.node_budget,
         )
         self._model = Model(limits)
-        self._status = Status(job_id=allocation.job_id, steps=config.train.steps, restarts=allocation.restart)
+        steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
+        self._status = Status(job_id=allocation.job_id, steps=steps, restarts=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
         self._lost = False
@@ -210,9 +212,10 @@ class Lead:
     async def _begin(self, journal: Journal, effects: Effects) -> ev.Ready | ev.StartFailed:
         """What has to hold before a rank may start."""
         notices: list[str] = []
-        root = Path(self._config.data.root)
+        root = data_root(self._config)
         try:
-            await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
+            if root is not None:
+                await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
             for text in notices:
                 journal.event("notice", reason=text)
             await effects.open()
@@ -220,7 +223,7 @@ class Lead:
                 journal.event("warning", topic="metrics", text=problem)
         except OSError as error:
             return ev.StartFailed(str(error))
-        return ev.Ready(self._config.distributed.world_size)
+        return ev.Ready(self._config.speakers)
 
     async def _watch_the_clock(self) -> None:
         """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""
@@ -250,6 +253,7 @@ class Lead:
             case ev.RankSaid(Progress() as message) if message.rank == 0:
                 changed = changed or message.phase != status.phase
                 status.step, status.phase, status.index = message.step, message.phase, message.index
+                status.steps = message.total or status.steps
                 status.metrics = message.metrics or status.metrics
             case ev.RankSaid(Saved() as message):
                 changed = True

@@ -70,6 +70,8 @@ def find_resume_point(
         resume_from = "auto"
     sweep(paths)
     sweep(paths.partial)
+    if paths.work(epoch).parent.exists():  # what a guest's loop had not finished; nobody runs now
+        shutil.rmtree(paths.work(epoch).parent)
     choice = choose_resume(paths, resume_from, verifier=checked)
     if choice.name is not None:
         paths.from_nothing.unlink(missing_ok=True)

@@ -58,6 +58,16 @@ def test_the_time_before_the_first_safe_point_is_no_pace() -> None:
     assert hang.limit_s(0) == 60.0
 
 
+def test_a_loop_with_one_safe_point_a_step_is_not_hung_in_its_second_step() -> None:
+    hang = watch()
+    hang.started(0, 0.0)
+    hang.passed(0, 0, 30.0)  # its loop begins; a step takes 400 s, more than the floor
+    assert hang.silence(30.0 + 899.0) is None
+    hang.passed(0, 1, 430.0)
+    assert hang.silence(430.0 + 1999.0) is None
+    assert hang.silence(430.0 + 2000.0) is not None
+
+
 def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it() -> None:
     hang = watch()
     for rank in range(4):

@@ -42,7 +42,7 @@ def test_a_step_has_one_agent_a_node_and_no_opinion_about_their_ends() -> None:
 
 @pytest.mark.scenario("M08")
 def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
-    env = launcher_env({"PATH": "/bin"}, RunConfig(), Path("/run/x"))
+    env = launcher_env({"PATH": "/bin"}, RunConfig(), PATHS, LAUNCH, Path("/run/x"))
     assert set(env) == {
         "PATH",
         "VERL_SLURM_CONTROL",
@@ -60,9 +60,14 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
 def test_compiled_code_is_loaded_from_no_place_that_others_can_make() -> None:
     """By default torch loads it from /tmp/torchinductor_USER. What the user himself has set stays."""
     private = Path("/run/verl-slurm-1-x")
-    assert launcher_env({}, RunConfig(), private)["TORCHINDUCTOR_CACHE_DIR"].startswith(f"{private}/")
+    assert launcher_env({}, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"].startswith(
+        f"{private}/"
+    )
     mine = {"TORCHINDUCTOR_CACHE_DIR": "/home/me/compiled"}
-    assert launcher_env(mine, RunConfig(), private)["TORCHINDUCTOR_CACHE_DIR"] == "/home/me/compiled"
+    assert (
+        launcher_env(mine, RunConfig(), PATHS, LAUNCH, private)["TORCHINDUCTOR_CACHE_DIR"]
+        == "/home/me/compiled"
+    )
 
 
 def test_a_heterogeneous_step_takes_its_counts_from_the_components() -> None:
@@ -96,3 +101,43 @@ def test_pyxis_is_told_by_options_of_srun() -> None:
     assert "--container-image=img" in argv
     assert "--container-mounts=/models/m:/models/m,/opt:/opt,/shared/run:/shared/run" in argv
     assert argv[argv.index("py") :] == ["py", *agent_argv("python", PATHS, 7)[1:]]
+
+
+def _guest(text: str) -> RunConfig:
+    return parse_config(f"trainer: {{{text}}}".encode(), "x.yaml")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("text", "program", "arguments"),
+    [
+        ("backend: command, command: [/x/train.py, --run, '3']", "/x/train.py", ["--run", "3"]),
+        ("backend: command, command: [-m, pkg.train, --nnodes, '9']", "pkg.train", ["--nnodes", "9"]),
+        ("backend: verl, entry: sft", "verl_slurm.verl.sft", ["--run", "/shared/me/run", "--epoch", "7"]),
+    ],
+)
+def test_torchrun_hands_a_guest_its_own_words(text: str, program: str, arguments: list[str]) -> None:
+    argv = launcher_argv("python", _guest(text), PATHS, LAUNCH, Path("/run/x"))
+    args = get_args_parser().parse_args(argv[4:])
+    assert (args.nnodes, args.training_script) == ("2", program)
+    assert args.training_script_args[: len(arguments)] == arguments
+    assert args.module == (program != "/x/train.py")
+
+
+def test_ray_is_told_where_its_head_is_and_which_node_this_is() -> None:
+    argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
+    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.verl.node"]
+    assert argv[-6:] == ["--node-rank", "1", "--head", "10.0.0.1:29500", "--scratch", "/run/x"]
+
+
+def test_a_guest_learns_from_its_environment_whose_life_it_leads() -> None:
+    config = _guest("backend: command, command: [/x/train.py]")
+    env = launcher_env({"PYTHONPATH": "/mine"}, config, PATHS, LAUNCH, Path("/run/x"))
+    assert {key: value for key, value in env.items() if key.startswith("VERL_SLURM_")} == {
+        "VERL_SLURM_CONTROL": "/run/x",
+        "VERL_SLURM_RUN": "/shared/me/run",
+        "VERL_SLURM_EPOCH": "7",
+        "VERL_SLURM_GENERATION": "2",
+        "VERL_SLURM_RESUME": "step_000004",
+    }
+    assert env["PYTHONPATH"] == "/mine:/x"

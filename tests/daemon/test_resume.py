@@ -19,7 +19,8 @@ from verl_slurm.checkpoint.commit import commit
 from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.scrub import scrub_one
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TierConfig
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import Fenced, KeyRefused, TierError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir

@@ -19,7 +19,8 @@ from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.observability import ObservabilityConfig
-from verl_slurm.config.schema import RunConfig, TierConfig
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.events import append_event, parse_event, read_events
 from verl_slurm.files import private_dir

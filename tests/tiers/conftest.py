@@ -19,7 +19,8 @@ from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.commit import commit
 from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
-from verl_slurm.config.schema import RunConfig, TierConfig
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.run_id import run_id

@@ -22,7 +22,7 @@ from tests.tiers.conftest import (
 from tests.tiers.radosgw import BUCKET, Radosgw, running
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.config.schema import TierConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import CheckpointCorrupt, TierError
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers import s3

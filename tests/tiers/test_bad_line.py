@@ -21,7 +21,7 @@ from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, op
 from tests.tiers.radosgw import BUCKET, running
 from tests.tiers.s3_stand_in import Call, StandIn, Stored
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import TierConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths

@@ -13,7 +13,8 @@ from verl_slurm.checkpoint.format import MANIFEST
 from verl_slurm.checkpoint.manifest import render, sealed
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TierConfig
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, TierError
 from verl_slurm.events import read_events
 from verl_slurm.keys import Keyring, MasterKey, new_key_file

@@ -213,11 +213,19 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     from verl_slurm.checkpoint import fingerprint as prints
     from verl_slurm.checkpoint.hash_cache import default_path
     from verl_slurm.config.load import load_resolved
+    from verl_slurm.config.roles import data_root
 
     root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
         against = against or RunPaths(place.resolve())
-        root, cache = Path(load_resolved(place / "run.yaml").data.root), RunPaths(place.resolve()).hash_cache
+        known = data_root(load_resolved(place / "run.yaml"))
+        if known is None:
+            raise NotFound(
+                "the run was not told which data it has",
+                where=place / "run.yaml",
+                remedy="set data.root, or give the data's directory",
+            )
+        root, cache = known, RunPaths(place.resolve()).hash_cache
     seen = prints.survey(root, cache=cache, full=full)
     now = seen.found
     for notice in (*seen.notices, prints.remember(cache, seen)):

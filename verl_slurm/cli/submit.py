@@ -20,8 +20,20 @@ if TYPE_CHECKING:
 
 __all__ = ["submit"]
 
+_VERL = "verl_slurm.verl_words"
+
+
+class _WithVerlWords(click.Command):
+    """Keeps what stands behind `--` apart, instead of taking it for more of the same arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_VERL] = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
+
 
 @click.command(
+    cls=_WithVerlWords,
     epilog=exits(
         ExitCode.CONFIG,
         ExitCode.DATA,
@@ -34,10 +46,10 @@ __all__ = ["submit"]
         ExitCode.NO_ROOM,
         ExitCode.KEY,
     )
-    + "\n\nWith --wait: the run's own exit code."
+    + "\n\nWith --wait: the run's own exit code.",
 )
 @click.argument("config", type=PLACE)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
 @click.option(
     "--cluster",
     type=click.Choice(["auto", "slurm", "local"]),
@@ -55,7 +67,9 @@ __all__ = ["submit"]
 @click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
 @click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
 @json_option
+@click.pass_context
 def submit(
+    ctx: click.Context,
     config: Path,
     overrides: tuple[str, ...],
     cluster: Literal["auto", "slurm", "local"],
@@ -79,6 +93,7 @@ def submit(
     verl-slurm submit configs/quickstart.yaml
     verl-slurm submit my.yaml name=big slurm.partition=gpu distributed.nodes=4 distributed.dp_size=32
     verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
+    verl-slurm submit configs/verl_grpo.yaml -- trainer.total_epochs=3   # words for verl itself
     """
     from verl_slurm.submit.inputs import needs_building
     from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
@@ -88,7 +103,11 @@ def submit(
         raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
 
     plan = plan_submission(
-        config, list(overrides), cluster="slurm" if prepare_only else cluster, ask_slurm=not prepare_only
+        config,
+        list(overrides),
+        verl=ctx.meta[_VERL],
+        cluster="slurm" if prepare_only else cluster,
+        ask_slurm=not prepare_only,
     )
     if dry_run:
         check_drift(plan, _Confirm(True) if force_resume else None)

@@ -64,12 +64,14 @@ def update_reward(
     """
     from verl_slurm.events import append_event
     from verl_slurm.reward_plan import ask_for_reward
+    from verl_slurm.submit.guests import refuse_guests
     from verl_slurm.submit.rewards import absolute_reward, check_reward
 
     if checkpoint is not None and new_model is not None and run is None:
         run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
     elif run is None or new is None or checkpoint is not None or new_model is not None:
         raise click.UsageError("give RUN and NEW, or --checkpoint and --new-model", ctx)
+    refuse_guests(run)
     here = Path.cwd()
     if ":" not in new and (here / Path(new).expanduser()).is_dir():
         new = f"classifier:{new}"

@@ -1,12 +1,13 @@
 """What the types alone cannot say about a config: values that must go together. Pure."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 from verl_slurm.config.algorithm_checks import algorithm_complaints
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.guest_checks import guest_complaints
 from verl_slurm.config.observability_checks import observability_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
@@ -69,10 +70,13 @@ def check(config: RunConfig, source: str) -> None:
 
 def complaints(config: RunConfig) -> list[Complaint]:
     """Everything wrong with `config`, in the order of the sections."""
-    parts = (_names, _shape, _batches, rollout_complaints, _times, _cadence, _partial_saves, _keys, _slurm)
+    parts: list[Callable[[RunConfig], Iterable[Complaint]]]
+    parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
+    if not config.trainer.is_guest:
+        parts[3:3] = [_batches, rollout_complaints, train_complaints]
     found = [complaint for part in parts for complaint in part(config)]
     found += observability_complaints(config.observability)
-    return [*found, *train_complaints(config), *tier_complaints(config.tiers)]
+    return [*found, *tier_complaints(config.tiers)]
 
 
 def _names(config: RunConfig) -> Iterator[Complaint]:

@@ -17,6 +17,7 @@ import msgspec
 
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks import check
+from verl_slurm.config.guest import flattened
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
@@ -24,17 +25,21 @@ from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
 __all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config", "shipped"]
 
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
+_VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
 _IN_LIST = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 _PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
 
 
-def load(path: Path | str, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def load(
+    path: Path | str, overrides: typing.Sequence[str] = (), verl: typing.Sequence[str] = ()
+) -> RunConfig:
     """Read, override, check.
 
     Args:
         path: a YAML file.
         overrides: words like `train.steps=50`, `slurm.partition=null`, `slurm.extra={constraint: a100}`;
             a later one wins over an earlier one, and all of them over the file.
+        verl: words of verl's own (Hydra's), `trainer.save_freq=5`; they win over the file's section `verl`.
 
     Returns:
         The whole configuration, defaults filled in. Relative paths are left as they are written.
@@ -44,10 +49,12 @@ def load(path: Path | str, overrides: typing.Sequence[str] = ()) -> RunConfig:
             do not go together (`checks.check`).
     """
     path = Path(path)
-    return parse_config(_read(path), str(path), overrides)
+    return parse_config(_read(path), str(path), overrides, verl)
 
 
-def parse_config(raw: bytes, source: str, overrides: typing.Sequence[str] = ()) -> RunConfig:
+def parse_config(
+    raw: bytes, source: str, overrides: typing.Sequence[str] = (), verl: typing.Sequence[str] = ()
+) -> RunConfig:
     """`load` without the file: `raw` is its content, `source` its name in errors."""
     data, lines = strict_yaml.parse(raw, source)
     for section in _sections() & set(data):
@@ -56,6 +63,9 @@ def parse_config(raw: bytes, source: str, overrides: typing.Sequence[str] = ()) 
     places = {dotted: f"{source}:{line}" for dotted, line in lines.items()}
     for word in overrides:
         _override(data, places, word)
+    ours = data.get("verl") or {}
+    if isinstance(ours, dict):
+        data["verl"] = flattened(ours | dict(_verl_word(word) for word in verl))
     _refuse_unknown(data, places, source)
     config = _convert(data, places, source)
     check(config, source)
@@ -175,6 +185,18 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
         place = inner
     place[last] = _override_value(dotted, text)
     places[dotted] = shown
+
+
+def _verl_word(word: str) -> tuple[str, Value]:
+    match = _VERL_WORD.fullmatch(word)
+    if match is None:
+        raise ConfigError(
+            "not a word for verl",
+            where=word,
+            expected="KEY=VALUE or +KEY=VALUE, e.g. trainer.save_freq=5",
+            remedy="mend that word",
+        )
+    return match[1], strict_yaml.parse_value(match[2], word)
 
 
 def _private(dotted: str) -> bool:

@@ -1,10 +1,11 @@
-"""Which models a run trains: decided by its algorithm, asked by all that count, save or look for them. Pure."""
+"""What a run trains, and on what: decided by its configuration, asked by all that count, save or look for it. Pure."""
 
+from pathlib import Path
 from typing import Literal
 
-from verl_slurm.config.schema import TrainConfig
+from verl_slurm.config.schema import DataConfig, RunConfig, TrainConfig
 
-__all__ = ["ROLES", "Role", "trained_roles"]
+__all__ = ["ROLES", "Role", "data_root", "trained_roles"]
 
 Role = Literal["actor", "critic"]
 ROLES: tuple[Role, ...] = ("actor", "critic")
@@ -17,3 +18,14 @@ def trained_roles(train: TrainConfig) -> tuple[Role, ...]:
     Called by: config.checks, submit.room, trainer.setup, trainer.resuming, trainer.schedule.
     """
     return ROLES if train.algorithm == "ppo" else ROLES[:1]
+
+
+def data_root(config: RunConfig) -> Path | None:
+    """The tree whose fingerprint tells whether the data is still that of the first start. None: a guest's program that
+    was not said to have one.
+
+    Called by: submit, cli, daemon.
+    """
+    if config.trainer.is_guest and config.data.root == DataConfig().root:
+        return None
+    return Path(config.data.root)

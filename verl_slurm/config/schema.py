@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from verl_slurm.config.guest import GuestConfig, VerlSection
 from verl_slurm.config.observability import ObservabilityConfig
+from verl_slurm.config.tiers import TierConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -21,7 +23,6 @@ __all__ = [
     "RunConfig",
     "SlurmConfig",
     "StepInterval",
-    "TierConfig",
     "TrainConfig",
 ]
 
@@ -191,6 +192,10 @@ class DistributedConfig(_Section, frozen=True):
     def ranks_per_node(self) -> int:
         return self.world_size // self.nodes
 
+    def ranks_on(self, node_rank: int) -> range:
+        """The ranks of one node."""
+        return range(node_rank * self.ranks_per_node, (node_rank + 1) * self.ranks_per_node)
+
 
 class EncryptionConfig(_Section, frozen=True):
     """Where the key is that checkpoints and journals are encrypted and signed with; never the key itself."""
@@ -344,38 +349,6 @@ class DaemonConfig(_Section, frozen=True):
     """From the start of the ranks to their first word."""
 
 
-class TierConfig(_Section, frozen=True):
-    """One more place for verified checkpoints, behind the run's own `checkpoints/` (`verl_slurm.tiers.layout`).
-
-    Credentials never stand here: an S3 tier takes them where every AWS tool does (environment, `~/.aws`, the
-    instance's role).
-    """
-
-    name: str
-    kind: str
-    """`posix`, `s3`, `archive` (either of the two, by `path` or `bucket`; never pruned) or `plugin:NAME`."""
-    path: str | None = None
-    """Of a directory tier, seen by the job's first node. Must exist, so that a place that is not mounted is noticed;
-    what is made below it is 0700."""
-    bucket: str | None = None
-    prefix: str = "verl-slurm"
-    """What all of this tier's names begin with, below `path` or in `bucket`."""
-    endpoint: str | None = None
-    """Of an S3 server that is not Amazon's: https://HOST[:PORT]."""
-    region: str | None = None
-    storage_class: str | None = None
-    """An S3 storage class, e.g. STANDARD_IA or DEEP_ARCHIVE."""
-    keep_days: Positive | None = None
-    """Older ones go, where the next tier has them (`verl_slurm.tiers.plan`). null: for ever."""
-    verify: Literal["reread", "checksum"] = "reread"
-    """reread: every object is fetched again and hashed. checksum: the server's own checksum (its ETag, an MD5) is
-    compared; needs no second transfer, and believes the server that it stored what it hashed."""
-    insecure: bool = False
-    """Allow an http:// endpoint that is not on this machine. TLS certificates are always checked."""
-    options: dict[str, str] = {}
-    """What a plug-in wants to know."""
-
-
 class RunConfig(_Section, frozen=True):
     """A whole run."""
 
@@ -384,6 +357,9 @@ class RunConfig(_Section, frozen=True):
     """Where everything of the run lives; on a file system that all its nodes see."""
     seed: NonNegative = 0
     deterministic: bool = True
+    trainer: GuestConfig = GuestConfig()
+    """`config/guest.py`."""
+    verl: VerlSection = {}
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -398,3 +374,12 @@ class RunConfig(_Section, frozen=True):
     """Where verified checkpoints move by themselves, nearest first, e.g. node NVMe, object store, archive."""
     tiers_every_min: Positive = 15
     """The daemon has the mover look this often, besides after every verified checkpoint."""
+
+    @property
+    def speakers(self) -> int:
+        """Ranks that speak with the daemon: on Ray it is one alone, verl's driver."""
+        return 1 if self.trainer.on_ray else self.distributed.world_size
+
+    def speakers_on(self, node_rank: int) -> range:
+        """Those of one node. Ray chooses where the driver runs, so each node listens for it."""
+        return range(1) if self.trainer.on_ray else self.distributed.ranks_on(node_rank)

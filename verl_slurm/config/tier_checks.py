@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from verl_slurm.config.complaint import Complaint
-from verl_slurm.config.schema import TierConfig
+from verl_slurm.config.tiers import TierConfig
 
 __all__ = ["LOCAL_TIER", "endpoint_problem", "is_s3", "tier_complaints"]
 

@@ -92,7 +92,8 @@ class Run:
         return self
 
     def _begin(self) -> None:
-        self._ranks = Collective(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ranks = Collective(self._group)
         if self._ranks.world_size != self._session.world_size:
             raise ConfigError(
                 "the ranks do not know each other",
@@ -199,6 +200,8 @@ class Run:
                 f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
             )
         self._session.close()
+        if self._group is not None and (error is None or isinstance(error, SystemExit)):
+            dist.destroy_process_group(self._group)
 
     def _answer(self, order: Order) -> None:
         self._save(order.request_id, "the job ends" if order.stop else "asked for", ends=order.stop)

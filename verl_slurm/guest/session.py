@@ -276,7 +276,8 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            found[str(name)] = float(value)  # type: ignore[arg-type]
+            detach = getattr(value, "detach", None)  # a tensor that needs a gradient warns
+            found[str(name)] = float(value if detach is None else detach())  # type: ignore[arg-type]
     return found
 
 

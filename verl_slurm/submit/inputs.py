@@ -71,7 +71,8 @@ def _cache_base() -> Path:
 def absolute(config: RunConfig, base: Path) -> RunConfig:
     """The config with every path made absolute against `base`, and the run's name put into `run_dir`.
 
-    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay.
+    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. Of a guest's command its
+    first word is a path, if it ends like one.
     """
 
     def path(text: str) -> str:
@@ -90,7 +91,10 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
         checkpoint = replace(checkpoint, resume_from=path(wanted))
     run_dir = path(config.run_dir.replace("{name}", config.name))
-    return replace(config, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir)
+    trainer = config.trainer
+    if trainer.command and trainer.command[0].endswith(".py"):
+        trainer = replace(trainer, command=(path(trainer.command[0]), *trainer.command[1:]))
+    return replace(config, trainer=trainer, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir)
 
 
 def check_names(config: RunConfig) -> None:
@@ -120,6 +124,8 @@ def build_builtins(config: RunConfig) -> RunConfig:
     Raises:
         DataError: it could not be built.
     """
+    if config.trainer.is_guest:
+        return config
     replace = msgspec.structs.replace
     if config.data.root.startswith(_BUILTIN):
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
@@ -251,4 +257,5 @@ def check_row(where: str, line: bytes, keys: tuple[str, str]) -> None:
 
 def needs_building(config: RunConfig) -> bool:
     """Whether a model must be built first, which takes its time."""
-    return config.model.path.startswith(_BUILTIN) and not _built_model(config).is_dir()
+    ours = not config.trainer.is_guest and config.model.path.startswith(_BUILTIN)
+    return ours and not _built_model(config).is_dir()

@@ -1,5 +1,6 @@
 """What is decided of a submission before anything is made, and what of a run may change. Pure."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,10 @@ Cluster = Literal["slurm", "local"]
 # What may differ between the submissions of one run: it does not touch what is computed.
 _FREE_SECTIONS = ("slurm.", "daemon.", "observability.", "checkpoint.", "train.eval_")
 _FREE_KEYS = {"rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
+# How long verl trains, what it prints, and how often it saves and validates.
+_FREE_OF_VERL = re.compile(
+    r"verl\.trainer\.(total_|save_freq|test_freq|logger|project_name|experiment_name|val_)"
+)
 
 
 class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +52,7 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def may_change(key: str) -> bool:
     """Whether `key` may differ between two submissions of one run."""
-    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS
+    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS or _FREE_OF_VERL.match(key) is not None
 
 
 def refuse_changes(
@@ -72,7 +77,7 @@ def refuse_changes(
     if not begun:
         return [key for key, _, _ in changes]
     resharded = old.distributed.axes != new.distributed.axes
-    if resharded:
+    if resharded and not new.trainer.is_guest:
         require_same_step(old, new, where=run_dir / "run.yaml")
     fixed = [
         f"{key}: {before!r} -> {after!r}"

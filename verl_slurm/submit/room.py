@@ -57,7 +57,7 @@ def check_room(
 
     Called by: submit.submission.
     """
-    if committed and committed[0].step >= config.train.steps:
+    if committed and not config.trainer.is_guest and committed[0].step >= config.train.steps:
         return ""  # it is done; nothing more is saved
     size = checkpoint_size(config, committed)
     if size is None:
@@ -90,7 +90,8 @@ def check_room(
 def num_to_come(config: RunConfig, present: int) -> int:
     """At most so many more checkpoints lie there at once, when `present` do already: at least one. Pure."""
     checkpoint = config.checkpoint
-    for_ever = config.train.steps // checkpoint.keep_every if checkpoint.keep_every else 0
+    steps = 0 if config.trainer.is_guest else config.train.steps  # how many a guest will do, it alone knows
+    for_ever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
     return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + checkpoint.keep_best + 1 - present, 1)
 
 
@@ -102,7 +103,7 @@ def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
 
     Called by: submit.submission.
     """
-    if not config.checkpoint.store_frozen:
+    if not config.checkpoint.store_frozen or config.trainer.is_guest:
         return 0, 0
     kind, _, reward = config.model.reward.partition(":")
     sources = {Path(config.model.path)} if not config.model.path.startswith("builtin:") else set()
@@ -144,6 +145,8 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
     if committed:
         newest = committed[0]
         return newest.num_bytes, newest.num_files, newest.name
+    if config.trainer.is_guest:
+        return None
     model = config.model.path
     parameters = None if model.startswith("builtin:") else num_parameters(Path(model))
     if parameters is None:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
+from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.events import append_event
@@ -30,6 +31,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.submit.deadlines import check_deadlines
 from verl_slurm.submit.executor import submit_job
 from verl_slurm.submit.gpus import gpu_note
+from verl_slurm.submit.guests import check_guest
 from verl_slurm.submit.inputs import absolute, build_builtins, built_before
 from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
@@ -74,6 +76,7 @@ def plan_submission(
     source: Path,
     overrides: list[str],
     *,
+    verl: Sequence[str] = (),
     cluster: Literal["auto", "slurm", "local"] = "auto",
     ask_slurm: bool = True,
     base: Path | None = None,
@@ -83,6 +86,7 @@ def plan_submission(
     Args:
         source: a YAML file, or a run directory (then its run.yaml: the same run again).
         overrides: `key=value` words.
+        verl: those for verl itself.
         cluster: `auto` is Slurm where its commands are.
         ask_slurm: False: for a run that is only prepared.
         base: relative paths are relative to it; default: the working directory.
@@ -94,14 +98,18 @@ def plan_submission(
     """
     if source.is_dir():
         source = _run_yaml_of(source)
-    written = load(source, overrides)
+    written = load(source, overrides, verl)
     check_written(written)
     config = absolute(written, base or Path.cwd())
     paths = RunPaths(config.run_dir)
     check_run_dir(paths.root)
-    check_inputs(config, written.model.path)
+    checked = ["configuration", "run directory"]
+    if config.trainer.is_guest:
+        checked += check_guest(config)
+    else:
+        check_inputs(config, written.model.path)
+        checked += ["model", "reward", "data"]
     check_resume_from(config)
-    checked = ["configuration", "run directory", "model", "reward", "data"]
     if config.checkpoint.resume_from not in (None, "auto"):
         checked.append("the checkpoint to resume from")
     chosen, note = choose_cluster(cluster)
@@ -119,7 +127,8 @@ def plan_submission(
         former = load_resolved(paths.run_yaml)
         config = built_before(config, former)
         begun = has_begun(paths)
-        if begun and former.distributed.axes != config.distributed.axes:
+        resharded = former.distributed.axes != config.distributed.axes
+        if begun and resharded and not config.trainer.is_guest:
             config = keep_step(former, config)
             notes.append(_reshaped(former, config))
         changed = _changes(paths, config, begun=begun)
@@ -171,8 +180,8 @@ def carry_out(
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
-    seen, drift = _confirmed_drift(plan, Path(config.data.root), confirm_drift)
-    notices = list(seen.notices)
+    seen, drift = _confirmed_drift(plan, data_root(config), confirm_drift)
+    notices = list(seen.notices) if seen is not None else []
     job_id: str | None = None
     with ExitStack() as held:
         with ExitStack() as undo:
@@ -196,11 +205,12 @@ def carry_out(
                 # A start that came to nothing may have written the layout of the former configuration.
                 _keep(undo, paths.orchestration)
                 paths.orchestration.unlink()
-            if drift is not None or not plan.begun or not paths.fingerprint.exists():
-                _keep(undo, paths.fingerprint)
-                prints.write(paths, seen.found)
-            if forgotten := prints.remember(paths.hash_cache, seen):
-                notices.append(forgotten)
+            if seen is not None:
+                if drift is not None or not plan.begun or not paths.fingerprint.exists():
+                    _keep(undo, paths.fingerprint)
+                    prints.write(paths, seen.found)
+                if forgotten := prints.remember(paths.hash_cache, seen):
+                    notices.append(forgotten)
             if not prepare_only:
                 job_id = submit_job(msgspec.structs.replace(plan, config=config))
             undo.pop_all()  # a job exists: from here on nothing is undone
@@ -247,13 +257,15 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
     Called by: cli.submit, for a dry run.
     """
     if plan.begun:
-        _confirmed_drift(plan, Path(plan.config.data.root), confirm_drift)
+        _confirmed_drift(plan, data_root(plan.config), confirm_drift)
 
 
 def _confirmed_drift(
-    plan: SubmissionPlan, root: Path, confirm_drift: Confirm | None
-) -> tuple[prints.Survey, prints.Drift | None]:
+    plan: SubmissionPlan, root: Path | None, confirm_drift: Confirm | None
+) -> tuple[prints.Survey | None, prints.Drift | None]:
     """What has changed in the data of a run that has begun; one that has not may start on other data."""
+    if root is None:
+        return None, None
     paths = RunPaths(plan.run_dir)
     old = prints.read(paths) if plan.begun else None
     seen = prints.look(paths, root, old, may_record=confirm_drift is not None)

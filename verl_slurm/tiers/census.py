@@ -12,8 +12,8 @@ from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.signature import signature_problem
 from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.config.schema import TierConfig
 from verl_slurm.config.tier_checks import LOCAL_TIER
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch, VerlSlurmError
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.keys import Keyring

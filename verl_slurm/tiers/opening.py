@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 
-from verl_slurm.config.schema import RunConfig, TierConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import is_s3
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths

@@ -21,7 +21,7 @@ import msgspec
 from verl_slurm.checkpoint.chunks import Reading, read_checked
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
-from verl_slurm.config.schema import TierConfig
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import TierError
 from verl_slurm.files import fsync_path, private_dir
 from verl_slurm.tiers.backend import ObjectInfo, Source

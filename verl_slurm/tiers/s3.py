@@ -20,8 +20,8 @@ import urllib3.exceptions
 from botocore.config import Config
 
 from verl_slurm.checkpoint.format import FileEntry
-from verl_slurm.config.schema import TierConfig
 from verl_slurm.config.tier_checks import endpoint_problem
+from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import TierError
 from verl_slurm.tiers.backend import ObjectInfo, Source
 from verl_slurm.tiers.digest import check_blocks

@@ -23,7 +23,10 @@ MAX_MESSAGE = 64 * 1024
 """Bytes of one message; a rank's own are under 4 KiB."""
 
 _PATIENCE_S = 2.0
-_PROGRESS_EVERY_S = 0.2
+_PROGRESS_EVERY_S = 0.5
+"""Rank 0's, which people see; a new phase is news at once."""
+_OTHERS_EVERY_S = 1.0
+"""That the others still live is all that anybody asks of them; each message costs a machine of the ranks some time."""
 
 
 class RankLine(Protocol):
@@ -66,10 +69,12 @@ class RankClient:
         now = time.monotonic()
         patience = _PATIENCE_S
         if isinstance(message, Progress):
-            # A new phase is always news, and a step's end carries its metrics.
-            if now < self._next_progress and message.phase == self._phase:
+            # Of rank 0 a new phase is always news, and a step's end carries its metrics.
+            news = message.rank == 0 and message.phase != self._phase
+            if now < self._next_progress and not news:
                 return
-            self._next_progress, self._phase = now + _PROGRESS_EVERY_S, message.phase
+            every = _OTHERS_EVERY_S if message.rank else _PROGRESS_EVERY_S
+            self._next_progress, self._phase = now + every, message.phase
             patience = _PATIENCE_S if message.phase == "step_end" else 0.0
         self._socket.settimeout(patience)
         try:

@@ -19,7 +19,7 @@ A generation (one start of all ranks) goes, in the good case:
 ```
 agent → lead   AgentReady(node, node_id, free_port)
 lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume, epoch)
-rank  → lead   RankStarted, then Progress at most every 0.2 s (and at once at the first); Notice at times
+rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0) or 1 s (the others); Notice at times
    a preemption:
 lead  → agent  StopRequest(request_id, deadline_s)      → into the control page
 rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the

@@ -1,0 +1,82 @@
+"""A configuration whose training loop is a guest's: what it says, and what it may not say."""
+
+import pytest
+
+from verl_slurm.config.load import differences, dump, load, parse_config
+from verl_slurm.config.roles import data_root
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
+
+_VERL = b"trainer: {backend: verl}\nverl:\n  trainer: {total_epochs: 2, save_freq: 5}\n"
+
+
+def test_verls_own_keys_are_dotted_and_those_behind_the_dashes_win() -> None:
+    words = ["trainer.save_freq=9", "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
+    config = parse_config(_VERL, "x.yaml", ["verl.data.shuffle=false"], words)
+    assert config.verl == {
+        "trainer.total_epochs": 2,
+        "data.shuffle": False,
+        "trainer.save_freq": 9,
+        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    }
+
+
+def test_a_key_added_in_a_nested_section_is_added_to_verls_configuration() -> None:
+    text = b"trainer: {backend: verl}\nverl: {actor: {'+model.x': 1, y: [1, 2], z: {}}}\n"
+    assert parse_config(text, "x.yaml").verl == {"+actor.model.x": 1, "actor.y": [1, 2], "actor.z": {}}
+
+
+def test_it_is_written_down_and_read_back_the_same(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = parse_config(_VERL, "x.yaml", [], ["+ray_kwargs.ray_init.num_gpus=2", "data.files='[a,b]'"])
+    path = tmp_path / "run.yaml"
+    path.write_bytes(dump(config))
+    assert load(path) == config
+    assert differences(config, load(path, ["verl.trainer.save_freq=7"])) == [("verl.trainer.save_freq", 5, 7)]
+
+
+@pytest.mark.parametrize("word", ["trainer.save_freq", "~trainer.logger", "--help", "=3", "a b=3"])
+def test_what_is_no_word_for_verl_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="not a word for verl"):
+        parse_config(_VERL, "x.yaml", [], [word])
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("verl: {a: 1}", "verl"),
+        ("trainer: {entry: sft}", "trainer.entry"),
+        ("trainer: {backend: command}", "trainer.command"),
+        ("trainer: {backend: verl, command: [a.py]}", "trainer.command"),
+        ("trainer: {backend: verl}\ntrain: {steps: 5}", "train.steps"),
+        ("trainer: {backend: verl}\nmodel: {path: /m}", "model.path"),
+        ("trainer: {backend: command, command: [a.py]}\nrollout: {engine: vllm}", "rollout.engine"),
+        (
+            "trainer: {backend: command, command: [a.py]}\ncheckpoint: {cadence: young_daly}",
+            "checkpoint.cadence",
+        ),
+        (
+            "trainer: {backend: command, command: [a.py]}\ncheckpoint: {local_dir: /nvme}",
+            "checkpoint.local_dir",
+        ),
+        ("trainer: {backend: verl}\ndistributed: {dp_size: 4, tp_size: 2}", "distributed.tp_size"),
+        ("trainer: {backend: verl}\ndata: {prompt_key: x}", "data.prompt_key"),
+    ],
+)
+def test_a_key_that_nobody_reads_is_refused_by_its_name(text: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text.encode(), "x.yaml")
+    assert str(caught.value.where).endswith(key)
+
+
+def test_on_ray_one_process_speaks_and_every_node_listens_for_it() -> None:
+    ppo = parse_config(b"trainer: {backend: verl}\ndistributed: {dp_size: 8, nodes: 4}", "x.yaml")
+    assert (ppo.speakers, ppo.speakers_on(3)) == (1, range(1))
+    sft = parse_config(b"trainer: {backend: verl, entry: sft}\ndistributed: {dp_size: 8, nodes: 4}", "x.yaml")
+    assert (sft.speakers, sft.speakers_on(3)) == (8, range(6, 8))
+
+
+def test_a_guest_has_data_only_where_it_was_said() -> None:
+    assert data_root(RunConfig()) is not None
+    text = "trainer: {backend: command, command: [a.py]}\n"
+    assert data_root(parse_config(text.encode(), "x.yaml")) is None
+    assert str(data_root(parse_config(f"{text}data: {{root: /d}}".encode(), "x.yaml"))) == "/d"
