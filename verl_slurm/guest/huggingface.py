@@ -10,8 +10,8 @@ service.train(trainer)          # in place of trainer.train(): resumes by itself
 
 Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this incarnation
 (`args.output_dir` points there while it trains), from where each is moved into a checkpoint of ours as soon as it is
-whole. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` says how many stay. How often is
-`save_strategy` and `save_steps`; the last step, and the one that the daemon asks for, are always saved.
+whole. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` says how many stay. Saved is what the
+Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, the last step, and when the daemon asks.
 
 Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
 
@@ -117,6 +117,7 @@ class VerlSlurmCallback(TrainerCallback):
             refuse(self.session, error)
             raise
         if self.stopped:
+            self._close()
             sys.stdout.flush()
             raise SystemExit(0)
         if not self._held:
@@ -127,6 +128,12 @@ class VerlSlurmCallback(TrainerCallback):
         if self._finished_at is not None:
             self.session.finished(self._finished_at)
             self._finished_at = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            self._service = None
 
     # ---- the Trainer's events, in their order; all of them on every rank
 
@@ -179,7 +186,7 @@ class VerlSlurmCallback(TrainerCallback):
             self._tell(state, {})
         self._began = self._evaluation_began = time.monotonic()
         self._order = order = self._service.asked(state.global_step)
-        if state.global_step >= state.max_steps:
+        if state.global_step >= state.max_steps or state.global_step % self._service.every_steps == 0:
             control.should_save = True
         if order is None:
             return

@@ -69,7 +69,8 @@ class VerlSlurmCheckpoint(Checkpoint):
     trained model there is done again when it is interrupted.
 
     Args:
-        every_n_steps: optimizer steps between two checkpoints; None: only at the end, and when the daemon asks.
+        every_n_steps: optimizer steps between two checkpoints; default: `checkpoint.every_steps` of the run. The last
+            step, and the one that the daemon asks for, are always saved.
         session: default: the one that this process's environment describes.
 
     Attributes:
@@ -163,6 +164,9 @@ class VerlSlurmCheckpoint(Checkpoint):
         if self._finished_at is not None:
             self.session.finished(self._finished_at)
             self._finished_at = None
+            if self._service is not None:
+                self._service.close()
+                self._service = None
 
     # ---- Lightning's hooks, in their order; all of them on every rank
 
@@ -223,7 +227,7 @@ class VerlSlurmCheckpoint(Checkpoint):
         self._metrics = _numbers(trainer.logged_metrics)
         self._service.step_done(step, self._metrics)
         self._order = self._service.asked(step)
-        self._due = self._order is not None or (self._every is not None and step % self._every == 0)
+        self._due = self._order is not None or step % (self._every or self._service.every_steps) == 0
         if not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
@@ -273,6 +277,7 @@ class VerlSlurmCheckpoint(Checkpoint):
             self._service.commit(self._step, written, order, metrics=self._metrics, began=began)
         if order is not None and order.stop and not last:
             self.session.stopped(order.request_id)
+            self._service.close()
             sys.stdout.flush()
             raise SystemExit(0)
 

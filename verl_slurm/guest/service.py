@@ -37,6 +37,7 @@ class Service:
 
     Attributes:
         work: where the framework writes its checkpoints; empty at the start.
+        every_steps: `checkpoint.every_steps` of the run.
         committed: the step of the newest checkpoint, which need not be saved again.
 
     Called by: guest.huggingface, guest.lightning.
@@ -47,8 +48,8 @@ class Service:
     ) -> None:
         self.session = session
         # A group of our own: the framework's may be one of GPUs, and in use by its reducer.
-        group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
-        self.ranks = Collective(group)
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.ranks = Collective(self._group)
         if self.ranks.world_size != session.world_size:
             raise ConfigError(
                 "the framework does not train with the ranks that were started",
@@ -60,15 +61,22 @@ class Service:
         self._metadata, self._total = metadata, total
         self.committed = step if session.resume is not None else -1
         self.work = session.paths.work(session.epoch)
-        self._keeper: Keeper | None = None
+        config = load_resolved(session.paths.run_yaml).checkpoint
+        self.every_steps = config.every_steps
+        self._keeper = Keeper(session, config) if session.rank == 0 else None
         self.ranks.on_first("preparing to save", self._prepare)
         session.started(step, total)
 
     def _prepare(self) -> bytes:
-        session = self.session
-        self._keeper = Keeper(session, load_resolved(session.paths.run_yaml).checkpoint)
-        clear_work(session.paths, session.epoch)
+        clear_work(self.session.paths, self.session.epoch)
         return b""
+
+    def close(self) -> None:
+        """Nothing more will be asked or said. Collective, or the process ends."""
+        self.session.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
         """A step is done."""
