@@ -76,7 +76,7 @@ class Run:
         self._saved_step, self._total = -1, 0
         self._metrics: dict[str, object] = {}
         self._generators: Generators | None = None
-        self._done = False
+        self._started, self._done = False, False
         self.step, self.stopping = 0, False
 
     @property
@@ -115,7 +115,6 @@ class Run:
                 self._keeper = Keeper(self._session, config.checkpoint)
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
-        self._session.started(self.step)
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
@@ -143,7 +142,7 @@ class Run:
         Leaves by SystemExit(0) where the job is to end. Behind the last step the state is saved, and the run counts as
         done when the `with` block is left without an error.
         """
-        self._total = total
+        self._start(total)
         if self._generators is not None and self.step < total:
             restore_rng(self._generators)  # whatever was drawn since, to shuffle or to start workers
         while self.step < total:
@@ -152,6 +151,10 @@ class Run:
             if self.stopping and self.step < total:
                 raise SystemExit(0)
         self.finish()
+
+    def _start(self, total: int) -> None:
+        self._started, self._total = True, total
+        self._session.started(self.step, total)
 
     def log(self, **metrics: object) -> None:
         """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
@@ -163,6 +166,8 @@ class Run:
         Args:
             total: steps that there are; 0: as said before.
         """
+        if not self._started:
+            self._start(total)
         self.step, self._total = step, total or self._total
         self._metrics |= metrics
         self._session.step_done(step, self._metrics, self._total)
@@ -183,9 +188,10 @@ class Run:
         Raises:
             RanksFailed: the end cannot be saved: a run that lost its end is not done.
         """
-        failure = self._save(0, "all steps are done")
-        if failure is not None:
-            raise failure
+        if self._saved_step != self.step:
+            failure = self._save(0, "all steps are done")
+            if failure is not None:
+                raise failure
         self._done = True
 
     def __exit__(

@@ -61,7 +61,7 @@ class Session:
     Args:
         line: to the agent; `NoDaemon`: there is none.
         paths: the run's; None: there is no run.
-        clock: monotonic seconds.
+        clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
 
     Attributes:
         rank, world_size: among those that speak.
@@ -189,8 +189,9 @@ class Session:
 
     def reach(self, request: Request) -> Reach:
         """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
-        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - time.monotonic()
-        running_s = self._clock() - self._step_began
+        now = self._clock()
+        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - now
+        running_s = now - self._step_began
         return reach(seconds_left=left, running_s=running_s, steps_s=tuple(self._steps_s), save_s=self.save_s)
 
     def save_started(self, request_id: int, step: int) -> None:
