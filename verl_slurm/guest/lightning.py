@@ -271,7 +271,7 @@ class VerlSlurmCheckpoint(Checkpoint):
             began = time.monotonic()
             written = self._service.work / f"step_{self._step}"
             private_dir(written)
-            trainer.save_checkpoint(written / _FILE)
+            trainer.save_checkpoint(written / _FILE, weights_only=False)
             place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
             self._service.commit(self._step, written, order, metrics=self._metrics, began=began)
