@@ -1,18 +1,21 @@
 """A daemon as a framework's callback meets it, in the same process: it asks, and writes down what it is told."""
 
 from pathlib import Path
+from typing import TypeVar
 
 from verl_slurm.config.load import dump
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.fence import take_epoch
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import FromRank, Progress
 
+Message = TypeVar("Message")
+
 
 class Daemon:
-    """A `RankLine`. `asks[7]` is asked while step 7 runs."""
+    """A `RankLine`. `asks[7]` is there to be seen at the end of step 7."""
 
     def __init__(self, asks: dict[int, Request] | None = None) -> None:
         self.asks, self.told = asks or {}, list[FromRank]()
@@ -21,10 +24,17 @@ class Daemon:
     def send(self, message: FromRank) -> None:
         self.told.append(message)
         if isinstance(message, Progress):
-            self._newest = self.asks.get(message.step + 1, self._newest)
+            self._newest = self.asks.get(message.step, self._newest)
 
     def request(self) -> Request | None:
         return self._newest
+
+    def now(self, request: Request) -> None:
+        """Ask in the middle of a step."""
+        self._newest = request
+
+    def heard(self, kind: type[Message]) -> list[Message]:
+        return [message for message in self.told if isinstance(message, kind)]
 
     def kinds(self) -> list[str]:
         """What it was told, in order, without the signs of life."""
@@ -34,8 +44,8 @@ class Daemon:
         return [message.step for message in self.told if isinstance(message, Progress)]
 
 
-def stop(seconds_left_at_ns: int = 0) -> Request:
-    return Request(request_id=1, stop=True, deadline_ns=seconds_left_at_ns)
+def stop() -> Request:
+    return Request(request_id=1, stop=True, deadline_ns=0)
 
 
 def save() -> Request:
@@ -45,10 +55,11 @@ def save() -> Request:
 class Run:
     """A run's directory, and one life of it after another."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, every_steps: int = 1000) -> None:
         root.mkdir(mode=0o700, parents=True)
         self.paths = RunPaths(root)
-        self.paths.run_yaml.write_bytes(dump(RunConfig(run_dir=str(root))))
+        config = RunConfig(run_dir=str(root), checkpoint=CheckpointConfig(every_steps=every_steps))
+        self.paths.run_yaml.write_bytes(dump(config))
 
     def checkpoints(self) -> list[Path]:
         """The committed ones, oldest first."""

@@ -1,4 +1,4 @@
-"""The examples for Hugging Face and Lightning under a real lead, with two ranks: preempted, and as if nobody had been."""
+"""The examples for Hugging Face and Lightning under a real lead, two ranks: preempted, and as if they had not been."""
 
 import signal
 from pathlib import Path

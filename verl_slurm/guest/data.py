@@ -101,7 +101,9 @@ def from_wire(state: dict[str, bytes]) -> Generators:
 
 
 def _to_tensors(state: Generators) -> dict[str, torch.Tensor]:
-    return {name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in to_wire(state).items()}
+    return {
+        name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in to_wire(state).items()
+    }
 
 
 def _from_tensors(state: dict[str, torch.Tensor]) -> Generators:

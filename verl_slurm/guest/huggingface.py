@@ -5,7 +5,7 @@ from verl_slurm.guest.huggingface import VerlSlurmCallback
 
 service = VerlSlurmCallback()
 trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
-service.train(trainer)          # in place of trainer.train(): resumes by itself; when asked to stop, the process ends here
+service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
 ```
 
 Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this incarnation
@@ -18,6 +18,7 @@ Without a daemon the callback does nothing, and `service.train(trainer)` is `tra
 What a resumed run has in common with an undisturbed one, and what not: docs/guests-frameworks.md.
 """
 
+import functools
 import math
 import sys
 import time
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
@@ -105,6 +107,8 @@ class VerlSlurmCallback(TrainerCallback):
             return trainer.train(**options)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
+        if trainer.args.device.type == "cpu":
+            _know_cpus_by_number()
         options.setdefault("resume_from_checkpoint", self.resume)
         try:
             output = trainer.train(**options)
@@ -191,7 +195,7 @@ class VerlSlurmCallback(TrainerCallback):
         if order is None:
             return
         control.should_save = True
-        if order.stop:
+        if order.stop and state.global_step < state.max_steps:
             control.should_training_stop = self.stopped = True
             self._stop_id = order.request_id
             if control.should_evaluate and not self._fits(order):
@@ -246,7 +250,12 @@ class VerlSlurmCallback(TrainerCallback):
         self._give_back_strategy(args)
         written = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
         self._service.commit(
-            state.global_step, written, order, metrics=self._metrics, began=self._began
+            state.global_step,
+            written,
+            order,
+            metrics=self._metrics,
+            began=self._began,
+            last=state.global_step >= state.max_steps,
         )
 
     def on_epoch_end(
@@ -298,6 +307,17 @@ class VerlSlurmCallback(TrainerCallback):
             args.output_dir, self._output_dir = self._output_dir, ""
 
 
+@functools.cache  # torch sorts what is registered, and two of one priority it cannot
+def _know_cpus_by_number() -> None:
+    """On CPUs accelerate 1.15 calls its device `cpu:0`, the Trainer has optimizers loaded to there, and torch 2.13
+    knows a `cpu` only: no training of several ranks on CPUs could be resumed."""
+
+    def restore(storage: Any, location: str) -> Any:
+        return storage if location.startswith("cpu:") else None
+
+    torch.serialization.register_package(10_477, lambda _: None, restore)
+
+
 def _check(args: TrainingArguments) -> None:
     """Refuse what would break a promise.
 
@@ -306,7 +326,10 @@ def _check(args: TrainingArguments) -> None:
     """
     problem = remedy = ""
     if args.save_only_model:
-        problem, remedy = "save_only_model=True", "nothing could be resumed from such a checkpoint; leave it out"
+        problem, remedy = (
+            "save_only_model=True",
+            "nothing could be resumed from such a checkpoint; leave it out",
+        )
     elif args.enable_jit_checkpoint:
         problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
     elif args.load_best_model_at_end:
@@ -315,6 +338,9 @@ def _check(args: TrainingArguments) -> None:
     elif args.push_to_hub and args.hub_strategy != "end":
         problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
     elif args.save_on_each_node:
-        problem, remedy = "save_on_each_node=True", "a checkpoint is one directory on shared storage; leave it out"
+        problem, remedy = (
+            "save_on_each_node=True",
+            "a checkpoint is one directory on shared storage; leave it out",
+        )
     if problem:
         raise ConfigError("the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy)

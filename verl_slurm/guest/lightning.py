@@ -8,9 +8,9 @@ trainer = lightning.Trainer(max_steps=1000, callbacks=[service])
 service.fit(trainer, model, ResumableDataLoader(data, batch_size=8, shuffle=True))   # in place of trainer.fit(...)
 ```
 
-A checkpoint is what `Trainer.save_checkpoint` writes, as `lightning.ckpt`, and a small file a rank beside it: the random
-generators, which Lightning does not save, and the place in the data. It is saved where all of a step is done: behind
-the batch; behind the validation that this batch calls for; behind the hooks of an epoch's end. Being a `Checkpoint`, the
+A checkpoint is what `Trainer.save_checkpoint` writes, as `lightning.ckpt`, and a small file a rank beside it: the
+random generators, which Lightning does not save, and the place in the data. It is saved where all of a step is done:
+behind the batch; behind the validation that this batch calls for; between two epochs. Being a `Checkpoint`, the
 callback takes the place of the `ModelCheckpoint` that Lightning adds by itself; one of the user's own goes on as ever.
 
 Under a daemon Lightning's handlers of signals are put out of action, its own requeueing with them: Slurm's TERM is a
@@ -62,7 +62,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
 
 
-class VerlSlurmCheckpoint(Checkpoint):
+class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
     """See the module. Called by: a user's script, on every rank.
 
     Used as a context, the run counts as finished at the end of the `with` block, not of `fit`: what is done with the
@@ -134,7 +134,12 @@ class VerlSlurmCheckpoint(Checkpoint):
         ConfigError: something that cannot be together with a daemon.
         """
         problem = remedy = ""
-        if self not in trainer.callbacks:  # pyright: ignore
+        if not isinstance(trainer, Trainer):
+            problem, remedy = (
+                f"a {type(trainer).__module__}.Trainer",
+                "import lightning, not pytorch_lightning",
+            )
+        elif self not in trainer.callbacks:
             problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
         elif any(isinstance(plugin, SLURMEnvironment) for plugin in _environments(trainer)):
             problem = "SLURMEnvironment among the Trainer's plugins"
@@ -143,7 +148,9 @@ class VerlSlurmCheckpoint(Checkpoint):
             problem = f"{left[-1]}, which Lightning would go on from by itself"
             remedy = "move it away, or give another default_root_dir"
         if problem:
-            raise ConfigError("the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy)
+            raise ConfigError(
+                "the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy
+            )
 
     def _require_done(self, trainer: Trainer) -> None:
         """Lightning returned without a step: behind the last one, or for want of data."""
@@ -208,12 +215,6 @@ class VerlSlurmCheckpoint(Checkpoint):
                 if place.in_epoch and began is not None:
                     loader.resume(place.served, from_wire(began), then)
         rng.restore(then)
-        if place.in_epoch and None in place.loaders:
-            self.session.notice(
-                "the epoch that was interrupted goes on with batches of its start, as Lightning does with a loader "
-                "that cannot be resumed: give it a verl_slurm.guest.lightning.ResumableDataLoader",
-                loud=True,
-            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -228,14 +229,14 @@ class VerlSlurmCheckpoint(Checkpoint):
         self._service.step_done(step, self._metrics)
         self._order = self._service.asked(step)
         self._due = self._order is not None or step % (self._every or self._service.every_steps) == 0
-        if not trainer.is_last_batch and not _validates_now(trainer):
+        if step != trainer.max_steps and not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._service is None or trainer.sanity_checking:
             return
         self._metrics |= _numbers(trainer.callback_metrics)
-        if not trainer.is_last_batch:
+        if self._step != trainer.max_steps and not trainer.is_last_batch:
             self._save(trainer, in_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -274,7 +275,7 @@ class VerlSlurmCheckpoint(Checkpoint):
             trainer.save_checkpoint(written / _FILE, weights_only=False)
             place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
-            self._service.commit(self._step, written, order, metrics=self._metrics, began=began)
+            self._service.commit(self._step, written, order, metrics=self._metrics, began=began, last=last)
         if order is not None and order.stop and not last:
             self.session.stopped(order.request_id)
             self._service.close()
@@ -304,7 +305,10 @@ def _read_place(path: Path) -> _Place:
         return msgspec.msgpack.decode(path.read_bytes(), type=_Place)
     except (OSError, ValueError) as error:
         raise CheckpointCorrupt(
-            "the place of this rank cannot be read", where=path, found=error, expected="as guest.lightning writes it"
+            "the place of this rank cannot be read",
+            where=path,
+            found=error,
+            expected="as guest.lightning writes it",
         ) from error
 
 
@@ -320,7 +324,7 @@ def _flat(loaders: Any) -> Iterator[object]:
 
 
 def _validates_now(trainer: Trainer) -> bool:
-    """Whether a validation follows this batch: Lightning says it to nobody (`_TrainingEpochLoop._should_check_val_fx`)."""
+    """Whether a validation follows this batch: as Lightning decides it, and says to nobody."""
     every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if not trainer.enable_validation or every is None or every == math.inf:
         return False

@@ -43,9 +43,7 @@ class Service:
     Called by: guest.huggingface, guest.lightning.
     """
 
-    def __init__(
-        self, session: Session, *, step: int, total: int, metadata: Mapping[str, object]
-    ) -> None:
+    def __init__(self, session: Session, *, step: int, total: int, metadata: Mapping[str, object]) -> None:
         self.session = session
         # A group of our own: the framework's may be one of GPUs, and in use by its reducer.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -58,7 +56,7 @@ class Service:
                 remedy="have it find its ranks in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK)",
             )
         self._stopper = Stopper(session.line, self.ranks.max)
-        self._metadata, self._total = metadata, total
+        self._metadata, self._total = dict(metadata), total
         self.committed = step if session.resume is not None else -1
         self.work = session.paths.work(session.epoch)
         config = load_resolved(session.paths.run_yaml).checkpoint
@@ -100,7 +98,14 @@ class Service:
         return order
 
     def commit(
-        self, step: int, written: Path, order: Order | None, *, metrics: Mapping[str, float], began: float
+        self,
+        step: int,
+        written: Path,
+        order: Order | None,
+        *,
+        metrics: Mapping[str, float],
+        began: float,
+        last: bool = False,
     ) -> None:
         """Make what all ranks wrote below `written` the checkpoint of `step`. Collective.
 
@@ -110,6 +115,7 @@ class Service:
             written: a directory below `work`; it is moved away, or removed.
             order: that it answers; None: a periodic save.
             began: `time.monotonic` when the save began.
+            last: of the last step.
 
         Raises:
             RanksFailed: the last step could not be saved: a run that lost its end is not done.
@@ -117,7 +123,9 @@ class Service:
         """
         session, keeper = self.session, self._keeper
         request_id = 0 if order is None else order.request_id
-        why = "every so many steps" if order is None else "the job ends" if order.stop else "asked for"
+        why = "all steps are done" if last else f"step {step} is one to save"
+        if order is not None:
+            why = "the job ends" if order.stop else "asked for"
         save = GuestSave(
             guest="loop",
             step=step,
@@ -147,7 +155,7 @@ class Service:
                 keeper.failed(failed.one_line())
             if Fenced.__name__ in failed.kinds:
                 raise Fenced("this incarnation no longer owns the run", found=failed.found) from failed
-            if 0 < self._total <= step:
+            if last:
                 raise
             return
         seconds = time.monotonic() - began
