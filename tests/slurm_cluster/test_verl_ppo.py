@@ -127,7 +127,9 @@ def test_a_dead_worker_a_dead_node_and_a_driver_that_hangs_are_each_seen_and_res
     seen = len(grpo.events())
     grpo.wait_event("training", after=seen, timeout_s=PATIENCE_S)
     begun = grpo.status()["step"]
-    grpo.wait(lambda: grpo.status().get("step", 0) > begun + 1, PATIENCE_S)  # until then it may still be loading
+    grpo.wait(
+        lambda: grpo.status().get("step", 0) > begun + 1, PATIENCE_S
+    )  # until then it may still be loading
     _one(grpo, "TaskRunner").suspend()
     grpo.wait_event("crash", after=seen, timeout_s=PATIENCE_S, kind="hang")
 
