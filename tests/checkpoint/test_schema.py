@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from verl_slurm.checkpoint.schema import (
+    MIGRATIONS,
     Migration,
     check_schema,
     current_schema,
@@ -76,3 +77,8 @@ def test_a_schema_file_whose_id_is_not_that_of_its_classes_is_refused() -> None:
     for data in (render_schema(schema), b"{}", b"[]", b"", b"\xff", b'{"a":1,"a":2}', b" " * (2 << 20)):
         with pytest.raises(CheckpointCorrupt):
             parse_schema(data, where="x")
+
+
+def test_the_last_migration_leads_to_the_layout_of_this_code() -> None:
+    """Whoever changes a saved class registers how older checkpoints are read, or says that they are not."""
+    assert MIGRATIONS[-1].target == current_schema().schema_id

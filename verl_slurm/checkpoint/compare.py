@@ -1,7 +1,8 @@
 """Are two checkpoints the same, bit for bit? Asked of a process of its own, because the answer needs torch.
 
 `verl_slurm.dcp.compare` verifies both before it opens them, then compares every tensor of models and optimizers and
-the runtime state of every rank.
+the runtime state of every rank. What a guest saved (`format.Guest`) is its own business, so there the files are
+compared, here and without torch.
 """
 
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
+from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
@@ -27,6 +30,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     differing: list[str]
     """Names of the tensors and states that are not the same; empty: all are."""
+    num_files: int = 0
+    """Of a guest's checkpoints: compared byte by byte; there `differing` names files."""
 
     @property
     def same(self) -> bool:
@@ -60,8 +65,11 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
     Raises:
         KeyRefused: they are encrypted, and the key is missing or another one.
         CheckpointCorrupt: one of them does not verify.
+        ConfigError: they are of two kinds of loops.
         VerlSlurmError: the comparison itself broke.
     """
+    if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
+        return _compare_guests(a, b, guests)
     more = [] if key_file is None else ["--key-file", str(key_file)]
     command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json", *more]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -76,6 +84,44 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         num_bytes=answer.num_bytes,
         differing=answer.differing,
     )
+
+
+def _of_a_guest(directory: Path) -> Manifest | None:
+    """Its manifest, if a guest saved it; None also where it cannot be read: who compares says why."""
+    try:
+        manifest = read_manifest(directory)
+    except (OSError, VerlSlurmError):
+        return None
+    return None if manifest.guest is msgspec.UNSET else manifest
+
+
+def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:
+    if len({manifest.guest for manifest in manifests}) != 1 or len(manifests) != 2:
+        raise ConfigError(
+            "checkpoints of two kinds of loops cannot be compared",
+            where=a,
+            found=", ".join(str(manifest.guest) for manifest in manifests),
+            expected="both of one trainer.backend",
+        )
+    for side in (a, b):
+        verdict = verify(side)
+        if not verdict.ok:
+            # As the comparing process says it: `found` is the whole sentence.
+            told = f"a checkpoint to compare does not verify: {side}: {verdict.one_line()}"
+            raise CheckpointCorrupt("a checkpoint to compare does not verify", found=told)
+    left, right = (
+        {entry.path: entry for entry in manifest.files if _is_state(entry.path)} for manifest in manifests
+    )
+    differing = [path for path in sorted(left.keys() | right.keys()) if left.get(path) != right.get(path)]
+    num_bytes = sum(entry.size for entry in left.values())
+    return Comparison(
+        a=str(a), b=str(b), num_tensors=0, num_bytes=num_bytes, differing=differing, num_files=len(left)
+    )
+
+
+def _is_state(path: str) -> bool:
+    """Of a guest's own; torch.distributed.checkpoint gives each save a number of its own in its `.metadata`."""
+    return "/" in path and not path.endswith("/.metadata")
 
 
 def _broken(done: "subprocess.CompletedProcess[bytes]") -> VerlSlurmError:

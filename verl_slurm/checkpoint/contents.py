@@ -14,7 +14,7 @@ import msgspec
 
 from verl_slurm.checkpoint.chunks import entry_of
 from verl_slurm.checkpoint.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format import MANIFEST, REQUIRED_DIRECTORIES, Manifest
+from verl_slurm.checkpoint.format import GUEST_FILES, MANIFEST, REQUIRED_DIRECTORIES, Manifest
 from verl_slurm.checkpoint.manifest import strict_json
 from verl_slurm.checkpoint.tensor_index import INDEX, TensorIndex, parse_index
 from verl_slurm.checkpoint.tree import open_below, open_directory
@@ -95,6 +95,8 @@ def read_indexes(directory: Path, manifest: Manifest, keys: Keyring | None = Non
 
     Called by: describe, difference, cli.export.
     """
+    if manifest.guest is not msgspec.UNSET:
+        return {}  # whatever its directories are called
     named = {entry.path for entry in manifest.files}
     paths = {domain: f"{domain}/{INDEX}" for domain in REQUIRED_DIRECTORIES}
     return {
@@ -105,7 +107,10 @@ def read_indexes(directory: Path, manifest: Manifest, keys: Keyring | None = Non
 
 
 def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> dict[str, Any]:
-    """One of the JSON files, as a map; as `read_file`, and CheckpointCorrupt where it is none."""
+    """One of the JSON files, as a map; as `read_file`, and CheckpointCorrupt where it is none. Empty where a guest's
+    checkpoint has no such file."""
+    if manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
+        return {}
     data = read_file(directory, manifest, path, keys)
     try:
         value = strict_json(data)

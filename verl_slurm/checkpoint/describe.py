@@ -64,6 +64,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "parent": manifest.parent,
         "run": config.get("name"),
         "model": config.get("model.path"),
+        "guest": None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest,
         "world_size": manifest.world_size,
         "topology": msgspec.to_builtins(manifest.topology),
         "schema_id": manifest.schema_id,

@@ -1,7 +1,8 @@
 """How two checkpoints differ in everything but values: one row a difference, with both sides.
 
 Looked at are position, state layout, configuration, topology, data, frozen models, and names, types and shapes
-of the tensors; each file read is held to its digest first. What is in tensors and runtime states is `compare`'s.
+of the tensors, or of a guest's files; each file read is held to its digest first. What is in tensors, runtime states
+and a guest's files is `compare`'s.
 Times, epochs and parents are not compared: they are different in any two saves.
 """
 
@@ -24,7 +25,7 @@ from verl_slurm.keys import Keyring
 
 __all__ = ["SUBJECTS", "Difference", "difference"]
 
-SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors")
+SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors", "files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]
         "data": {"fingerprint": manifest.dataset_fingerprint, "root": layout.get("data_root")}
         | _files(layout.get("data_files")),
         "frozen": dict(manifest.frozen),
+        "files": _own_files(manifest),
         "tensors": {
             f"{domain}/{name}": f"{entry.dtype} {list(entry.shape)}"
             for domain, index in read_indexes(directory, manifest, keys).items()
@@ -94,6 +96,13 @@ def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]
 def _position(manifest: Manifest, metadata: dict[str, object]) -> dict[str, object]:
     named = {"step": manifest.step, "safe_point": manifest.safe_point, "phase": manifest.phase}
     return named | {key: metadata.get(key) for key in ("index", "rollout_offset")}
+
+
+def _own_files(manifest: Manifest) -> dict[str, object]:
+    """Of a guest's checkpoint, which files there are; ours have names of tensors instead."""
+    if manifest.guest is msgspec.UNSET:
+        return {}
+    return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}
 
 
 def _schema(schema: SchemaVersion) -> dict[str, object]:

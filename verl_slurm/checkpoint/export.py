@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
+from verl_slurm.checkpoint.components import require_own
 from verl_slurm.checkpoint.contents import known_manifest
 from verl_slurm.checkpoint.encryption import CheckpointCipher
 from verl_slurm.checkpoint.fingerprint import fingerprint
@@ -139,6 +140,7 @@ def export(
     require_free(out, directory)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
+    require_own(manifest, directory)
     CheckpointCipher.of(manifest, keys, where=directory)  # says so before a long read
     progress(Progress(phase="verify", total=manifest.num_bytes))
     verdict = verify(directory, keys=keys)

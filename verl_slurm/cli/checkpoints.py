@@ -167,7 +167,8 @@ def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
     """Are checkpoints A and B the same, bit for bit? Of a run, the newest committed one is taken.
 
     Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
-    first. Exit code 0 says the same, 19 different.
+    first. Of what a loop that is not ours saved (docs/guests.md) the files are compared. Exit code 0 says the same,
+    19 different.
     """
     from verl_slurm.checkpoint.compare import compare as compare_checkpoints
 
@@ -182,7 +183,8 @@ def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same})
         return ExitCode.OK if found.same else ExitCode.DIFFERENT
     if found.same:
-        render.line(f"the same: {found.num_tensors} tensors, {found.num_bytes / 1e6:.1f} MB, bit for bit")
+        what = f"{found.num_files} files" if found.num_files else f"{found.num_tensors} tensors"
+        render.line(f"the same: {what}, {found.num_bytes / 1e6:.1f} MB, bit for bit")
     else:
         render.line(f"DIFFERENT in {len(found.differing)} places")
     render.fields([("a", found.a), ("b", found.b)])

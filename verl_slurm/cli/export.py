@@ -70,6 +70,7 @@ def export(
     A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
+    from verl_slurm.checkpoint.components import require_own
     from verl_slurm.checkpoint.contents import known_manifest, read_config, read_indexes
     from verl_slurm.checkpoint.export import Wish
     from verl_slurm.checkpoint.export import export as export_checkpoint
@@ -78,6 +79,7 @@ def export(
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
+    require_own(manifest, directory)
     config = read_config(directory, manifest, keys)
     wish = Wish(
         to=to,

@@ -17,6 +17,7 @@ __all__ = ["diff", "inspect"]
 # What people look for first; the other metrics follow in their own order.
 _FIRST = ("reward", "kl", "policy_loss", "value_loss", "entropy")
 _MAX_CURVES = 12
+_GUESTS = {"verl": "verl's", "loop": "the user's own (verl_slurm.run)"}
 _run_option = click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
 
 
@@ -50,6 +51,9 @@ def inspect(
         ["part", "files", "MB"],
         [[row["part"], row["files"], _mb(row["bytes"])] for row in facts["parts"]],
     )
+    if facts["guest"] is not None:
+        render.line("the state is that loop's own: it is verified, not opened here (docs/guests.md)")
+        return ExitCode.OK
     render.line()
     render.table(
         ["tensors of", "type", "tensors", "elements", "MB"],
@@ -102,7 +106,12 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("parent", facts["parent"] or "none: the run's first start"),
         ("ranks", f"{facts['world_size']} ({axes})"),
         ("size", f"{facts['num_files']} files, {_mb(facts['num_bytes'])} MB"),
+        *((("loop", _GUESTS[facts["guest"]]),) if facts["guest"] else ()),
         ("schema", f"{facts['schema_id'][:16]} of {facts['code_version']}, {_ours(facts['schema_is_ours'])}"),
+    ]
+    if facts["guest"] is not None:
+        return rows
+    rows += [
         (
             "data",
             f"{facts['dataset_fingerprint'][:16]}, {facts['num_data_files']} files in {facts['data_root']}",

@@ -50,6 +50,8 @@ def reach(
     """
     if seconds_left is None:
         return Reach(ok=True, reason="there is no deadline")
+    if seconds_left <= 0:
+        return Reach(ok=False, reason="the deadline is over")
     last = list(steps_s)[-STEPS_LOOKED_AT:]
     save = 0.0 if save_s is None else save_s * _SAVE_MARGIN
     if not last:

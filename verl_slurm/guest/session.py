@@ -61,7 +61,7 @@ class Session:
     Args:
         line: to the agent; `NoDaemon`: there is none.
         paths: the run's; None: there is no run.
-        clock: monotonic seconds.
+        clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
 
     Attributes:
         rank, world_size: among those that speak.
@@ -171,10 +171,15 @@ class Session:
         self.step = step
         self._safe_points += 1
         self._steps_s.append(seconds)
-        kept = metrics_of(_numbers(metrics or {}))
+        kept = self.numbers(metrics or {})
         self._tell_progress(kept, total)
         if self._logs_steps:
             self._log({"step": step, **kept, "step_s": round(seconds, 6)})
+
+    @staticmethod
+    def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+        """What of `metrics` can be said: finite numbers, a tensor of one element too."""
+        return metrics_of(_numbers(metrics))
 
     def request(self) -> Request | None:
         """The newest request that was not answered here. Costs one memory read; the same on all ranks of a node, but
@@ -184,8 +189,9 @@ class Session:
 
     def reach(self, request: Request) -> Reach:
         """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
-        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - time.monotonic()
-        running_s = self._clock() - self._step_began
+        now = self._clock()
+        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - now
+        running_s = now - self._step_began
         return reach(seconds_left=left, running_s=running_s, steps_s=tuple(self._steps_s), save_s=self.save_s)
 
     def save_started(self, request_id: int, step: int) -> None:
@@ -271,7 +277,8 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            found[str(name)] = float(value)  # type: ignore[arg-type]
+            detach = getattr(value, "detach", None)  # a tensor that needs a gradient warns
+            found[str(name)] = float(value if detach is None else detach())  # type: ignore[arg-type]
     return found
 
 

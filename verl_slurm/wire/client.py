@@ -69,8 +69,9 @@ class RankClient:
         now = time.monotonic()
         patience = _PATIENCE_S
         if isinstance(message, Progress):
-            # Of rank 0 a new phase is always news, and a step's end carries its metrics.
-            news = message.rank == 0 and message.phase != self._phase
+            # Of rank 0 a new phase is always news, and so is the last step; a step's end carries its metrics.
+            last = message.step == message.total > 0
+            news = message.rank == 0 and (last or message.phase != self._phase)
             if now < self._next_progress and not news:
                 return
             every = _OTHERS_EVERY_S if message.rank else _PROGRESS_EVERY_S

@@ -1,0 +1,78 @@
+"""What stays of a guest's checkpoints, and whether the next one will fit. No torch.
+
+The daemon reads every checkpoint back after its commit; how many stay, and that the file system has room, is the
+trainer's business, so it is a guest's. Asked for by one rank, after a commit and before a save.
+"""
+
+from verl_slurm.checkpoint.apply import apply_prune
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.storage import need_of_next
+from verl_slurm.checkpoint.storage_watch import StorageWatch
+from verl_slurm.config.schema import CheckpointConfig
+from verl_slurm.errors import Fenced
+from verl_slurm.fence import require_epoch
+from verl_slurm.guest.session import Session
+from verl_slurm.guest.tree import SavedTree
+
+__all__ = ["Keeper"]
+
+_ASSURED_KEPT = 2
+"""As in `trainer.saving`: one that is known to be whole stays beside the one that nobody has read back yet."""
+
+
+class Keeper:
+    """Keeps a guest's checkpoints in bounds. Called by: guest.loop, verl_slurm.verl, guest.huggingface; rank 0.
+
+    Args:
+        config: `checkpoint` of the run.
+        first_bytes: estimate of the first save; 0: none.
+    """
+
+    def __init__(self, session: Session, config: CheckpointConfig, *, first_bytes: int = 0) -> None:
+        self._session, self._config, self._paths = session, config, session.paths
+        self._assured = {session.resume.name} if session.resume is not None else set()
+        estimate = need_of_next(first_bytes, 1, basis="an estimate")
+        self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=estimate)
+
+    def before_save(self) -> None:
+        """Say so when the file system has no room for the next save, and when it has again."""
+        for notice in self._watch.before_save():
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+
+    def saved(self, done: SavedTree, *, tidy: bool = True) -> None:
+        """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
+
+        Args:
+            tidy: False: the job ends, and the next start will do it.
+
+        Raises:
+            Fenced: a newer incarnation owns the run.
+        """
+        self._assured.add(done.name)
+        for notice in self._watch.saved(done.num_bytes, done.seconds, 1):
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+        if not tidy:
+            return
+        try:
+            self._prune()
+        except Fenced:
+            raise
+        except OSError as error:
+            self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
+
+    def failed(self, reason: str) -> None:
+        """A save failed."""
+        for notice in self._watch.failed(reason):
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+
+    def _prune(self) -> None:
+        epoch = self._session.epoch
+        plan = plan_prune(
+            list_checkpoints(self._paths),
+            self._config.keep_last,
+            keep_every=self._config.keep_every,
+            verified=self._assured,
+            num_verified=_ASSURED_KEPT,
+        )
+        apply_prune(self._paths, plan, epoch_check=lambda: require_epoch(self._paths, epoch))

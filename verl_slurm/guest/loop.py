@@ -1,0 +1,298 @@
+"""Any PyTorch loop, in three lines: `verl_slurm.run`. Needs torch.
+
+```python
+with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as run:
+    for step in run.steps(1000):
+        ...                         # train step number `step`, from 0
+        run.log(loss=loss)
+```
+
+Behind every step the ranks agree whether somebody asked for a save: one all-reduce of four numbers on the CPU. All save
+at the same step then, the lead verifies the checkpoint, and where the job ends the loop is left by SystemExit(0): code
+behind it is for a run that is done. The next incarnation begins with the state, the generators and the step that were
+saved, and its numbers are those of a run that nobody disturbed. What that takes is said in docs/guests.md.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch.distributed as dist
+
+from verl_slurm.config.load import load_resolved
+from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.guest import by_hand
+from verl_slurm.guest.keeping import Keeper
+from verl_slurm.guest.session import Session
+from verl_slurm.guest.state_files import Generators, load_state, restore_rng, write_state
+from verl_slurm.guest.states import Objects, split
+from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
+from verl_slurm.paths import RunPaths
+from verl_slurm.wire.stopping import Order, Stopper
+
+__all__ = ["Run", "run"]
+
+
+def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **objects: object) -> "Run":
+    """The training loop of this process, to be entered by `with` on every rank, when its objects are made and wrapped.
+
+    Args:
+        run_dir: without a daemon (`python train.py`, torchrun): the directory to save into and to go on from. Under a
+            daemon the run has one, and this is not looked at. None, and no daemon: nothing is saved.
+        save_every: steps from one save to the next; default: `checkpoint.every_steps` of the run's configuration.
+        objects: whatever is state, by names that stay the same: what has `state_dict` and `load_state_dict`, and
+            `torch.Generator`. None is left out.
+
+    Called by: users, as `verl_slurm.run`.
+    """
+    return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every)
+
+
+class Run:
+    """See the module. Called by: `run`.
+
+    Attributes:
+        step: whole steps done.
+        resume: the checkpoint that it goes on from; None: from the start.
+        stopping: the state is saved and this process is to leave; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        objects: Mapping[str, object],
+        *,
+        run_dir: Path | str | None = None,
+        save_every: int | None = None,
+    ) -> None:
+        self._session, self._named = session, dict(objects)
+        self._run_dir, self._save_every = run_dir, save_every
+        self._saved_step, self._total = -1, 0
+        self._metrics: dict[str, object] = {}
+        self._row: dict[str, object] = {}
+        self._generators: Generators | None = None
+        self._started, self._done = False, False
+        self.step, self.stopping = 0, False
+
+    @property
+    def resume(self) -> Path | None:
+        return self._session.resume
+
+    def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException as error:
+            if isinstance(error, VerlSlurmError):
+                self._refuse(error)
+            self._session.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._ranks = Collective(self._group)
+        if self._ranks.world_size != self._session.world_size:
+            raise ConfigError(
+                "the ranks do not know each other",
+                found=f"a process group of {self._ranks.world_size}",
+                expected=f"one of {self._session.world_size} (WORLD_SIZE)",
+                remedy="call torch.distributed.init_process_group before `with verl_slurm.run(...)`",
+            )
+        self._objects = Objects(self._named)
+        split(self._objects.take())  # what cannot be saved is said now, and not at the first save
+        if not self._session.has_daemon and self._run_dir is not None:
+            self._session = self._by_hand(Path(self._run_dir))
+        self._stopper = Stopper(self._session.line, self._ranks.max)
+        self._every = self._save_every or 0
+        self._keeper: Keeper | None = None
+        if self._session.has_run:
+            config = load_resolved(self._session.paths.run_yaml)
+            self._every = self._save_every or config.checkpoint.every_steps
+            if self._session.rank == 0:
+                self._keeper = Keeper(self._session, config.checkpoint)
+        if self._session.resume is not None:
+            self._go_on_from(self._session.resume)
+
+    def _by_hand(self, run_dir: Path) -> Session:
+        session, ranks = self._session, self._ranks
+        word = ranks.on_first("taking the run", lambda: msgspec.msgpack.encode(by_hand.begin(run_dir)))
+        start = msgspec.msgpack.decode(word, type=by_hand.Start)
+        paths = RunPaths(start.root)
+        return Session(
+            session.line,
+            rank=session.rank,
+            world_size=session.world_size,
+            paths=paths,
+            epoch=start.epoch,
+            resume=paths.checkpoints / start.resume if start.resume else None,
+        )
+
+    def _go_on_from(self, directory: Path) -> None:
+        manifest = require_guest(directory, "loop", world_size=self._ranks.world_size)
+        self._generators = load_state(self._objects, directory, self._ranks)
+        self.step = self._saved_step = manifest.step
+        restore_rng(self._generators)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Numbers of the steps that are left of `total`, from 0; behind each the state is saved where that is due.
+
+        Leaves by SystemExit(0) where the job is to end. Behind the last step the state is saved, and the run counts as
+        done when the `with` block is left without an error.
+        """
+        self._start(total)
+        if self._generators is not None and self.step < total:
+            restore_rng(self._generators)  # whatever was drawn since, to shuffle or to start workers
+        while self.step < total:
+            yield self.step
+            self.step_done(self.step + 1)
+            if self.stopping and self.step < total:
+                raise SystemExit(0)
+        self.finish()
+
+    def _start(self, total: int) -> None:
+        self._started, self._total = True, total
+        self._session.started(self.step, total)
+
+    def log(self, **metrics: object) -> None:
+        """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
+        self._metrics |= metrics
+
+    def step_done(self, step: int, total: int = 0, **metrics: object) -> None:
+        """`step` whole steps are done; saves where that is due, and sets `stopping`. Collective. `steps` calls it.
+
+        Args:
+            total: steps that there are; 0: as said before.
+        """
+        if not self._started:
+            self._start(total)
+        self.step, self._total = step, total or self._total
+        self._row, self._metrics = self._metrics | metrics, {}
+        self._session.step_done(step, self._row, self._total)
+        order = self._stopper.agree().order
+        if order is not None:
+            self._answer(order)
+        elif self._every and step % self._every == 0:
+            self._save(0, f"every {self._every} steps")
+
+    def save(self, reason: str = "the loop asked for it") -> None:
+        """Save the state now, behind `step` whole steps. Collective."""
+        self._save(0, reason)
+
+    def finish(self) -> None:
+        """All is done that there is to do: for a loop that ends early. Saves, unless this step is saved. Collective.
+
+        Raises:
+            RanksFailed: the end cannot be saved: a run that lost its end is not done.
+        """
+        if self._saved_step != self.step:
+            failure = self._save(0, "all steps are done")
+            if failure is not None:
+                raise failure
+        self._done = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, VerlSlurmError):
+            self._refuse(error)
+        elif error is None and self._done:
+            self._session.finished(self.step)
+        elif error is None and not self.stopping and self._session.rank == 0:
+            _complain(
+                f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
+            )
+        self._session.close()
+        if self._group is not None and (error is None or isinstance(error, SystemExit)):
+            dist.destroy_process_group(self._group)
+
+    def _answer(self, order: Order) -> None:
+        self._save(order.request_id, "the job ends" if order.stop else "asked for", ends=order.stop)
+        if order.stop:
+            self.stopping = True
+            self._session.stopped(order.request_id)
+
+    def _save(self, request_id: int, why: str, *, ends: bool = False) -> RanksFailed | None:
+        """Save, and tell of it; what went wrong, where something did. Training goes on with what it has.
+
+        Raises:
+            Fenced: another incarnation owns the run.
+        """
+        session, began = self._session, time.monotonic()
+        if not session.has_run:
+            return None
+        session.save_started(request_id, self.step)
+        if self._saved_step == self.step:
+            name = session.paths.checkpoint(self.step).name
+            session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=f"{why}; nothing new since")
+            return None
+        try:
+            done = self._write(began, request_id, tidy=not ends)
+        except RanksFailed as error:
+            session.save_failed(request_id, error.one_line())
+            if self._keeper is not None:
+                self._keeper.failed(error.one_line())
+                _complain(f"save failed: {error.one_line()}")
+            if Fenced.__name__ in error.kinds:
+                raise Fenced("another incarnation owns the run", found=error.found) from error
+            return error
+        self._saved_step = self.step
+        session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
+        return None
+
+    def _write(self, began: float, request_id: int, *, tidy: bool) -> "_Done":
+        session, ranks = self._session, self._ranks
+        work = session.paths.work(session.epoch)
+        ranks.on_first("starting the save", self._prepare)
+        entries = write_state(self._objects, work, self.step, ranks)
+        session.part_saved(request_id)
+
+        def commit() -> bytes:
+            save = GuestSave(
+                guest="loop",
+                step=self.step,
+                epoch=session.epoch,
+                world_size=ranks.world_size,
+                parent=session.resume.name if session.resume is not None else None,
+                metrics=session.numbers(self._row),
+                metadata={"objects": list(self._objects.names)},
+                began=began,
+            )
+            done = commit_tree(session.paths, save, {"guest": work / "guest"}, sealed=entries)
+            assert self._keeper is not None
+            self._keeper.saved(done, tidy=tidy)
+            return msgspec.msgpack.encode(_Done(done.name, done.seconds, done.num_bytes))
+
+        return msgspec.msgpack.decode(ranks.on_first("committing the checkpoint", commit), type=_Done)
+
+    def _prepare(self) -> bytes:
+        assert self._keeper is not None
+        self._keeper.before_save()
+        work = clear_work(self._session.paths, self._session.epoch)
+        (work / "guest").mkdir(mode=0o700)
+        return b""
+
+    def _refuse(self, error: VerlSlurmError) -> None:
+        """What another start would not change. What fails on one rank comes to all as RanksFailed: a crash."""
+        cause = error.__cause__
+        if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
+            error = cause
+        if error.exit_code is not ExitCode.INTERNAL:
+            self._session.refused(error)
+
+
+class _Done(msgspec.Struct, frozen=True):
+    """Rank 0's word to all: what was committed (`SavedTree`)."""
+
+    name: str
+    seconds: float
+    num_bytes: int
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"verl_slurm: {text}\n")
