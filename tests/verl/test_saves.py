@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
 from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.saves import NothingDone, Saves
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, FromRank, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
 
 
 class Line:
@@ -66,7 +70,9 @@ class Run:
         return left
 
     def ask(self, *, stop: bool = True, seconds_left: float | None = None, number: int = 1) -> None:
-        deadline = 0 if seconds_left is None else time.monotonic_ns() + int(seconds_left * 1e9)
+        deadline = (
+            0 if seconds_left is None else int((self.now + seconds_left) * 1e9)
+        )  # on the session's clock
         self.line.asked = Request(number, stop, deadline)
 
 
@@ -207,3 +213,60 @@ def test_without_a_daemon_nothing_is_committed_and_nothing_asked(tmp_path: Path)
 
 def test_nothing_done_is_an_error_of_ours() -> None:
     assert issubclass(NothingDone, VerlSlurmError)
+
+
+def keeping(run: Run, keep_last: int = 2) -> None:
+    config = CheckpointConfig(keep_last=keep_last)
+    run.saves = Saves(run.session, 2, keeper=Keeper(run.session, config))
+
+
+def names(run: Run) -> list[str]:
+    return [info.name for info in list_checkpoints(run.paths) if info.kind == "committed"]
+
+
+def test_older_checkpoints_go_as_checkpoint_keep_last_says_also_those_of_former_lives(run: Run) -> None:
+    run.saves.begin(0, 9)
+    for step in (1, 2, 3):
+        run.step(step, periodic=True)
+    run.saves._wait()
+    assert len(names(run)) == 3  # nobody was there to let any go
+    keeping(run)
+    run.saves.begin(3, 9)
+    run.step(4, periodic=True)
+    run.step(5, periodic=True)
+    run.saves._wait()
+    assert names(run) == ["step_000005", "step_000004"]
+
+
+def test_a_periodic_save_that_would_not_fit_is_not_begun_and_is_said(run: Run) -> None:
+    def full(_: Path, need: Need) -> Room:
+        return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
+
+    run.saves = Saves(run.session, 2, room=full)
+    run.saves.begin(0, 9)
+    assert run.saves.may_write(1)  # nobody knows yet how large one is
+    run.step(1, periodic=True)
+    run.saves._wait()
+    assert not run.saves.may_write(2)
+    assert "1 MB free" in str(run.line.of(Notice))
+    run.ask()
+    assert run.saves.may_write(2)  # all that is left is to try
+    run.line.asked = None
+    assert run.saves.may_write(9)
+
+
+def test_what_was_resumed_from_tells_how_large_the_next_one_will_be(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1, periodic=True)
+    run.saves._wait()
+    asked: list[Need] = []
+
+    def ask(_: Path, need: Need) -> Room:
+        asked.append(need)
+        return Room(enough=None, reason="", free=FreeSpace(), need=need)
+
+    run.session.resume = run.paths.checkpoint(1)
+    saves = Saves(run.session, 2, room=ask)
+    saves.begin(1, 9)
+    assert saves.may_write(2)
+    assert asked[0].bytes > 0
