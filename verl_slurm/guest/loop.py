@@ -179,7 +179,7 @@ class Run:
         self.step, self._total = step, total or self._total
         self._row, self._metrics = self._metrics | metrics, {}
         self._session.step_done(step, self._row, self._total)
-        order = self._stopper.agree().order
+        order = self._stopper.agree().order if self._session.has_daemon else None
         if order is not None:
             self._answer(order)
         elif self._every and step % self._every == 0:

@@ -171,7 +171,7 @@ class Session:
         self.step = step
         self._safe_points += 1
         self._steps_s.append(seconds)
-        kept = self.numbers(metrics or {})
+        kept = self.numbers(metrics or {}) if self.rank == 0 else {}  # a tensor of a GPU would be waited for
         self._tell_progress(kept, total)
         if self._logs_steps:
             self._log({"step": step, **kept, "step_s": round(seconds, 6)})
