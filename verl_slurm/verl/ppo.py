@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import open_dict
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -27,10 +26,15 @@ from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work
 from verl_slurm.verl.saves import Saves
 
+try:
+    from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+except ModuleNotFoundError:  # before 0.9.1 nobody called one
+    CheckpointCallback = None
+
 __all__ = ["CommitCallback", "InterruptibleColocateAsync", "InterruptibleSync"]
 
 
-class CommitCallback(CheckpointCallback):  # type: ignore[misc]  # verl has no types
+class CommitCallback(CheckpointCallback or object):  # type: ignore[misc]  # verl has no types
     """`trainer.checkpoint_callback_class`. verl calls it in its driver behind each save, on all ranks done."""
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: object) -> None:
@@ -84,6 +88,9 @@ class _Interruptible:
             return
         self.saves.writing()
         super()._save_checkpoint()  # type: ignore[misc]
+        if CheckpointCallback is None:
+            directory = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+            self.saves.written(self.global_steps, directory)
 
     def _compute_metrics(
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object
