@@ -91,12 +91,20 @@ class Life:
         try:
             self.service.train(self.trainer)
         except SystemExit as leave:
-            assert leave.code == 0
-            self.stopped = True
+            self.stopped = leave.code == 0
 
     @property
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 9.0},
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+}
 
 
 def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
@@ -118,8 +126,13 @@ def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_accumulation_steps": 2, "max_steps": 6}, {"max_steps": -1, "num_train_epochs": 2}],
-    ids=["max-steps", "accumulated", "epochs"],
+    [
+        {"dataloader_num_workers": 1},
+        {"gradient_accumulation_steps": 2, "max_steps": 6},
+        {"max_steps": -1, "num_train_epochs": 2},
+        PLATEAU,
+    ],
+    ids=["max-steps-and-workers", "accumulated", "epochs", "plateau"],
 )
 def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
     tmp_path: Path, settings: dict[str, Any]

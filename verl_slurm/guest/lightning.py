@@ -33,6 +33,7 @@ from typing import Any, Self
 
 import lightning
 import msgspec
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -58,6 +59,8 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Batches of the epoch are left."""
     served: int
     """Batches of the epoch that were trained on."""
+    metrics: dict[str, float]
+    """What schedules, early stopping and the like go by (`Trainer.callback_metrics`)."""
     loaders: list[dict[str, bytes] | None]
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
 
@@ -199,15 +202,24 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
             metadata={"library": f"lightning {lightning.__version__}"},
         )
         place, self._place = self._place, None
-        self._began_epoch = False
+        self._began_epoch = place is not None and place.in_epoch
+        loaders = list(_flat(trainer.train_dataloader))
+        if not all(isinstance(loader, ResumableDataLoader) for loader in loaders):
+            self.session.notice(
+                "the training data comes from a loader that cannot be resumed: an interrupted epoch goes on with "
+                "batches of its start, as Lightning does. verl_slurm.guest.lightning.ResumableDataLoader can",
+                loud=place is not None,
+            )
         if place is not None:
-            if not place.in_epoch:
-                # With max_steps, Lightning 2.6 would give the epoch that is over one batch more, and count it twice.
-                trainer.fit_loop.epoch_loop.restarting = False
-            trainer.fit_loop._restarting = False  # else this epoch's end passes over a ReduceLROnPlateau
-            self._take_up(place, list(_flat(trainer.train_dataloader)))
+            self._take_up(place, trainer, loaders)
 
-    def _take_up(self, place: _Place, loaders: list[object]) -> None:
+    def _take_up(self, place: _Place, trainer: Trainer, loaders: list[object]) -> None:
+        if not place.in_epoch:
+            # With max_steps, Lightning 2.6 would give the epoch that is over one batch more, and count it twice.
+            trainer.fit_loop.epoch_loop.restarting = False
+        # Else the end of this epoch would pass over a ReduceLROnPlateau, for want of what it goes by: here it is.
+        trainer.fit_loop._restarting = False
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in place.metrics.items()})
         then = from_wire(place.generators)
         for loader, began in zip(loaders, place.loaders, strict=False):
             if isinstance(loader, ResumableDataLoader):
@@ -292,6 +304,7 @@ def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
         generators=to_wire(rng.capture()),
         in_epoch=in_epoch,
         served=trainer.fit_loop.batch_idx + 1,
+        metrics=_numbers(trainer.callback_metrics),
         loaders=loaders,
     )
 
