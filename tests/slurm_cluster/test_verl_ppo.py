@@ -47,10 +47,11 @@ def grpo(
 
 
 def _of_ray(process: psutil.Process, run: LiveRun, word: str = "") -> bool:
-    """Whether it is of this run's Ray, and has `word` in its name; Ray's workers rename themselves."""
+    """Whether it is of this run's Ray, and is called so; Ray's workers rename themselves."""
     try:
         mine = process.environ().get("VERL_SLURM_RUN") == str(run.paths.root)
-        return mine and process.status() != psutil.STATUS_ZOMBIE and word in " ".join(process.cmdline())
+        called = (process.name(), *process.cmdline()[:1])
+        return mine and process.status() != psutil.STATUS_ZOMBIE and any(word in name for name in called)
     except psutil.Error:
         return False
 
