@@ -25,7 +25,7 @@ from verl_slurm.keys import Keyring
 
 __all__ = ["SUBJECTS", "Difference", "difference"]
 
-SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors", "files")
+SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +84,12 @@ def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]
         "data": {"fingerprint": manifest.dataset_fingerprint, "root": layout.get("data_root")}
         | _files(layout.get("data_files")),
         "frozen": dict(manifest.frozen),
-        "files": _own_files(manifest),
         "tensors": {
             f"{domain}/{name}": f"{entry.dtype} {list(entry.shape)}"
             for domain, index in read_indexes(directory, manifest, keys).items()
             for name, entry in index.tensors.items()
-        },
+        }
+        | _own_files(manifest),
     }
 
 
@@ -99,7 +99,7 @@ def _position(manifest: Manifest, metadata: dict[str, object]) -> dict[str, obje
 
 
 def _own_files(manifest: Manifest) -> dict[str, object]:
-    """Of a guest's checkpoint, which files there are; ours have names of tensors instead."""
+    """Of a guest's checkpoint, which files there are: what is in them is that loop's own."""
     if manifest.guest is msgspec.UNSET:
         return {}
     return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}

@@ -29,6 +29,7 @@ from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest import by_hand
 from verl_slurm.guest.keeping import Keeper
+from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.state_files import Generators, load_state, restore_rng, write_state
 from verl_slurm.guest.states import Objects, split
@@ -75,7 +76,9 @@ class Run:
         self._run_dir, self._save_every = run_dir, save_every
         self._saved_step, self._total = -1, 0
         self._metrics: dict[str, object] = {}
+        self._row: dict[str, object] = {}
         self._generators: Generators | None = None
+        self._watch: ReachWatch | None = None
         self._started, self._done = False, False
         self.step, self.stopping = 0, False
 
@@ -86,8 +89,10 @@ class Run:
     def __enter__(self) -> Self:
         try:
             self._begin()
-        except VerlSlurmError as error:
-            self._refuse(error)
+        except BaseException as error:
+            if isinstance(error, VerlSlurmError):
+                self._refuse(error)
+            self._session.close()
             raise
         return self
 
@@ -155,6 +160,9 @@ class Run:
     def _start(self, total: int) -> None:
         self._started, self._total = True, total
         self._session.started(self.step, total)
+        if self._session.has_daemon and self._session.rank == 0:
+            self._watch = ReachWatch(self._session)
+            self._watch.start()
 
     def log(self, **metrics: object) -> None:
         """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
@@ -169,14 +177,13 @@ class Run:
         if not self._started:
             self._start(total)
         self.step, self._total = step, total or self._total
-        self._metrics |= metrics
-        self._session.step_done(step, self._metrics, self._total)
-        order = self._stopper.agree().order
+        self._row, self._metrics = self._metrics | metrics, {}
+        self._session.step_done(step, self._row, self._total)
+        order = self._stopper.agree().order if self._session.has_daemon else None
         if order is not None:
             self._answer(order)
         elif self._every and step % self._every == 0:
             self._save(0, f"every {self._every} steps")
-        self._metrics = {}
 
     def save(self, reason: str = "the loop asked for it") -> None:
         """Save the state now, behind `step` whole steps. Collective."""
@@ -197,6 +204,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         if isinstance(error, VerlSlurmError):
             self._refuse(error)
         elif error is None and self._done:
@@ -210,6 +219,8 @@ class Run:
             dist.destroy_process_group(self._group)
 
     def _answer(self, order: Order) -> None:
+        if self._watch is not None:
+            self._watch.taken(order.request_id)
         self._save(order.request_id, "the job ends" if order.stop else "asked for", ends=order.stop)
         if order.stop:
             self.stopping = True
@@ -257,7 +268,7 @@ class Run:
                 epoch=session.epoch,
                 world_size=ranks.world_size,
                 parent=session.resume.name if session.resume is not None else None,
-                metrics=session.numbers(self._metrics),
+                metrics=session.numbers(self._row),
                 metadata={"objects": list(self._objects.names)},
                 began=began,
             )

@@ -1,0 +1,36 @@
+"""configs/pytorch_loop.yaml for tests: slow enough to be struck, and the same by hand, undisturbed."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.harness import ROOT
+
+PROGRAM = ROOT / "configs/pytorch_loop.py"
+CONFIG = ROOT / "configs/pytorch_loop.yaml"
+STEPS = 40
+
+
+def overrides(pause_s: float) -> tuple[str, ...]:
+    command = f'trainer.command=[{PROGRAM}, --steps, "{STEPS}", --pause, "{pause_s}"]'
+    return command, "daemon.requeue_delay_s=2", "daemon.backoff_s=0.2", "slurm.time_limit_min=20"
+
+
+def by_hand(run_dir: Path) -> Path:
+    """The same loop without a daemon, two ranks; returns `run_dir`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environ = dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    environ["OMP_NUM_THREADS"] = "1"
+    argv = [sys.executable, str(PROGRAM), "--steps", str(STEPS), "--run-dir", str(run_dir)]
+    ranks = [
+        subprocess.Popen(argv, env=environ | {"RANK": str(rank)}, stdout=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.wait(timeout=240)
+    assert (run_dir / "checkpoints" / f"step_{STEPS:06d}").exists()
+    return run_dir
