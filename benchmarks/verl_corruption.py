@@ -33,7 +33,7 @@ from verl_slurm.errors import VerlSlurmError
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
 
-_LAST, _FURTHER = 6, 7
+_LAST, _FURTHER, _EPOCH = 6, 7, 8
 _SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")
 _ERROR = re.compile(r"(?m)^(?:\[rank\d\]: )?((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
@@ -65,18 +65,33 @@ def _all(place: Path, cases: Sequence[Case]) -> list[Row]:
     section = sft_words(make_model(place / "model"), make_sums(place / "sums.parquet"))
     plain = place / "plain"
     _plain(section, plain, _LAST)
-    runs = _Served(section, place)
+    runs = _Served(section, place, _LAST)
     rows = []
     for case in cases:
         copy = place / f"plain-{case.name}"
         shutil.copytree(plain, copy)
         case.strike(copy / f"global_step_{_LAST}", copy / TRACKER)
         before = said_of(_plain(section, copy, _FURTHER, ranks=case.ranks))
+        if case.silent and before.startswith("exit 0: goes on"):
+            before += ", **with the damaged weights, and says nothing**"
         after, ends = runs.after(case)
         rows.append(Row(case.what, before, after, ends))
         print(f"{case.what}\n  verl alone: {before}\n  verl-slurm: {after}: {ends}", flush=True)
         shutil.rmtree(copy)
+    rows.append(_at_an_epochs_end(section, place, plain))
     return rows
+
+
+def _at_an_epochs_end(section: dict[str, object], place: Path, plain: Path) -> Row:
+    """No damage at all: the newest checkpoint is that of an epoch's last step."""
+    _plain(section, plain, _EPOCH)
+    before = said_of(_plain(section, plain, _EPOCH + 1))
+    tracker = (plain / TRACKER).read_text()
+    whole = place / "whole"
+    whole.mkdir()
+    after, ends = _Served(section, whole, _EPOCH).after(Case("", "", lambda newest, tracker: None))
+    what = f"none; the newest is of the last step of an epoch (step {_EPOCH})"
+    return Row(what, f"{before}; the tracker still says {tracker}; so at every start", after, ends)
 
 
 def _plain(section: dict[str, object], directory: Path, last: int, ranks: int = 2) -> Ended:
@@ -109,17 +124,18 @@ def said_of(ended: Ended) -> str:
 class _Served:
     """The run under verl-slurm, and its damaged copies."""
 
-    def __init__(self, section: dict[str, object], place: Path) -> None:
+    def __init__(self, section: dict[str, object], place: Path, newest: int) -> None:
+        self._newest, self._further = newest, newest + 1
         # A run's configuration names its directory, so each copy of it has to lie where the run was.
         self._root, self._base = place / "run", place / "run-interrupted"
-        self._config = write_config(place / "run.yaml", self._root, section, _FURTHER)
+        self._config = write_config(place / "run.yaml", self._root, section, self._further)
         if exit_code := self._start():
             logs = "\n".join(path.read_text()[-3000:] for path in sorted((self._root / "logs").glob("*.log")))
             raise SystemExit(f"the run ended with {exit_code}:\n{logs}")
         self._root.rename(self._base)
         checkpoints = self._base / "checkpoints"
         self._straight = place / "straight"
-        (checkpoints / f"step_{_FURTHER:06d}").rename(self._straight)
+        (checkpoints / f"step_{self._further:06d}").rename(self._straight)
         self._started_for_real = False
 
     def after(self, case: Case) -> tuple[str, str]:
@@ -132,8 +148,8 @@ class _Served:
 
     def _strike(self, case: Case) -> tuple[str, str]:
         paths = RunPaths(self._root)
-        newest = paths.checkpoints / f"step_{_LAST:06d}"
-        case.strike(newest / f"global_step_{_LAST}", newest / TRACKER)
+        newest = paths.checkpoints / f"step_{self._newest:06d}"
+        case.strike(newest / f"global_step_{self._newest}", newest / TRACKER)
         real = case.ranks == 2 and not self._started_for_real
         try:
             if case.ranks != 2:
@@ -149,12 +165,13 @@ class _Served:
             return story, "as above"
         self._started_for_real = True
         exit_code = self._start()
-        assert len(list(paths.quarantine.glob(f"{newest.name}.*/"))) == 1, "not set aside"
-        inner = f"global_step_{_FURTHER}"
-        ours = paths.checkpoints / f"step_{_FURTHER:06d}" / inner
+        aside = list(paths.quarantine.glob(f"{newest.name}.*/"))
+        assert len(aside) == int(choice.name != newest.name), "not set aside, or for nothing"
+        inner = f"global_step_{self._further}"
+        ours = paths.checkpoints / f"step_{self._further:06d}" / inner
         found = differences(ours, self._straight / inner) if ours.exists() else ["nothing"]
         same = "bit for bit the run that nothing happened to" if not found else f"DIFFERENT: {found[:3]}"
-        return story, f"started for real: exit {exit_code}, step {_FURTHER}, {same}"
+        return story, f"started for real: exit {exit_code}, step {self._further}, {same}"
 
     def _start(self) -> int:
         """One lead without Slurm, to the end; its exit code."""
@@ -178,8 +195,9 @@ def page(rows: Sequence[Row]) -> str:
 
 _HEAD = """# Damaged checkpoints: verl alone, and under verl-slurm
 
-Made by `python -m benchmarks.verl_corruption` with {versions}: the real SFT trainer of verl on two CPU ranks, with
-checkpoints of steps 2, 4 and 6, the newest of which is damaged in the way that the line says; then it is started again.
+Made by `python -m benchmarks.verl_corruption` with {versions}:
+the real SFT trainer of verl on two CPU ranks, with checkpoints of steps 2, 4 and 6, the newest of which is damaged in
+the way that the line says; then it is started again.
 
 | damage | verl alone | verl-slurm: the next start | and then |
 |---|---|---|---|"""

@@ -1,5 +1,6 @@
 """A save of verl's ranks becomes a checkpoint of the run, or is said to have failed: one rank here, and no verl."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ import pytest
 from tests.verl.runs import write_config
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.errors import Fenced
 from verl_slurm.fence import take_epoch
+from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work, require_guest
 from verl_slurm.paths import RunPaths
-from verl_slurm.submit.submission import carry_out, plan_submission
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import Notice, PartSaved, Saved, SaveFailed, SaveStarted
 from verl_slurm.wire.stopping import Order
@@ -46,8 +47,8 @@ class _Bench:
         from verl_slurm.verl.serving import Serving
 
         config = write_config(root.with_suffix(".yaml"), root, {"trainer.total_epochs": 2}, 8)
-        carry_out(plan_submission(config, [], cluster="local"), prepare_only=True)
-        self.paths, self.line = RunPaths(root), _Line()
+        self.paths, self.line = RunPaths(private_dir(root)), _Line()
+        write_file(self.paths.run_yaml, dump(load(config)))
         self.epoch = take_epoch(self.paths, cluster="local", job_id="1", restart=0).epoch
         self.session = Session(self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch)
         self.work = clear_work(self.paths, self.epoch)
@@ -85,6 +86,7 @@ def bench(tmp_path: Path) -> Any:
 
 def test_a_periodic_save_is_a_checkpoint_with_verls_directory_and_tracker_in_it(bench: _Bench) -> None:
     bench.serving.save(2, None, {"loss": 1.5}, bench.writes(2))
+    bench.serving.settle()
     [info] = list_checkpoints(bench.paths)
     assert (info.kind, info.name) == ("committed", "step_000002")
     assert verify(info.path).ok
@@ -111,6 +113,7 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
     bench: _Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.serving.save(2, None, {}, bench.writes(2))
+    bench.serving.settle()
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -125,8 +128,9 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
 
 def test_an_incarnation_that_no_longer_owns_the_run_commits_nothing(bench: _Bench) -> None:
     take_epoch(bench.paths, cluster="local", job_id="2", restart=1)
+    bench.serving.save(2, None, {}, bench.writes(2))
     with pytest.raises(Fenced):
-        bench.serving.save(2, None, {}, bench.writes(2))
+        bench.serving.settle()
     assert list_checkpoints(bench.paths) == []
 
 
@@ -141,6 +145,7 @@ def test_verl_is_not_let_into_a_save_that_cannot_fit_unless_it_is_the_last_chanc
         "verl_slurm.checkpoint.free_space.free_space", lambda _: FreeSpace(bytes=10, inodes=9)
     )
     bench.serving.save(4, None, {}, bench.writes(4))
+    bench.serving.settle()
     assert bench.serving.saved_step == 2
     assert not (bench.work / "global_step_4").exists()
     assert any("step 4 is not saved" in notice.text and notice.loud for notice in bench.line.of(Notice))
@@ -151,6 +156,7 @@ def test_verl_is_not_let_into_a_save_that_cannot_fit_unless_it_is_the_last_chanc
 def test_as_many_stay_as_the_configuration_says(bench: _Bench) -> None:
     for step in range(1, 15):
         bench.serving.save(step, None, {}, bench.writes(step))
+    bench.serving.settle()
     names = [info.name for info in list_checkpoints(bench.paths)]
     assert names == [f"step_{step:06d}" for step in range(14, 4, -1)]
 
@@ -164,3 +170,26 @@ def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: _Bench) -> Non
     bench.serving._watch.look()
     assert order is not None
     assert bench.line.of(SaveFailed) == []
+
+
+def test_training_goes_on_beside_a_periodic_commit_and_the_next_save_waits_for_it(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl_slurm.verl import serving
+
+    begun, may = threading.Event(), threading.Event()
+    real = serving.commit_tree
+
+    def slowly(*args: Any, **words: Any) -> Any:
+        begun.set()
+        assert may.wait(60)
+        return real(*args, **words)
+
+    monkeypatch.setattr(serving, "commit_tree", slowly)
+    bench.serving.save(2, None, {}, bench.writes(2))
+    assert begun.wait(60)
+    assert bench.serving.step_done(3, {}) is None
+    assert bench.serving.saved_step == 0
+    may.set()
+    bench.serving.save(4, Order(request_id=1, stop=True), {}, bench.writes(4))
+    assert [saved.name for saved in bench.line.of(Saved)] == ["step_000002", "step_000004"]

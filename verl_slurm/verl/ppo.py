@@ -16,19 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import open_dict
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from verl_slurm.config.load import load_resolved
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work
 from verl_slurm.verl.saves import Saves
 
+try:
+    from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+except ModuleNotFoundError:  # before 0.9.1 nobody called one
+    CheckpointCallback = None
+
 __all__ = ["CommitCallback", "InterruptibleColocateAsync", "InterruptibleSync"]
 
 
-class CommitCallback(CheckpointCallback):  # type: ignore[misc]  # verl has no types
+class CommitCallback(CheckpointCallback or object):  # type: ignore[misc]  # verl has no types
     """`trainer.checkpoint_callback_class`. verl calls it in its driver behind each save, on all ranks done."""
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: object) -> None:
@@ -53,7 +59,10 @@ class _Interruptible:
             clear_work(session.paths, session.epoch)
         trainer = config.trainer
         metadata = {name: version(name) for name in ("verl", "torch", "ray", "transformers")}
-        self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata)
+        keeper = None
+        if session.has_run:
+            keeper = Keeper(session, load_resolved(session.paths.run_yaml).checkpoint)
+        self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata, keeper=keeper)
         super().__init__(config)  # type: ignore[call-arg]
 
     def on_train_begin(self) -> None:
@@ -75,8 +84,13 @@ class _Interruptible:
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
-        if self.saves.writing(self.global_steps):
-            super()._save_checkpoint()  # type: ignore[misc]
+        if not self.saves.may_write(self.global_steps):
+            return
+        self.saves.writing()
+        super()._save_checkpoint()  # type: ignore[misc]
+        if CheckpointCallback is None:
+            directory = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+            self.saves.written(self.global_steps, directory)
 
     def _compute_metrics(
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object

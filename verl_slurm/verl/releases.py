@@ -1,8 +1,8 @@
 """Which releases of verl were run under verl-slurm, and what is said about the others. Pure.
 
 The hooks hold on to little: SFT to `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO to
-`register_trainer` and `checkpoint_callback_class`. That these are still there is checked at the start of each run; that
-a run with them is bit for bit what it should be is known of a release only by running it, and this is the list.
+`register_trainer`, the v1 trainers' `on_step_end` and `_save_checkpoint`. Where these are missing, a run ends at its
+start. That a run with them is what it should be is known of a release only by running it, and this is the list.
 """
 
 import re
@@ -14,7 +14,7 @@ from verl_slurm.errors import ConfigError
 __all__ = ["OLDEST", "RELEASES", "Release", "judge", "require_usable"]
 
 Entry = Literal["sft", "ppo"]
-Word = Literal["run", "known", "unknown", "too_old"]
+Word = Literal["run", "unknown", "too_old"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Release:
     """What is known of one release and one entry.
 
     Attributes:
-        word: `run`: its tests pass with it. `known`: its source was read and the hooks are in it, nobody ran it.
-            `unknown`: neither. `too_old`: the hooks are not in it.
+        word: `run`: its tests pass with it. `unknown`: nobody has tried. `too_old`: it cannot be served.
         line: for people.
     """
 
@@ -33,16 +32,23 @@ class Release:
     line: str
 
 
-OLDEST = (0, 8)
-"""The first with `verl.trainer.sft_trainer` as we subclass it and the v1 trainers."""
+OLDEST: dict[Entry, tuple[tuple[int, int, int], str]] = {
+    "sft": ((0, 8, 0), "older ones do not run with transformers 5"),
+    "ppo": ((0, 9, 0), "older ones have no trainer that can be asked to save and leave (trainer.use_v1)"),
+}
+"""The oldest that can be served, and what the one before lacks: 0.7.1 and 0.8.0 were tried."""
 
-RELEASES: dict[str, dict[Entry, tuple[Word, str]]] = {
+RELEASES: dict[str, dict[Entry, str]] = {
     "0.9.1": {
-        "sft": ("run", "killed, preempted and resumed, bit for bit"),
-        "ppo": ("run", "preempted and resumed"),
+        "sft": "preempted on Slurm, killed, and at an epoch's end: bit for bit",
+        "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
+    },
+    "0.9.0": {"sft": "preempted, killed, and at an epoch's end: bit for bit"},
+    "0.8.0": {
+        "sft": "preempted, killed, and at an epoch's end: bit for bit, with numpy 2, which it does not ask for"
     },
 }
-"""By version: what was done with it."""
+"""What was run, and how: tests/verl and tests/slurm_cluster, with that release in the environment."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
@@ -50,19 +56,15 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 def judge(version: str, entry: Entry) -> Release:
     """What verl-slurm knows of `version`.
 
-    Called by: submit's checks (where verl is installed on the login node) and the trainers' entries.
+    Called by: submit's checks, where verl is installed on the login node; the trainers' entries.
     """
-    found = RELEASES.get(version, {}).get(entry)
-    if found is not None:
-        word, how = found
-        return Release(version, entry, word, f"verl {version} ({entry}): {how}")
-    match = _VERSION.match(version)
-    if match and (int(match[1]), int(match[2])) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return Release(
-            version, entry, "too_old", f"verl {version} has not what verl-slurm holds on to; {oldest} has"
-        )
-    ran = ", ".join(v for v in RELEASES if RELEASES[v].get(entry, ("",))[0] == "run") or "none"
+    how = RELEASES.get(version, {}).get(entry)
+    if how is not None:
+        return Release(version, entry, "run", f"verl {version} ({entry}) was run under verl-slurm: {how}")
+    match, (oldest, why) = _VERSION.match(version), OLDEST[entry]
+    if match and tuple(int(part or 0) for part in match.groups()) < oldest:
+        return Release(version, entry, "too_old", why)
+    ran = ", ".join(known for known, entries in RELEASES.items() if entry in entries)
     line = f"verl {version} ({entry}) was never run under verl-slurm; these were: {ran}"
     return Release(version, entry, "unknown", line)
 
@@ -75,11 +77,12 @@ def require_usable(version: str, entry: Entry) -> Release:
     """
     release = judge(version, entry)
     if release.word == "too_old":
+        oldest = ".".join(map(str, OLDEST[entry][0]))
         raise ConfigError(
-            "this release of verl cannot be run",
+            f"this release of verl cannot be run with trainer.entry: {entry}: {release.line}",
             where="verl",
             found=version,
-            expected=f"{'.'.join(map(str, OLDEST))} or newer",
-            remedy="pip install verl==0.9.1, or set trainer.backend: native",
+            expected=f"{oldest} or newer",
+            remedy=f"pip install verl=={next(iter(RELEASES))}",
         )
     return release

@@ -7,6 +7,7 @@ pass through another one; rank 0 does it for the rest (tokenizer, configuration,
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Serving:
-    """The `sft_loop.Service` of a run under a daemon. Called by: verl.sft.
+    """The `sft_wraps.Service` of a run under a daemon. Called by: verl.sft.
 
     Args:
         session: this rank's.
@@ -55,6 +56,8 @@ class Serving:
         metadata: Mapping[str, Any],
     ) -> None:
         self._session, self._ranks, self._work, self._metadata = session, ranks, work, dict(metadata)
+        self._side = ranks.another()
+        self._thread, self._pending = ThreadPoolExecutor(1, "verl-slurm-commit"), _done()
         self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
         self._stopper = Stopper(session.line, ranks.max)
         self._watch = ReachWatch(session)
@@ -69,7 +72,23 @@ class Serving:
             self._watch.start()
 
     def end(self) -> None:
+        """The loop has ended.
+
+        Raises:
+            Fenced: as `settle`.
+        """
         self._watch.stop()
+        self.settle()
+        self._thread.shutdown()
+
+    def settle(self) -> None:
+        """Until the save before is committed, or known to have failed.
+
+        Raises:
+            Fenced: a newer incarnation owns the run.
+        """
+        pending, self._pending = self._pending, _done()
+        pending.result()
 
     def step_done(self, step: int, metrics: dict[str, float]) -> Order | None:
         self._session.step_done(step, metrics, self._total)
@@ -81,13 +100,15 @@ class Serving:
     def save(
         self, step: int, order: Order | None, metrics: dict[str, float], write: Callable[[], None]
     ) -> None:
-        """verl writes, and what it has written is committed. Collective.
+        """verl writes, and what it has written is committed: beside the next steps, over a group of its own, unless
+        somebody waits for it or nothing comes behind it. Collective.
 
         A save that fails is said, and training goes on: the checkpoint before it counts.
 
         Raises:
-            Fenced: a newer incarnation owns the run.
+            Fenced: as `settle`, of this save or the one before.
         """
+        self.settle()
         must = order is not None or step >= self._total
         if not must and not self._ranks.share(self._room(step) if self._ranks.rank == 0 else b"", source=0):
             return  # verl would die of it
@@ -96,12 +117,19 @@ class Serving:
         if self._keeper is not None:
             self._keeper.before_save()
         write()
+        self._pending = self._thread.submit(self._commit, step, order, metrics, began)
+        if must:
+            self.settle()
+
+    def _commit(self, step: int, order: Order | None, metrics: dict[str, float], began: float) -> None:
+        """In the thread; collective over its group."""
+        ranks, request_id = self._side, order.request_id if order else 0
         try:
-            entries = self._ranks.together("making the files durable", lambda: self._seal(step))
+            entries = ranks.together("making the files durable", lambda: self._seal(step))
             self._session.part_saved(request_id)
-            parts = self._ranks.gather(msgspec.json.encode(entries))
-            raw = self._ranks.on_first(
-                "the commit", lambda: msgspec.json.encode(self._commit(step, order, metrics, parts, began))
+            parts = ranks.gather(msgspec.json.encode(entries))
+            raw = ranks.on_first(
+                "the commit", lambda: msgspec.json.encode(self._put(step, order, metrics, parts, began))
             )
         except RanksFailed as error:
             if "Fenced" in error.kinds:
@@ -138,7 +166,7 @@ class Serving:
         mine = sorted(path.name for path in own.glob(f"*_rank_{self._ranks.rank}.pt"))
         return seal(self._work, [f"{own.name}/{name}" for name in mine])
 
-    def _commit(
+    def _put(
         self,
         step: int,
         order: Order | None,
@@ -174,3 +202,9 @@ class Serving:
         if order is not None:
             return "asked to stop" if order.stop else "asked to save"
         return "the last step" if step == self._total else "trainer.save_freq"
+
+
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

@@ -175,7 +175,8 @@ def _by_hand(words: Sequence[str]) -> None:
     """verl as it is, without its trap: it resumes from what it finds by itself."""
     settings = _compose(list(words), {})
     with _process_group(settings):
-        from verl_slurm.verl.sft_loop import Alone, ServedSFT
+        from verl_slurm.verl.sft_loop import ServedSFT
+        from verl_slurm.verl.sft_wraps import Alone
 
         trainer = ServedSFT(settings, Alone(), None)
         began = trainer.step

@@ -1,0 +1,89 @@
+"""A request in the middle of a step is answered then, where its end comes too late."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from verl_slurm.guest.reach_watch import ReachWatch
+from verl_slurm.guest.session import Session
+from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import SaveFailed
+
+
+class _Line:
+    """A daemon that asks what it is told to, and remembers what it heard."""
+
+    def __init__(self) -> None:
+        self.asked: Request | None = None
+        self.heard: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.heard.append(message)
+
+    def request(self) -> Request | None:
+        return self.asked
+
+
+def _session(line: _Line, steps_s: tuple[float, ...]) -> Session:
+    now = [0.0]
+    session = Session(line, rank=0, world_size=1, clock=lambda: now[0])
+    session.started()
+    for step, seconds in enumerate(steps_s, 1):
+        now[0] += seconds
+        session.step_done(step)
+    return session
+
+
+def _failures(line: _Line) -> list[SaveFailed]:
+    return [message for message in line.heard if isinstance(message, SaveFailed)]
+
+
+def _in(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def test_a_step_of_minutes_and_a_grace_of_seconds_is_given_up_once_and_at_once(tmp_path: Path) -> None:
+    line = _Line()
+    watch = ReachWatch(_session(line, (300.0, 310.0)))
+    watch.look()
+    assert _failures(line) == []
+    line.asked = Request(1, True, _in(30))
+    watch.look()
+    watch.look()
+    [failure] = _failures(line)
+    assert failure.request_id == 1
+    assert "cannot be reached: steps take up to 310.0 s" in failure.reason
+
+
+def test_one_whose_end_comes_in_time_is_left_to_the_loop() -> None:
+    line = _Line()
+    watch = ReachWatch(_session(line, (3.0,)))
+    line.asked = Request(1, True, _in(30))
+    watch.look()
+    assert _failures(line) == []
+
+
+def test_nobody_waits_for_an_operators_save() -> None:
+    line = _Line()
+    watch = ReachWatch(_session(line, (300.0,)))
+    line.asked = Request(1, False, _in(30))
+    watch.look()
+    assert _failures(line) == []
+
+
+def test_each_request_is_judged_by_its_own_deadline() -> None:
+    line = _Line()
+    watch = ReachWatch(_session(line, (60.0,)))
+    line.asked = Request(1, True, _in(600))
+    watch.look()
+    line.asked = Request(2, True, _in(5))
+    watch.look()
+    assert [failure.request_id for failure in _failures(line)] == [2]
+
+
+def test_the_thread_ends_when_it_is_told_to() -> None:
+    line = _Line()
+    watch = ReachWatch(_session(line, (300.0,)), every_s=0.001)
+    watch.start()
+    watch.stop()
+    assert not watch._thread.is_alive()
