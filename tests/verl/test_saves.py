@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.storage import FreeSpace, Need, Room, judge_room
+from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
@@ -17,7 +17,7 @@ from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.saves import NothingDone, Saves
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, FromRank, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
 
 
 class Line:
@@ -54,9 +54,8 @@ class Run:
         self.calls: list[int] = []
 
     def write(self, step: int) -> None:
-        if not self.saves.writing(step):
-            return
         self.calls.append(step)
+        self.saves.writing()
         directory = self.paths.work(self.epoch) / f"global_step_{step}"
         directory.mkdir(parents=True)
         (directory / "data.pt").write_bytes(b"state")
@@ -173,22 +172,6 @@ def test_the_first_step_of_a_start_tells_nothing_of_the_next(run: Run) -> None:
     assert verdict.needed_s == pytest.approx(3.3)
 
 
-def test_a_periodic_save_without_room_is_left_out_and_one_that_was_asked_for_is_tried(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.saves.begin(0, 9)
-    run.step(1, periodic=True)
-    run.saves._wait()
-    full = FreeSpace(bytes=100, inodes=10)
-    monkeypatch.setattr(run.saves, "_room", lambda _, need: judge_room(full, need))
-    run.step(2, periodic=True)
-    assert run.calls == [1]
-    assert any("step 2 is not saved: " in getattr(message, "text", "") for message in run.line.said)
-    run.ask()
-    run.step(3)
-    assert run.calls == [1, 3]
-
-
 def test_a_save_that_is_not_committed_is_said_and_the_next_one_is_tried(run: Run) -> None:
     run.saves.begin(0, 2)
     directory = run.paths.work(run.epoch) / "global_step_1"
@@ -248,7 +231,7 @@ def test_nothing_done_is_an_error_of_ours() -> None:
 
 def keeping(run: Run, keep_last: int = 2) -> None:
     config = CheckpointConfig(keep_last=keep_last)
-    run.saves = Saves(run.session, 2, clock=lambda: run.now, keeper=Keeper(run.session, config))
+    run.saves = Saves(run.session, 2, keeper=Keeper(run.session, config))
 
 
 def names(run: Run) -> list[str]:
@@ -269,6 +252,23 @@ def test_older_checkpoints_go_as_checkpoint_keep_last_says_also_those_of_former_
     assert names(run) == ["step_000005", "step_000004"]
 
 
+def test_a_periodic_save_that_would_not_fit_is_not_begun_and_is_said(run: Run) -> None:
+    def full(_: Path, need: Need) -> Room:
+        return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
+
+    run.saves = Saves(run.session, 2, room=full)
+    run.saves.begin(0, 9)
+    assert run.saves.may_write(1)  # nobody knows yet how large one is
+    run.step(1, periodic=True)
+    run.saves._wait()
+    assert not run.saves.may_write(2)
+    assert "1 MB free" in str(run.line.of(Notice))
+    run.ask()
+    assert run.saves.may_write(2)  # all that is left is to try
+    run.line.asked = None
+    assert run.saves.may_write(9)
+
+
 def test_what_was_resumed_from_tells_how_large_the_next_one_will_be(run: Run) -> None:
     run.saves.begin(0, 9)
     run.step(1, periodic=True)
@@ -282,5 +282,5 @@ def test_what_was_resumed_from_tells_how_large_the_next_one_will_be(run: Run) ->
     run.session.resume = run.paths.checkpoint(1)
     saves = Saves(run.session, 2, room=ask)
     saves.begin(1, 9)
-    assert saves.writing(2)
+    assert saves.may_write(2)
     assert asked[0].bytes > 0

@@ -84,8 +84,9 @@ class _Interruptible:
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
-        if not self.saves.writing(self.global_steps):
+        if not self.saves.may_write(self.global_steps):
             return
+        self.saves.writing()
         super()._save_checkpoint()  # type: ignore[misc]
         if CheckpointCallback is None:
             directory = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"

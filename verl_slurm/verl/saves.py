@@ -6,6 +6,7 @@ whether its end can still be reached before the deadline: where not, it says so 
 counts.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -44,8 +45,6 @@ class _Known:
     given_up: int = 0
     """The request that got no for an answer."""
     committed: dict[int, SavedTree] = field(default_factory=dict)
-    last: tuple[int, int] | None = None
-    """Bytes and files of the last save."""
 
 
 class Saves:
@@ -54,8 +53,8 @@ class Saves:
     Args:
         world_size: ranks that write a save together.
         metadata: of every save, for people.
-        clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
         keeper: lets older checkpoints go; None: nobody does.
+        clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
     """
 
     def __init__(
@@ -63,13 +62,14 @@ class Saves:
         session: Session,
         world_size: int,
         metadata: Mapping[str, object] | None = None,
-        clock: Callable[[], float] = time.monotonic,
         *,
         keeper: Keeper | None = None,
         room: Callable[[Path, Need], Room] = room_for,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session, self._world_size = session, world_size
         self._keeper, self._room = keeper, room
+        self._last: tuple[int, int] | None = None  # bytes and files of a save
         self._metadata = dict(metadata or {})
         self._total, self._began = 0, 0
         self._metrics: Mapping[str, object] = {}
@@ -98,34 +98,27 @@ class Saves:
         """Where verl collects the running step's numbers, as far as they are known when it is saved."""
         self._metrics = metrics
 
-    def writing(self, step: int) -> bool:
-        """verl is about to write; its time is part of what a save takes.
-
-        Returns:
-            Whether it may: verl ends where storage is full, so a periodic save without room is left out.
-        """
-        self._save_began = time.monotonic()
-        if step >= self._total or self._taken_up is not None or self._request() is not None:
+    def may_write(self, step: int) -> bool:
+        """Whether verl may save behind `step`: it would die of a full disk, and a periodic save is not worth that. The
+        last one, and one that was asked for, are tried in any case."""
+        if step >= self._total or self._request() is not None or not self.session.has_run:
             return True
         if self._keeper is not None:
             self._keeper.before_save()
-        last = self._size()
-        if last is None:
+        if self._last is None and (resume := self.session.resume) is not None:
+            with suppress(OSError, VerlSlurmError):
+                manifest = read_manifest(resume)
+                self._last = (manifest.num_bytes, len(manifest.files))
+        if self._last is None:
             return True
-        room = self._room(self.session.paths.root, need_of_next(*last))
+        room = self._room(self.session.paths.root, need_of_next(*self._last))
         if room.enough is False:
             self.session.notice(f"step {step} is not saved: {room.reason}", loud=True)
         return room.enough is not False
 
-    def _size(self) -> tuple[int, int] | None:
-        """Bytes and files of the last save, or of what was resumed from; None: nobody knows."""
-        with self._lock:
-            known = self._known.last
-        if known is None and (resume := self.session.resume) is not None:
-            with suppress(OSError, VerlSlurmError):
-                manifest = read_manifest(resume)
-                return manifest.num_bytes, len(manifest.files)
-        return known
+    def writing(self) -> None:
+        """verl begins to write: its time is part of what a save takes."""
+        self._save_began = time.monotonic()
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
@@ -225,6 +218,7 @@ class Saves:
             metadata=self._metadata,
             began=began,
         )
+        num_files = sum(len(names) for _, _, names in os.walk(directory))
         try:
             tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
             tree = commit_tree(session.paths, save, {directory.name: directory}, texts=tracker)
@@ -232,6 +226,8 @@ class Saves:
             raise  # whatever it trained from here on would be for nobody
         except (OSError, VerlSlurmError) as error:
             told = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+            if self._keeper is not None:
+                self._keeper.failed(told)
             if request_id:
                 session.save_failed(request_id, told)
             else:
@@ -239,8 +235,8 @@ class Saves:
             return
         with self._lock:
             self._known.committed = {step: tree}
-            self._known.last = tree.num_bytes, sum(1 for path in tree.path.rglob("*") if path.is_file())
         self._say(tree, request_id)
+        self._last = (tree.num_bytes, num_files)
         if self._keeper is not None:  # who is asked for a save is in a hurry; the next start tidies up
             self._keeper.saved(tree, tidy=not request_id)
 
