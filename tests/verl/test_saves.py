@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.storage import FreeSpace, judge_room
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
 from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.saves import NothingDone, Saves
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, FromRank, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
 
 
 class Line:
@@ -51,9 +54,8 @@ class Run:
         self.calls: list[int] = []
 
     def write(self, step: int) -> None:
-        if not self.saves.writing(step):
-            return
         self.calls.append(step)
+        self.saves.writing()
         directory = self.paths.work(self.epoch) / f"global_step_{step}"
         directory.mkdir(parents=True)
         (directory / "data.pt").write_bytes(b"state")
@@ -170,22 +172,6 @@ def test_the_first_step_of_a_start_tells_nothing_of_the_next(run: Run) -> None:
     assert verdict.needed_s == pytest.approx(3.3)
 
 
-def test_a_periodic_save_without_room_is_left_out_and_one_that_was_asked_for_is_tried(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.saves.begin(0, 9)
-    run.step(1, periodic=True)
-    run.saves._wait()
-    full = FreeSpace(bytes=100, inodes=10)
-    monkeypatch.setattr("verl_slurm.verl.saves.room_for", lambda _, need: judge_room(full, need))
-    run.step(2, periodic=True)
-    assert run.calls == [1]
-    assert any("step 2 is not saved: " in getattr(message, "text", "") for message in run.line.said)
-    run.ask()
-    run.step(3)
-    assert run.calls == [1, 3]
-
-
 def test_a_save_that_is_not_committed_is_said_and_the_next_one_is_tried(run: Run) -> None:
     run.saves.begin(0, 2)
     directory = run.paths.work(run.epoch) / "global_step_1"
@@ -241,3 +227,60 @@ def test_without_a_daemon_nothing_is_committed_and_nothing_asked(tmp_path: Path)
 
 def test_nothing_done_is_an_error_of_ours() -> None:
     assert issubclass(NothingDone, VerlSlurmError)
+
+
+def keeping(run: Run, keep_last: int = 2) -> None:
+    config = CheckpointConfig(keep_last=keep_last)
+    run.saves = Saves(run.session, 2, keeper=Keeper(run.session, config))
+
+
+def names(run: Run) -> list[str]:
+    return [info.name for info in list_checkpoints(run.paths) if info.kind == "committed"]
+
+
+def test_older_checkpoints_go_as_checkpoint_keep_last_says_also_those_of_former_lives(run: Run) -> None:
+    run.saves.begin(0, 9)
+    for step in (1, 2, 3):
+        run.step(step, periodic=True)
+    run.saves._wait()
+    assert len(names(run)) == 3  # nobody was there to let any go
+    keeping(run)
+    run.saves.begin(3, 9)
+    run.step(4, periodic=True)
+    run.step(5, periodic=True)
+    run.saves._wait()
+    assert names(run) == ["step_000005", "step_000004"]
+
+
+def test_a_periodic_save_that_would_not_fit_is_not_begun_and_is_said(run: Run) -> None:
+    def full(_: Path, need: Need) -> Room:
+        return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
+
+    run.saves = Saves(run.session, 2, room=full)
+    run.saves.begin(0, 9)
+    assert run.saves.may_write(1)  # nobody knows yet how large one is
+    run.step(1, periodic=True)
+    run.saves._wait()
+    assert not run.saves.may_write(2)
+    assert "1 MB free" in str(run.line.of(Notice))
+    run.ask()
+    assert run.saves.may_write(2)  # all that is left is to try
+    run.line.asked = None
+    assert run.saves.may_write(9)
+
+
+def test_what_was_resumed_from_tells_how_large_the_next_one_will_be(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1, periodic=True)
+    run.saves._wait()
+    asked: list[Need] = []
+
+    def ask(_: Path, need: Need) -> Room:
+        asked.append(need)
+        return Room(enough=None, reason="", free=FreeSpace(), need=need)
+
+    run.session.resume = run.paths.checkpoint(1)
+    saves = Saves(run.session, 2, room=ask)
+    saves.begin(1, 9)
+    assert saves.may_write(2)
+    assert asked[0].bytes > 0

@@ -6,17 +6,21 @@ whether its end can still be reached before the deadline: where not, it says so 
 counts.
 """
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_slurm.checkpoint.free_space import room_for
-from verl_slurm.checkpoint.storage import need_of_next
+from verl_slurm.checkpoint.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import Fenced, VerlSlurmError
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
@@ -41,8 +45,6 @@ class _Known:
     given_up: int = 0
     """The request that got no for an answer."""
     committed: dict[int, SavedTree] = field(default_factory=dict)
-    last: tuple[int, int] | None = None
-    """Bytes and files of the last save."""
 
 
 class Saves:
@@ -51,6 +53,7 @@ class Saves:
     Args:
         world_size: ranks that write a save together.
         metadata: of every save, for people.
+        keeper: lets older checkpoints go; None: nobody does.
         clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
     """
 
@@ -59,9 +62,14 @@ class Saves:
         session: Session,
         world_size: int,
         metadata: Mapping[str, object] | None = None,
+        *,
+        keeper: Keeper | None = None,
+        room: Callable[[Path, Need], Room] = room_for,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session, self._world_size = session, world_size
+        self._keeper, self._room = keeper, room
+        self._last: tuple[int, int] | None = None  # bytes and files of a save
         self._metadata = dict(metadata or {})
         self._total, self._began = 0, 0
         self._metrics: Mapping[str, object] = {}
@@ -90,21 +98,27 @@ class Saves:
         """Where verl collects the running step's numbers, as far as they are known when it is saved."""
         self._metrics = metrics
 
-    def writing(self, step: int) -> bool:
-        """verl is about to write; its time is part of what a save takes.
-
-        Returns:
-            Whether it may: verl ends where storage is full, so a periodic save without room is left out.
-        """
-        self._save_began = time.monotonic()
-        with self._lock:
-            last = self._known.last
-        if last is None or step >= self._total or self._taken_up is not None or self._request() is not None:
+    def may_write(self, step: int) -> bool:
+        """Whether verl may save behind `step`: it would die of a full disk, and a periodic save is not worth that. The
+        last one, and one that was asked for, are tried in any case."""
+        if step >= self._total or self._request() is not None or not self.session.has_run:
             return True
-        room = room_for(self.session.paths.root, need_of_next(*last))
+        if self._keeper is not None:
+            self._keeper.before_save()
+        if self._last is None and (resume := self.session.resume) is not None:
+            with suppress(OSError, VerlSlurmError):
+                manifest = read_manifest(resume)
+                self._last = (manifest.num_bytes, len(manifest.files))
+        if self._last is None:
+            return True
+        room = self._room(self.session.paths.root, need_of_next(*self._last))
         if room.enough is False:
             self.session.notice(f"step {step} is not saved: {room.reason}", loud=True)
         return room.enough is not False
+
+    def writing(self) -> None:
+        """verl begins to write: its time is part of what a save takes."""
+        self._save_began = time.monotonic()
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
@@ -204,6 +218,7 @@ class Saves:
             metadata=self._metadata,
             began=began,
         )
+        num_files = sum(len(names) for _, _, names in os.walk(directory))
         try:
             tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
             tree = commit_tree(session.paths, save, {directory.name: directory}, texts=tracker)
@@ -211,6 +226,8 @@ class Saves:
             raise  # whatever it trained from here on would be for nobody
         except (OSError, VerlSlurmError) as error:
             told = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+            if self._keeper is not None:
+                self._keeper.failed(told)
             if request_id:
                 session.save_failed(request_id, told)
             else:
@@ -218,8 +235,10 @@ class Saves:
             return
         with self._lock:
             self._known.committed = {step: tree}
-            self._known.last = tree.num_bytes, sum(1 for path in tree.path.rglob("*") if path.is_file())
         self._say(tree, request_id)
+        self._last = (tree.num_bytes, num_files)
+        if self._keeper is not None:  # who is asked for a save is in a hurry; the next start tidies up
+            self._keeper.saved(tree, tidy=not request_id)
 
     def _say(self, tree: SavedTree, request_id: int) -> None:
         reason = "asked for" if request_id else "periodic"
