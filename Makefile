@@ -77,16 +77,16 @@ test: setup prometheus ## all tests, the real-Slurm ones included
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@# The Slurm tests wait much of their time: of these four two run at a time.
-	@$(MAKE) --no-print-directory -j2 test-slurm-a test-rest test-slurm-b test-vllm
+	@$(MAKE) --no-print-directory -j2 test-slurm-a test-rest test-slurm-b test-verl test-vllm
 
 SLURM_B := $(wildcard tests/slurm_cluster/test_[i-z]*.py)
 test-slurm: test-slurm-a test-slurm-b
 
 test-slurm-a: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm $(addprefix --ignore=,$(SLURM_B)) | sed -u "s/^/slurm | /"'
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "slurm and not verl" $(addprefix --ignore=,$(SLURM_B)) | sed -u "s/^/slurm | /"'
 
 test-slurm-b: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m slurm $(SLURM_B) | sed -u "s/^/slurm | /"'
+	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "slurm and not verl" $(SLURM_B) | sed -u "s/^/slurm | /"'
 
 test-rest: setup
 	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm and not vllm and not verl" | sed -u "s/^/      | /"'

@@ -34,7 +34,7 @@ class AgentMetrics:
         self._config, self._up, self._clock = config, up, clock
         self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
         """At the ranks' socket, by reason; the agent's own."""
-        self._live = LiveNumbers(range(config.distributed.world_size))
+        self._live = LiveNumbers(range(config.speakers))
         self._exporter = Exporter(paths, config, f"node_{node_id:04d}", page=renderer(self.families), up=up)
 
     async def open(self, own_host: str) -> str:
@@ -55,7 +55,7 @@ class AgentMetrics:
 
     def families(self) -> Iterator[Metric]:
         """All of the page, but the process' own."""
-        now, live, expected = self._clock(), self._live, self._config.distributed.ranks_per_node
+        now, live, expected = self._clock(), self._live, len(self._config.speakers_on(0))
         yield gauge("verl_agent_lead_link", "1 while the lead is heard.", float(self._up()))
         yield gauge("verl_agent_ranks_expected", "Ranks of this node.", expected)
         yield gauge("verl_agent_ranks_heard", "Ranks of this node that have said something.", len(live.heard))

@@ -61,7 +61,7 @@ class LeadMetrics:
         clock: Callable[[], float],
     ) -> None:
         self._paths, self._config, self._status, self._clock = paths, config, status, clock
-        self.run, self.live = RunNumbers(), LiveNumbers(range(config.distributed.world_size))
+        self.run, self.live = RunNumbers(), LiveNumbers(range(config.speakers))
         self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
         """At the control port, by reason; the lead's own."""
         self._queue: int | None = None
@@ -115,7 +115,7 @@ class LeadMetrics:
         yield gauge("verl_run_steps", "Steps that the run is to do.", status.steps)
         yield gauge("verl_run_epoch", "Incarnation: how often a daemon took the run.", status.epoch)
         yield gauge("verl_run_generation", "Starts of the ranks in this job.", status.generation)
-        yield gauge("verl_ranks_expected", "Ranks of the run.", self._config.distributed.world_size)
+        yield gauge("verl_ranks_expected", "Ranks of the run that speak.", self._config.speakers)
         yield gauge("verl_ranks_heard", "Ranks of this generation that have said something.", len(live.heard))
         yield gauge(
             "verl_safe_point_age_seconds",

@@ -19,6 +19,7 @@ from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.fence import require_epoch
 from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.guest.tree import sweep_work
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
@@ -70,8 +71,7 @@ def find_resume_point(
         resume_from = "auto"
     sweep(paths)
     sweep(paths.partial)
-    if paths.work(epoch).parent.exists():  # what a guest's loop had not finished; nobody runs now
-        shutil.rmtree(paths.work(epoch).parent)
+    sweep_work(paths)
     choice = choose_resume(paths, resume_from, verifier=checked)
     if choice.name is not None:
         paths.from_nothing.unlink(missing_ok=True)

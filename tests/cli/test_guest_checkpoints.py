@@ -86,3 +86,10 @@ def test_another_kind_of_loop_is_refused_before_anything_is_queued(run: RunPaths
             ConfigError, match=f"found trainer.backend={backend}, expected trainer.backend=command"
         ):
             check_resume_from(config(backend, ()))
+
+
+def test_status_has_no_reward_of_a_loop_that_is_not_ours(cli: Cli, run: RunPaths) -> None:
+    told = [line.split()[0] for line in cli("status", str(run.root)).out.splitlines()]
+    assert "checkpoint" in told
+    assert "reward" not in told
+    assert cli("status", str(run.root), "--json").json["reward"] is None

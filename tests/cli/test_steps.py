@@ -69,3 +69,21 @@ def test_a_number_that_no_float_can_hold_is_no_row(run: RunPaths, cli: Cli) -> N
         file.write(b'{"step": 1%b}\n{"step": 2, "reward": -1%b}\n' % (b"0" * 400, b"0" * 400))
     assert [row["step"] for row in cli("status", run.root, "--json").json["steps"]] == [1.0]
     assert steps_table([{"step": 10**400}], 80) == ([], [[]])
+
+
+def test_of_a_loop_that_is_not_ours_its_own_numbers_are_shown_the_most_telling_first() -> None:
+    row = {
+        "step": 3,
+        "epoch": 1,
+        "time": "x",
+        "aux": 0.5,
+        "critic/score/mean": 0.25,
+        "actor/pg_loss": -0.5,
+        "step_s": 2.0,
+    }
+    headings, lines = steps_table([row], 100)
+    assert headings == ["step", "score", "policy loss", "aux", "s"]
+    assert lines == [["3", "0.25", "-0.5", "0.5", "2.0"]]
+    many = {f"n{k}": float(k) for k in range(30)} | {"step": 1, "loss": 0.125, "step_s": 1.0}
+    assert steps_table([many], 200)[0] == ["step", "loss", "n0", "n1", "n2", "n3", "n4", "s"]
+    assert steps_table([many], 24)[0][:2] == ["step", "loss"]

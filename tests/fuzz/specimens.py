@@ -2,9 +2,11 @@
 
 import hashlib
 import hmac
+import io
 import json
 import random
 import struct
+import zipfile
 import zlib
 from collections.abc import Sequence
 from functools import cache
@@ -533,6 +535,23 @@ def model_configs() -> Sequence[bytes]:
 def safetensors() -> Sequence[bytes]:
     header = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
     return [struct.pack("<Q", len(header)) + header + bytes(16)]
+
+
+def torch_zips() -> Sequence[bytes]:
+    """As torch.save writes them: records that are stored, with their checksums."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in (
+            ("a/data.pkl", b"\x80\x02}q\x00."),
+            ("a/data/0", bytes(64)),
+            ("a/version", b"3\n"),
+        ):
+            archive.writestr(zipfile.ZipInfo(name), data)
+    return [buffer.getvalue()]
+
+
+def trackers() -> Sequence[bytes]:
+    return [b"6", b" 1200\n"]
 
 
 def data_rows() -> Sequence[bytes]:

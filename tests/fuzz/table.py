@@ -51,6 +51,8 @@ from verl_slurm.submit.inputs import check_row
 from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.record import has_ended, last_job, steps_done
 from verl_slurm.trainer.orchestration import Orchestration, check_or_write
+from verl_slurm.verl.torch_zip import zip_problem
+from verl_slurm.verl.tracker import judge_tracker
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.http import parse_head
@@ -197,6 +199,15 @@ def _generators(data: bytes) -> object:
         return random.random(), np.random.random(700), torch.rand(700)
     finally:
         rng.restore(before)
+
+
+def _shard(data: bytes) -> str:
+    fd = os.memfd_create("shard")
+    try:
+        os.write(fd, data)
+        return zip_problem(fd)
+    finally:
+        os.close(fd)
 
 
 def _model(name: str) -> Callable[[bytes], object]:
@@ -492,6 +503,18 @@ TARGETS = (
         raises=(DataError,),
         specimens=of.safetensors,
         cost=6,
+    ),
+    Target(
+        name="a shard of verl's",
+        parse=_shard,
+        raises=(),
+        specimens=of.torch_zips,
+    ),
+    Target(
+        name="verl's tracker",
+        parse=lambda data: judge_tracker(data, []),
+        raises=(),
+        specimens=of.trackers,
     ),
     Target(
         name="first row of a data file",

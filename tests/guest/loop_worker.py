@@ -63,6 +63,7 @@ def main() -> None:
         data=data,
         noise=noise,
     ) as run:
+        assert run.resume is not None or not any(optimizer.state for optimizer in optimizers)
         for step in run.steps(steps):
             x = torch.full((8, 4), float(data.draw())) + torch.randn(8, 4, generator=noise) + random.random()
             loss = (whole(sharded(mine(x))) - np.random.rand()).pow(2).mean()

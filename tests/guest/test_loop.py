@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from verl_slurm.checkpoint.compare import compare, newest_checkpoint
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
+from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.errors import ConfigError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Finished, FromRank, Refused, Saved, SaveFailed, Stopped
 
@@ -204,8 +207,29 @@ def test_a_checkpoint_of_other_objects_is_refused_before_anything_is_changed(
     with Agent(alone.paths, epoch=alone.epoch, resume="step_000002") as agent:
         for name, value in agent.environ.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(Exception, match="does not fit these objects"):
+        with pytest.raises(RanksFailed, match="does not fit these objects"):
             verl_slurm.run(model=alone.model, other=nn.Linear(1, 1)).__enter__()
+        refused = agent.heard()[-1]
+    assert isinstance(refused, Refused)
+    assert "expected model" in refused.reason
+
+
+def test_a_model_of_another_shape_is_refused_and_no_crash(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone.life(monkeypatch, 2)
+    alone.model = nn.Linear(3, 3)
+    with pytest.raises(
+        RanksFailed, match=r"does not fit these objects: model \(found RuntimeError: .*size mismatch"
+    ):
+        alone.life(monkeypatch, 4, resume="step_000002")
+    assert alone.seen == [0, 1]
+
+
+def test_by_hand_it_keeps_its_hands_off_a_run_that_a_daemon_serves(alone: Alone) -> None:
+    write_file(private_dir(alone.paths.control) / alone.paths.lead_address.name, b"{}")
+    with pytest.raises(RanksFailed, match="a daemon serves this run"):
+        verl_slurm.run(model=alone.model, run_dir=alone.paths.root).__enter__()
 
 
 def test_what_could_only_be_pickled_is_refused_by_name_before_the_first_step() -> None:
@@ -242,3 +266,33 @@ def test_a_loop_of_ones_own_asks_behind_each_step(alone: Alone, monkeypatch: pyt
     assert run.step == 5
     assert isinstance(said[-1], Stopped)
     assert verify(alone.paths.checkpoints / "step_000005").ok
+
+
+def test_a_step_that_ends_too_late_is_said_at_once_and_not_waited_for(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verl_slurm.guest.session.die_with_launcher", lambda: None)
+    heard = threading.Event()
+    failed = Session.save_failed
+
+    def told(session: Session, request_id: int, reason: str) -> None:
+        failed(session, request_id, reason)
+        heard.set()
+
+    monkeypatch.setattr(Session, "save_failed", told)
+    with Agent(alone.paths, epoch=alone.epoch) as agent:
+        for name, value in agent.environ.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ZeroDivisionError), verl_slurm.run(model=alone.model) as run:
+            for _ in run.steps(9):
+                agent.ask(stop=True, deadline_ns=1)
+                assert heard.wait(60.0)
+                raise ZeroDivisionError  # the daemon has taken us down by now
+        said = [m for m in agent.heard() if isinstance(m, SaveFailed)]
+    assert [m.reason for m in said] == ["the end of the step cannot be reached: the deadline is over"]
+
+
+def test_ranks_that_do_not_know_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="init_process_group before"):
+        verl_slurm.run(model=nn.Linear(1, 1)).__enter__()

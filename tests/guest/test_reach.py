@@ -35,3 +35,8 @@ def test_a_step_that_is_overdue_may_end_at_any_moment() -> None:
 
 def test_a_save_that_alone_takes_too_long_is_not_waited_for_in_the_first_step() -> None:
     assert not reach(seconds_left=20.0, running_s=0.0, steps_s=[], save_s=30.0).ok
+
+
+def test_when_the_deadline_is_over_nothing_is_reached() -> None:
+    found = reach(seconds_left=-1.0, running_s=0.0, steps_s=[], save_s=None)
+    assert (found.ok, found.reason) == (False, "the deadline is over")

@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
 from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.saves import NothingDone, Saves
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, FromRank, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
 
 
 class Line:
@@ -46,7 +50,7 @@ class Run:
         self.session = Session(
             self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch, clock=lambda: self.now
         )
-        self.saves = Saves(self.session, 2)
+        self.saves = Saves(self.session, 2, clock=lambda: self.now)
         self.calls: list[int] = []
 
     def write(self, step: int) -> None:
@@ -66,7 +70,7 @@ class Run:
         return left
 
     def ask(self, *, stop: bool = True, seconds_left: float | None = None, number: int = 1) -> None:
-        deadline = 0 if seconds_left is None else time.monotonic_ns() + int(seconds_left * 1e9)
+        deadline = 0 if seconds_left is None else int((self.now + seconds_left) * 1e9)
         self.line.asked = Request(number, stop, deadline)
 
 
@@ -138,8 +142,9 @@ def test_an_operators_request_is_a_save_and_the_loop_goes_on(run: Run) -> None:
 
 def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved(run: Run) -> None:
     run.saves.begin(0, 9)
-    run.now += 100.0
-    run.step(1)
+    for step in (1, 2):
+        run.now += 100.0
+        run.step(step)
     run.ask(seconds_left=30.0)
     deadline = time.monotonic() + 10
     while not run.line.of(SaveFailed):  # the watcher's
@@ -147,9 +152,24 @@ def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved
     (failed,) = run.line.of(SaveFailed)
     assert failed.request_id == 1
     assert "cannot be reached: steps take up to 100.0 s" in failed.reason
-    assert not run.step(2), "the job is on its way out; what it does until then is nobody's business"
+    assert not run.step(3), "the job is on its way out; what it does until then is nobody's business"
     assert run.calls == []
     run.saves.end(9)
+
+
+def test_the_first_step_of_a_start_tells_nothing_of_the_next(run: Run) -> None:
+    run.saves.begin(4, 9)
+    run.now += 100.0
+    run.step(5)
+    run.ask(seconds_left=30.0)
+    assert run.saves._reach(run.line.asked).ok
+    run.line.asked = None
+    run.now += 3.0
+    run.step(6)
+    run.ask(seconds_left=30.0)
+    verdict = run.saves._reach(run.line.asked)
+    assert verdict.ok
+    assert verdict.needed_s == pytest.approx(3.3)
 
 
 def test_a_save_that_is_not_committed_is_said_and_the_next_one_is_tried(run: Run) -> None:
@@ -207,3 +227,60 @@ def test_without_a_daemon_nothing_is_committed_and_nothing_asked(tmp_path: Path)
 
 def test_nothing_done_is_an_error_of_ours() -> None:
     assert issubclass(NothingDone, VerlSlurmError)
+
+
+def keeping(run: Run, keep_last: int = 2) -> None:
+    config = CheckpointConfig(keep_last=keep_last)
+    run.saves = Saves(run.session, 2, keeper=Keeper(run.session, config))
+
+
+def names(run: Run) -> list[str]:
+    return [info.name for info in list_checkpoints(run.paths) if info.kind == "committed"]
+
+
+def test_older_checkpoints_go_as_checkpoint_keep_last_says_also_those_of_former_lives(run: Run) -> None:
+    run.saves.begin(0, 9)
+    for step in (1, 2, 3):
+        run.step(step, periodic=True)
+    run.saves._wait()
+    assert len(names(run)) == 3  # nobody was there to let any go
+    keeping(run)
+    run.saves.begin(3, 9)
+    run.step(4, periodic=True)
+    run.step(5, periodic=True)
+    run.saves._wait()
+    assert names(run) == ["step_000005", "step_000004"]
+
+
+def test_a_periodic_save_that_would_not_fit_is_not_begun_and_is_said(run: Run) -> None:
+    def full(_: Path, need: Need) -> Room:
+        return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
+
+    run.saves = Saves(run.session, 2, room=full)
+    run.saves.begin(0, 9)
+    assert run.saves.may_write(1)  # nobody knows yet how large one is
+    run.step(1, periodic=True)
+    run.saves._wait()
+    assert not run.saves.may_write(2)
+    assert "1 MB free" in str(run.line.of(Notice))
+    run.ask()
+    assert run.saves.may_write(2)  # all that is left is to try
+    run.line.asked = None
+    assert run.saves.may_write(9)
+
+
+def test_what_was_resumed_from_tells_how_large_the_next_one_will_be(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1, periodic=True)
+    run.saves._wait()
+    asked: list[Need] = []
+
+    def ask(_: Path, need: Need) -> Room:
+        asked.append(need)
+        return Room(enough=None, reason="", free=FreeSpace(), need=need)
+
+    run.session.resume = run.paths.checkpoint(1)
+    saves = Saves(run.session, 2, room=ask)
+    saves.begin(1, 9)
+    assert saves.may_write(2)
+    assert asked[0].bytes > 0

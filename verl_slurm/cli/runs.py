@@ -76,7 +76,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
         counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
         rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
-    rows.append(("reward", _reward_words(facts["reward"])))
+    if facts["reward"] is not None:
+        rows.append(("reward", _reward_words(facts["reward"])))
     rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"], snapshot.get("last_checkpoint"))))
     if events:
         rows.append(("interrupted", interruption_words(facts["interruptions"])))
@@ -156,8 +157,9 @@ def _step_of(facts: dict[str, Any]) -> int:
     return int(snapshot.get("step", 0))
 
 
-def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any]:
-    """What scores the step that runs, since when, and what is still open of a replacement.
+def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
+    """What scores the step that runs, since when, and what is still open of a replacement; None: a guest's loop, which
+    has what it has.
 
     Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
     """
@@ -165,7 +167,10 @@ def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any]:
     from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 
     try:
-        first = load_resolved(run.run_yaml).model.reward
+        config = load_resolved(run.run_yaml)
+        if config.trainer.is_guest:
+            return None
+        first = config.model.reward
         plan, wish = read_reward_plan(run), read_reward_request(run)
     except (OSError, VerlSlurmError) as error:
         return {"reward": None, "problem": str(error)}

@@ -25,6 +25,15 @@ _COLUMNS: tuple[tuple[str, str, _Form], ...] = (
 )
 """Name in the row, heading, and how it is shown."""
 
+_OF_GUESTS: tuple[tuple[str, str], ...] = (
+    *(("critic/score/mean", "score"), ("critic/rewards/mean", "reward"), ("actor/pg_loss", "policy loss")),
+    *(("loss", "loss"), ("train/loss", "loss"), ("train_loss", "loss"), ("val/loss", "val. loss")),
+    *(("eval_loss", "eval. loss"), ("actor/grad_norm", "grad norm"), ("grad_norm", "grad norm")),
+    *(("lr", "lr"), ("response_length/mean", "length"), ("perf/throughput", "tok/s")),
+)
+"""What verl, Hugging Face and others call theirs, the most telling first."""
+_MOST_OF_A_GUEST = 6
+
 _FIRST_TO_GO = (
     *("communication_share", "actor_grad_norm", "explained_variance", "response_tokens", "policy_clip"),
     *("learning_rate", "entropy", "value_loss", "policy_loss", "step_s", "tokens_per_second", "kl"),
@@ -37,6 +46,8 @@ _GAP = 3
 def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str], list[list[str]]]:
     """Headings and cells, one line a step; a column that no row has is left out, and so is what has no room.
 
+    Of a loop that is not ours, its own numbers: what is known of such loops first, then what it says first.
+
     The rows are of a file, so a value may be anything; what is no number is shown as `-`.
 
     Args:
@@ -44,12 +55,13 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
 
     Called by: cli.runs.
     """
+    guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
     shown = {
         name: [heading, *(form(row[name]) if _is_number(row.get(name)) else "-" for row in rows)]
-        for name, heading, form in _COLUMNS
+        for name, heading, form in (*_COLUMNS[:1], *guests, *_COLUMNS[1:])
         if any(_is_number(row.get(name)) for row in rows)
     }
-    for name in _FIRST_TO_GO:
+    for name in (*_FIRST_TO_GO, *(name for name, _, _ in reversed(guests))):
         if sum(max(map(len, cells)) + _GAP for cells in shown.values()) - _GAP <= width:
             break
         shown.pop(name, None)
@@ -57,6 +69,14 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
     return [cells[0] for cells in columns], [
         [cells[line] for cells in columns] for line in range(1, len(rows) + 1)
     ]
+
+
+def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, _Form], ...]:
+    ours = {name for name, _, _ in _COLUMNS} | {"epoch"}  # the incarnation
+    said = {name: name for row in rows for name in row if name not in ours and _is_number(row[name])}
+    known = {name: heading for name, heading in _OF_GUESTS if name in said}
+    chosen = list((known | {name: known.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]
+    return tuple((name, heading, "{:.4g}".format) for name, heading in chosen)
 
 
 def _is_number(value: object) -> bool:

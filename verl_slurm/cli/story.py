@@ -17,7 +17,14 @@ _PHASES = {
     "evaluate": "evaluating",
 }
 _COUNTED = ("generate", "update")
-_SHOWN = (("reward", "reward {:.3f}"), ("kl", "kl {:.2g}"), ("tokens_per_second", "{:.0f} tok/s"))
+_SHOWN = (
+    *(("reward", "reward {:.3f}"), ("kl", "kl {:.2g}"), ("tokens_per_second", "{:.0f} tok/s")),
+    *(
+        ("critic/score/mean", "score {:.3f}"),
+        ("loss", "loss {:.4g}"),
+        ("train/loss", "loss {:.4g}"),
+    ),  # guests'
+)
 
 
 class Story:
@@ -62,7 +69,10 @@ def tell(event: Event) -> str | None:
 
 def progress(status: dict[str, Any]) -> str:
     """The snapshot of `status.json` as one line."""
-    words = [f"step {status.get('step', 0)}/{status.get('steps', 0)}"]
+    of = (
+        f"/{status['steps']}" if status.get("steps") else ""
+    )  # a guest's loop may not know, or not have said yet
+    words = [f"step {status.get('step', 0)}{of}"]
     phase = status.get("phase")
     if phase and phase != "step_end":
         count = f" {status.get('index', 0)}" if phase in _COUNTED else ""
@@ -104,7 +114,9 @@ def _generation(event: Event) -> str:
 
 
 def _training(event: Event) -> str:
-    return f"training at step {event.get('step')}, {event.get('phase')} {event.get('index')}"
+    phase = event.get("phase")  # a guest's loop tells whole steps only
+    within = "" if phase == "step_end" else f", {phase} {event.get('index')}"
+    return f"training at step {event.get('step')}{within}"
 
 
 def _cause(event: Event) -> str:

@@ -13,6 +13,7 @@ from verl_slurm.checkpoint.commit import sweep
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.tree import sweep_work
@@ -33,6 +34,7 @@ def begin(run_dir: Path) -> Start:
     """Take the run at `run_dir`, which need not be there yet, and find what to go on from. Rank 0.
 
     Raises:
+        ConfigError: a daemon's lead lives there.
         Fenced: another process took it in the same moment.
         CheckpointCorrupt, SchemaMismatch: `recover.choose_resume`.
         PermissionRefused: it is another user's.
@@ -41,6 +43,13 @@ def begin(run_dir: Path) -> Start:
     """
     paths = RunPaths(run_dir.absolute())
     private_dir(paths.root)
+    if paths.lead_address.exists():
+        raise ConfigError(
+            "a daemon serves this run",
+            where=paths.lead_address,
+            expected="a directory of its own for a loop that is started by hand",
+            remedy=f"verl-slurm status {paths.root}; if its job is dead, remove that file",
+        )
     if not paths.run_yaml.exists():
         write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
     mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)

@@ -29,6 +29,7 @@ from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest import by_hand
 from verl_slurm.guest.keeping import Keeper
+from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.state_files import Generators, load_state, restore_rng, write_state
 from verl_slurm.guest.states import Objects, split
@@ -77,6 +78,7 @@ class Run:
         self._metrics: dict[str, object] = {}
         self._row: dict[str, object] = {}
         self._generators: Generators | None = None
+        self._watch: ReachWatch | None = None
         self._started, self._done = False, False
         self.step, self.stopping = 0, False
 
@@ -158,6 +160,9 @@ class Run:
     def _start(self, total: int) -> None:
         self._started, self._total = True, total
         self._session.started(self.step, total)
+        if self._session.has_daemon and self._session.rank == 0:
+            self._watch = ReachWatch(self._session)
+            self._watch.start()
 
     def log(self, **metrics: object) -> None:
         """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
@@ -174,7 +179,7 @@ class Run:
         self.step, self._total = step, total or self._total
         self._row, self._metrics = self._metrics | metrics, {}
         self._session.step_done(step, self._row, self._total)
-        order = self._stopper.agree().order
+        order = self._stopper.agree().order if self._session.has_daemon else None
         if order is not None:
             self._answer(order)
         elif self._every and step % self._every == 0:
@@ -199,6 +204,8 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         if isinstance(error, VerlSlurmError):
             self._refuse(error)
         elif error is None and self._done:
@@ -212,6 +219,8 @@ class Run:
             dist.destroy_process_group(self._group)
 
     def _answer(self, order: Order) -> None:
+        if self._watch is not None:
+            self._watch.taken(order.request_id)
         self._save(order.request_id, "the job ends" if order.stop else "asked for", ends=order.stop)
         if order.stop:
             self.stopping = True

@@ -61,7 +61,7 @@ class Session:
     Args:
         line: to the agent; `NoDaemon`: there is none.
         paths: the run's; None: there is no run.
-        clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
+        clock: monotonic seconds, for the time that steps take.
 
     Attributes:
         rank, world_size: among those that speak.
@@ -171,7 +171,7 @@ class Session:
         self.step = step
         self._safe_points += 1
         self._steps_s.append(seconds)
-        kept = self.numbers(metrics or {})
+        kept = self.numbers(metrics or {}) if self.rank == 0 else {}  # a tensor of a GPU would be waited for
         self._tell_progress(kept, total)
         if self._logs_steps:
             self._log({"step": step, **kept, "step_s": round(seconds, 6)})
@@ -189,9 +189,8 @@ class Session:
 
     def reach(self, request: Request) -> Reach:
         """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
-        now = self._clock()
-        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - now
-        running_s = now - self._step_began
+        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - time.monotonic()
+        running_s = self._clock() - self._step_began
         return reach(seconds_left=left, running_s=running_s, steps_s=tuple(self._steps_s), save_s=self.save_s)
 
     def save_started(self, request_id: int, step: int) -> None:

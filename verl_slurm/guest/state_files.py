@@ -27,8 +27,7 @@ from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.guest.states import Leaves, Objects, digests, join, settle, split
+from verl_slurm.guest.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
 
 __all__ = ["load_state", "restore_rng", "write_state"]
 
@@ -102,37 +101,34 @@ def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generat
         RanksFailed: it does not fit the objects of some rank.
     """
     directory = checkpoint / _DIRECTORY
-    mine, common, leaves = ranks.together(
+    mine, common, sharded = ranks.together(
         "reading the state", lambda: _read_all(objects, directory, ranks.rank)
     )
     if (directory / _SHARDED).exists():
         try:
             reader = FileSystemReader(directory / _SHARDED)
-            load_sharded(dict(leaves.sharded), storage_reader=reader, process_group=ranks.group)
+            load_sharded(sharded, storage_reader=reader, process_group=ranks.group)
         except CheckpointException as error:
             raise _failed("reading the sharded state failed", error) from error
     ranks.together(
         "loading the state",
-        lambda: objects.put_back(join(mine["tree"], common, mine["own"], leaves.sharded)),
+        lambda: objects.put_back(join(mine["tree"], common, mine["own"], sharded)),
     )
     return _as_generators(mine["rng"])
 
 
-def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[str, Any], Leaves]:
+def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """This rank's file, what is common, and the live sharded tensors, into which DCP reads."""
     mine = _read(directory / _rank_file(rank))
     saved = set(mine["tree"])
     if saved != set(objects.names):
-        raise CheckpointCorrupt(
-            "the checkpoint does not fit these objects",
-            where=directory,
-            found=", ".join(objects.names),
-            expected=", ".join(sorted(saved)),
-            remedy="give verl_slurm.run the objects of the run that wrote it, by the same names",
-        )
+        raise misfit(directory, ", ".join(objects.names), ", ".join(sorted(saved)))
     common = _read(directory / _COMMON) if (directory / _COMMON).exists() else {}
-    _, leaves = split(objects.take())
-    return mine, common, leaves
+    _, leaves = split(objects.take(as_target=True))
+    wanted = list(sharded_paths(mine["tree"]))
+    if absent := [path for path in wanted if path not in leaves.sharded]:
+        raise misfit(absent[0], "no sharded tensor", "one")
+    return mine, common, {path: leaves.sharded[path] for path in wanted}
 
 
 def _failed(what: str, error: BaseException) -> RanksFailed:

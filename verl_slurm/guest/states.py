@@ -12,7 +12,7 @@ drifted, or statistics of batches that each rank has for itself, are kept for ea
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,12 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from verl_slurm.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.errors import ConfigError
 
-__all__ = ["Leaves", "Objects", "Stateful", "digests", "join", "settle", "split"]
+__all__ = ["Leaves", "Objects", "Stateful", "digests", "join", "misfit", "settle", "sharded_paths", "split"]
 
 _MARK = "__verl_slurm__"
 """Key of a map that stands for a tensor elsewhere: {_MARK: `common`, `own` or `sharded`, `path`: ...}."""
+_FRESH = "not stepped yet"
 _PLAIN = (bool, int, float, type(None))
 
 
@@ -75,28 +76,48 @@ class Objects:
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._objects))
 
-    def take(self) -> dict[str, Any]:
-        """Name → state, tensors as they are: they share memory with what trains."""
-        return {name: self._state_of(thing, name) for name, thing in sorted(self._objects.items())}
+    def take(self, *, as_target: bool = False) -> dict[str, Any]:
+        """Name → state, tensors as they are: they share memory with what trains.
+
+        Args:
+            as_target: to be loaded into. A sharded optimizer that has not stepped yet gets its state made up for that,
+                which counts as a step of it: nothing for one that is to train.
+        """
+        return {name: self._state_of(thing, name, as_target) for name, thing in sorted(self._objects.items())}
 
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """The other way. `state` has the names of `take`."""
+        """The other way. `state` has the names of `take`.
+
+        Raises:
+            ConfigError: an object does not take it: the model, say, is another one now.
+        """
         for name, thing in sorted(self._objects.items()):
-            if isinstance(thing, torch.Generator):
-                thing.set_state(state[name]["state"])
-            elif isinstance(thing, Optimizer) and _is_sharded(thing):
-                from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+            try:
+                self._put(thing, name, state[name])
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                raise misfit(name, f"{type(error).__name__}: {error}") from error
 
-                set_optimizer_state_dict(self._model_of(thing, name), thing, state[name])
-            else:
-                assert isinstance(thing, Stateful)
-                thing.load_state_dict(state[name])
+    def _put(self, thing: object, name: str, state: Any) -> None:
+        if isinstance(thing, torch.Generator):
+            thing.set_state(state["state"])
+        elif isinstance(thing, Optimizer) and _is_sharded(thing):
+            from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    def _state_of(self, thing: object, name: str) -> Any:
+            if _FRESH in state:
+                thing.state.clear()
+                thing.load_state_dict(state[_FRESH])
+                return
+            set_optimizer_state_dict(self._model_of(thing, name), thing, state)
+        else:
+            assert isinstance(thing, Stateful)
+            thing.load_state_dict(state)
+
+    def _state_of(self, thing: object, name: str, as_target: bool) -> Any:
         if isinstance(thing, torch.Generator):
             return {"state": thing.get_state()}
         if isinstance(thing, Optimizer) and _is_sharded(thing):
-            # By parameter name, and with every entry there before the first step: what is loaded needs a place.
+            if not thing.state and not as_target:
+                return {_FRESH: thing.state_dict()}
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
             return get_optimizer_state_dict(self._model_of(thing, name), thing)
@@ -118,6 +139,17 @@ class Objects:
 
 def _is_sharded(optimizer: Optimizer) -> bool:
     return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
+def misfit(where: object, found: object, expected: object = None) -> ConfigError:
+    """These objects are not those of the run that wrote the checkpoint."""
+    return ConfigError(
+        "the checkpoint does not fit these objects",
+        where=where,
+        found=found,
+        expected=expected,
+        remedy="give verl_slurm.run the objects of the run that wrote it, built alike, by the same names",
+    )
 
 
 def split(tree: Any) -> tuple[Any, Leaves]:
@@ -148,11 +180,20 @@ def settle(marked: Any, leaves: Leaves, alike: Sequence[bool]) -> tuple[Any, dic
     return _say_where(marked, common), common, own
 
 
+def sharded_paths(marked: Any) -> Iterator[str]:
+    """Of the marks that stand for a DTensor."""
+    if isinstance(marked, dict) and marked.get(_MARK) == "sharded":
+        yield marked["path"]
+    elif isinstance(marked, dict | list | tuple):
+        for value in marked.values() if isinstance(marked, dict) else marked:
+            yield from sharded_paths(value)
+
+
 def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded: Mapping[str, Any]) -> Any:
     """The tree again.
 
     Raises:
-        CheckpointCorrupt: a mark leads nowhere.
+        ConfigError: a mark leads nowhere: the objects are sharded in another way now.
     """
     files = {"common": common, "own": own, "sharded": sharded}
     if isinstance(marked, dict):
@@ -160,12 +201,7 @@ def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded
             return {key: join(value, common, own, sharded) for key, value in marked.items()}
         found = files.get(marked[_MARK], {}).get(marked["path"])
         if found is None:
-            raise CheckpointCorrupt(
-                "the checkpoint does not fit these objects",
-                where=marked["path"],
-                found=f"nothing in {marked[_MARK]}",
-                remedy="build the same model, optimizer and sharding as the run that wrote it",
-            )
+            raise misfit(marked["path"], f"nothing in {marked[_MARK]}")
         return found.numpy() if marked.get("numpy") else found
     if isinstance(marked, list):
         return [join(value, common, own, sharded) for value in marked]

@@ -31,7 +31,7 @@ def check_guest(config: RunConfig) -> list[str]:
                 "no such program",
                 where=program[0],
                 expected="a Python file that the nodes see, too",
-                remedy="set trainer.command",
+                remedy="set trainer.command, or submit from where its path begins",
             )
         checked.append("program")
     root = data_root(config)

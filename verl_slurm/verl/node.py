@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import ctypes
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -65,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     os.umask(0o077)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # Ray's processes hold thousands, of 1024 by default
     args = _parser().parse_args(argv)
     paths = RunPaths(args.run)
     config = load_resolved(paths.run_yaml)

@@ -99,7 +99,7 @@ def hydra_words(section: Mapping[str, Any], words: Sequence[str], own: OwnSettin
         "trainer.max_critic_ckpt_to_keep": None,
         "trainer.v1.trainer_mode": f"verl_slurm_{mode}",
         "++trainer.checkpoint_callback_class": "verl_slurm.verl.ppo.CommitCallback",  # before 0.9.1 no key of verl's
-        "hydra.run.dir": str(own.save_dir / "hydra"),
+        "hydra.run.dir": str(own.save_dir.parent / "hydra"),
         "hydra.output_subdir": None,
     }
     unless_said = {"trainer.save_freq": own.every_steps, "trainer.experiment_name": own.name}

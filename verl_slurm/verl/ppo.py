@@ -20,6 +20,8 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from verl_slurm.config.load import load_resolved
+from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work
 from verl_slurm.verl.saves import Saves
@@ -57,7 +59,10 @@ class _Interruptible:
             clear_work(session.paths, session.epoch)
         trainer = config.trainer
         metadata = {name: version(name) for name in ("verl", "torch", "ray", "transformers")}
-        self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata)
+        keeper = None
+        if session.has_run:
+            keeper = Keeper(session, load_resolved(session.paths.run_yaml).checkpoint)
+        self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata, keeper=keeper)
         super().__init__(config)  # type: ignore[call-arg]
 
     def on_train_begin(self) -> None:
@@ -79,6 +84,8 @@ class _Interruptible:
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
+        if not self.saves.may_write(self.global_steps):
+            return
         self.saves.writing()
         super()._save_checkpoint()  # type: ignore[misc]
         if CheckpointCallback is None:

@@ -6,15 +6,22 @@ whether its end can still be reached before the deadline: where not, it says so 
 counts.
 """
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_slurm.checkpoint.free_space import room_for
+from verl_slurm.checkpoint.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import Fenced, VerlSlurmError
+from verl_slurm.guest.keeping import Keeper
+from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.wire.control_page import Request
@@ -46,16 +53,29 @@ class Saves:
     Args:
         world_size: ranks that write a save together.
         metadata: of every save, for people.
+        keeper: lets older checkpoints go; None: nobody does.
+        clock: CLOCK_MONOTONIC in seconds, as the deadlines of requests.
     """
 
     def __init__(
-        self, session: Session, world_size: int, metadata: Mapping[str, object] | None = None
+        self,
+        session: Session,
+        world_size: int,
+        metadata: Mapping[str, object] | None = None,
+        *,
+        keeper: Keeper | None = None,
+        room: Callable[[Path, Need], Room] = room_for,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session, self._world_size = session, world_size
+        self._keeper, self._room = keeper, room
+        self._last: tuple[int, int] | None = None  # bytes and files of a save
         self._metadata = dict(metadata or {})
         self._total, self._began = 0, 0
         self._metrics: Mapping[str, object] = {}
         self._said = 0
+        self._clock, self._step_began = clock, clock()
+        self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
         self._save_began: float | None = None
         self._taken_up: Request | None = None
         self._known, self._lock, self._over = _Known(), threading.Lock(), threading.Event()
@@ -67,7 +87,8 @@ class Saves:
 
     def begin(self, step: int, total: int) -> None:
         """The loop goes on behind `step` of `total` steps."""
-        self._began, self._total = step, total
+        self._began, self._said, self._total = step, step, total
+        self._step_began = self._clock()
         self.session.started(step, total)
         if self.session.has_daemon:
             self._watcher = threading.Thread(target=self._watch, name="verl-slurm-watch", daemon=True)
@@ -76,6 +97,24 @@ class Saves:
     def numbers(self, metrics: Mapping[str, object]) -> None:
         """Where verl collects the running step's numbers, as far as they are known when it is saved."""
         self._metrics = metrics
+
+    def may_write(self, step: int) -> bool:
+        """Whether verl may save behind `step`: it would die of a full disk, and a periodic save is not worth that. The
+        last one, and one that was asked for, are tried in any case."""
+        if step >= self._total or self._request() is not None or not self.session.has_run:
+            return True
+        if self._keeper is not None:
+            self._keeper.before_save()
+        if self._last is None and (resume := self.session.resume) is not None:
+            with suppress(OSError, VerlSlurmError):
+                manifest = read_manifest(resume)
+                self._last = (manifest.num_bytes, len(manifest.files))
+        if self._last is None:
+            return True
+        room = self._room(self.session.paths.root, need_of_next(*self._last))
+        if room.enough is False:
+            self.session.notice(f"step {step} is not saved: {room.reason}", loud=True)
+        return room.enough is not False
 
     def writing(self) -> None:
         """verl begins to write: its time is part of what a save takes."""
@@ -124,7 +163,10 @@ class Saves:
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
         """All of a step's work is done and its numbers are known; said once."""
         if step != self._said:
-            self._said = step
+            now = self._clock()
+            if self._said > self._began:  # in the first one actors warm up: it tells little of the next
+                self._steps_s.append(now - self._step_began)
+            self._said, self._step_began = step, now
             self.session.step_done(step, metrics, self._total)
 
     def end(self, step: int) -> None:
@@ -172,10 +214,11 @@ class Saves:
             epoch=session.epoch,
             world_size=self._world_size,
             parent=None if resume is None else resume.name,
-            metrics=_numbers(self._metrics),
+            metrics=session.numbers(self._metrics),
             metadata=self._metadata,
             began=began,
         )
+        num_files = sum(len(names) for _, _, names in os.walk(directory))
         try:
             tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
             tree = commit_tree(session.paths, save, {directory.name: directory}, texts=tracker)
@@ -183,6 +226,8 @@ class Saves:
             raise  # whatever it trained from here on would be for nobody
         except (OSError, VerlSlurmError) as error:
             told = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
+            if self._keeper is not None:
+                self._keeper.failed(told)
             if request_id:
                 session.save_failed(request_id, told)
             else:
@@ -191,6 +236,9 @@ class Saves:
         with self._lock:
             self._known.committed = {step: tree}
         self._say(tree, request_id)
+        self._last = (tree.num_bytes, num_files)
+        if self._keeper is not None:  # who is asked for a save is in a hurry; the next start tidies up
+            self._keeper.saved(tree, tidy=not request_id)
 
     def _say(self, tree: SavedTree, request_id: int) -> None:
         reason = "asked for" if request_id else "periodic"
@@ -208,6 +256,15 @@ class Saves:
         request = self.session.request()
         return None if request is None or request.request_id <= self._known.given_up else request
 
+    def _reach(self, request: Request) -> Reach:
+        now = self._clock()
+        return reach(
+            seconds_left=None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - now,
+            running_s=now - self._step_began,
+            steps_s=tuple(self._steps_s),
+            save_s=self.session.save_s,
+        )
+
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
             request = self._request()
@@ -216,19 +273,10 @@ class Saves:
             with self._lock:
                 if self._known.saving:
                     continue
-                verdict = self.session.reach(request)
+                verdict = self._reach(request)
                 if verdict.ok:
                     continue
                 self._known.given_up = request.request_id
             self.session.save_failed(
                 request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
             )
-
-
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    """verl's are numbers of Python, numpy or torch; and some things that are none."""
-    found = {}
-    for name, value in metrics.items():
-        with suppress(TypeError, ValueError, RuntimeError):
-            found[name] = float(value)  # type: ignore[arg-type]
-    return found

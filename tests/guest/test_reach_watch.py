@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
-from verl_slurm.verl.reach_watch import ReachWatch
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import SaveFailed
 

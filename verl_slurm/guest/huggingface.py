@@ -1,0 +1,343 @@
+"""The service for a Hugging Face `Trainer`: saved when the daemon asks, committed, resumed, and done when it is done.
+
+```
+from verl_slurm.guest.huggingface import VerlSlurmCallback
+
+service = VerlSlurmCallback()
+trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
+service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
+```
+
+Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this incarnation
+(`args.output_dir` points there while it trains), from where each is moved into a checkpoint of ours as soon as it is
+whole. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` says how many stay. Saved is what the
+Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, the last step, and when the daemon asks.
+
+Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
+
+What a resumed run has in common with an undisturbed one, and what not: docs/guests-frameworks.md.
+"""
+
+import functools
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, TrainOutput
+
+from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.guest.service import Service, own_files, refuse
+from verl_slurm.guest.session import Session
+from verl_slurm.wire.stopping import Order
+
+__all__ = ["VerlSlurmCallback"]
+
+_STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME
+_EVALUATION_MARGIN = 1.5
+
+
+class _NothingLeft(Exception):
+    """The checkpoint is of the last step: the Trainer itself would train one step more (transformers 5.10)."""
+
+
+class VerlSlurmCallback(TrainerCallback):
+    """See the module. Called by: a user's script, on every rank.
+
+    Used as a context, the run counts as finished at the end of the `with` block, not of `train`: what is done with the
+    trained model there is done again when it is interrupted.
+
+    Args:
+        session: default: the one that this process's environment describes.
+
+    Attributes:
+        session: the line to the daemon.
+        resume: the verified checkpoint's directory, as `Trainer.train(resume_from_checkpoint=...)` takes it; None: from
+            the start.
+        stopped: the daemon asked to stop, and the training did.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = Session.open() if session is None else session
+        self.stopped = False
+        self._service: Service | None = None
+        self._order: Order | None = None
+        self._stop_id = 0
+        self._output_dir = ""
+        self._strategy: Any = None
+        self._told = -1
+        self._metrics: dict[str, float] = {}
+        self._began = self._evaluation_began = 0.0
+        self._evaluation_s: float | None = None
+        self._steps_of_epoch = 0
+        self._held = False
+        self._finished_at: int | None = None
+        try:
+            directory = own_files(self.session, _STATE, "the Hugging Face Trainer")
+        except VerlSlurmError as error:
+            refuse(self.session, error)
+            raise
+        self.resume = None if directory is None else str(directory)
+
+    def __enter__(self) -> Self:
+        self._held = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._held = False
+        if kind is None:
+            self._finish()
+        self._close(broken=kind is not None)
+
+    def train(self, trainer: Trainer, **options: Any) -> TrainOutput:
+        """`trainer.train(**options)`, resumed from where the run stands.
+
+        Returns:
+            What `Trainer.train` does. After the last step was done in a former life: its step, and no metrics.
+
+        Raises:
+            SystemExit: with 0, when the daemon asked to stop: the checkpoint is committed, or there will be none.
+            VerlSlurmError: the daemon was told.
+        """
+        if not self.session.has_daemon:
+            return trainer.train(**options)
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        if trainer.args.device.type == "cpu":
+            _know_cpus_by_number()
+        options.setdefault("resume_from_checkpoint", self.resume)
+        try:
+            output = trainer.train(**options)
+        except _NothingLeft:
+            self._restore(trainer.args)
+            output = TrainOutput(trainer.state.global_step, math.nan, {})
+            self._finished_at = trainer.state.global_step
+        except BaseException as error:
+            self._restore(trainer.args)
+            if isinstance(error, VerlSlurmError):
+                refuse(self.session, error)
+            self._close(broken=True)
+            raise
+        if self.stopped:
+            self._close()
+            sys.stdout.flush()
+            raise SystemExit(0)
+        if not self._held:
+            self._finish()
+        return output
+
+    def _finish(self) -> None:
+        if self._finished_at is not None:
+            self.session.finished(self._finished_at)
+            self._finished_at = None
+            self._close()
+
+    def _close(self, *, broken: bool = False) -> None:
+        if self._service is not None:
+            self._service.close(broken=broken)
+            self._service = None
+
+    # ---- the Trainer's events, in their order; all of them on every rank
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.session.has_daemon:
+            return
+        _check(args)
+        self._service = Service(
+            self.session,
+            step=state.global_step,
+            total=state.max_steps,
+            metadata={"library": f"transformers {transformers.__version__}"},
+        )
+        if self.resume is None and state.global_step > 0:
+            raise ConfigError(
+                "the Trainer went on from a checkpoint that the daemon did not choose",
+                found=f"step {state.global_step}",
+                remedy="leave resume_from_checkpoint to VerlSlurmCallback.train",
+            )
+        self._told = state.global_step
+        if 0 < state.max_steps <= state.global_step:
+            raise _NothingLeft
+        self._output_dir, args.output_dir = args.output_dir or "", str(self._service.work)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._steps_of_epoch = 0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tell(state, {})  # where another callback took back that there is something to log
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._service is None:
+            return
+        self._steps_of_epoch += 1
+        if not control.should_log:
+            self._tell(state, {})
+        self._began = self._evaluation_began = time.monotonic()
+        self._order = order = self._service.asked(state.global_step)
+        if state.global_step >= state.max_steps or state.global_step % self._service.every_steps == 0:
+            control.should_save = True
+        if order is None:
+            return
+        control.should_save = True
+        if order.stop and state.global_step < state.max_steps:
+            control.should_training_stop = self.stopped = True
+            self._stop_id = order.request_id
+            if control.should_evaluate and not self._fits(order):
+                control.should_evaluate = False
+                self.session.notice(
+                    f"the evaluation of step {state.global_step} is left out: there is no time for it before the "
+                    "save. A schedule or an early stopping that goes by it misses it",
+                    topic="evaluation",
+                    loud=True,
+                )
+        if args.save_strategy == SaveStrategy.BEST:  # its evaluation would say whether to save
+            self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
+
+    def _fits(self, order: Order) -> bool:
+        """Whether there is time for the evaluation that is due. Alike on all ranks: each knows its own clock only."""
+        assert self._service is not None
+        if order.seconds_left is None:
+            return True
+        measured = self._evaluation_s
+        needed = math.inf if measured is None else measured * _EVALUATION_MARGIN + (self.session.save_s or 0)
+        return self._service.ranks.max([int(needed > order.seconds_left)]) == [0]
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._tell(state, logs or {})
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._metrics |= dict(metrics or {})  # for the checkpoint: see checkpoint.keep_best
+        self._began = time.monotonic()
+        self._evaluation_s = self._began - self._evaluation_began
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._service is None:
+            return
+        self._tell(state, {})
+        order, self._order = self._order, None
+        self._give_back_strategy(args)
+        written = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+        self._service.commit(
+            state.global_step,
+            written,
+            order,
+            metrics=self._metrics,
+            began=self._began,
+            last=state.global_step >= state.max_steps,
+        )
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._service is None:
+            return
+        if self.stopped:  # nothing more than what was asked for
+            control.should_evaluate = control.should_log = control.should_save = False
+        elif self._service.committed == state.global_step:
+            control.should_save = False
+        self._began = self._evaluation_began = time.monotonic()
+        if control.should_training_stop and self._steps_of_epoch == 0:
+            raise DataError(
+                "the data set has no samples left, and the training is not done",
+                found=f"step {state.global_step}",
+                expected=f"{state.max_steps} steps",
+                remedy="give it a data set that can be read again, or a smaller max_steps",
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._service is None:
+            return
+        self._restore(args)
+        if self.stopped:
+            self.session.stopped(self._stop_id)
+        else:  # the last step, or another callback's decision (early stopping)
+            self._finished_at = state.global_step
+
+    # ---- what they have in common
+
+    def _tell(self, state: TrainerState, logs: Mapping[str, float]) -> None:
+        """Once a step, with what it logged, if anything."""
+        if self._service is None or state.global_step == self._told:
+            return
+        self._told = state.global_step
+        self._metrics = {name: value for name, value in logs.items() if name != "epoch"}
+        self._service.step_done(state.global_step, self._metrics)
+
+    def _give_back_strategy(self, args: TrainingArguments) -> None:
+        if self._strategy is not None:
+            args.save_strategy, self._strategy = self._strategy, None
+
+    def _restore(self, args: TrainingArguments) -> None:
+        self._give_back_strategy(args)
+        if self._output_dir:
+            args.output_dir, self._output_dir = self._output_dir, ""
+
+
+@functools.cache  # torch sorts what is registered, and two of one priority it cannot
+def _know_cpus_by_number() -> None:
+    """On CPUs accelerate 1.15 calls its device `cpu:0`, the Trainer has optimizers loaded to there, and torch 2.13
+    knows a `cpu` only: no training of several ranks on CPUs could be resumed."""
+
+    def restore(storage: Any, location: str) -> Any:
+        return storage if location.startswith("cpu:") else None
+
+    torch.serialization.register_package(10_477, lambda _: None, restore)
+
+
+def _check(args: TrainingArguments) -> None:
+    """Refuse what would break a promise.
+
+    Raises:
+        ConfigError: a setting that cannot be together with a daemon.
+    """
+    problem = remedy = ""
+    if args.save_only_model:
+        problem, remedy = (
+            "save_only_model=True",
+            "nothing could be resumed from such a checkpoint; leave it out",
+        )
+    elif args.enable_jit_checkpoint:
+        problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
+    elif args.load_best_model_at_end:
+        problem = "load_best_model_at_end=True"
+        remedy = "by then the best one may be pruned, or of a former life; evaluate the run's checkpoints behind it"
+    elif args.push_to_hub and args.hub_strategy != "end":
+        problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
+    elif args.save_on_each_node:
+        problem, remedy = (
+            "save_on_each_node=True",
+            "a checkpoint is one directory on shared storage; leave it out",
+        )
+    if problem:
+        raise ConfigError("the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy)
