@@ -1,5 +1,6 @@
 """A daemon as a framework's callback meets it, in the same process: it asks, and writes down what it is told."""
 
+import threading
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ from verl_slurm.fence import take_epoch
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm.wire.messages import FromRank, Progress, SaveFailed
 
 Message = TypeVar("Message")
 
@@ -20,9 +21,12 @@ class Daemon:
     def __init__(self, asks: dict[int, Request] | None = None) -> None:
         self.asks, self.told = asks or {}, list[FromRank]()
         self._newest: Request | None = None
+        self.refused_a_save = threading.Event()
 
     def send(self, message: FromRank) -> None:
         self.told.append(message)
+        if isinstance(message, SaveFailed):
+            self.refused_a_save.set()
         if isinstance(message, Progress):
             self._newest = self.asks.get(message.step, self._newest)
 

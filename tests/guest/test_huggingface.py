@@ -261,11 +261,12 @@ def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_pat
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
                 daemon.now(Request(request_id=1, stop=True, deadline_ns=1))
+                assert daemon.refused_a_save.wait(60)
 
     run, daemon = Run(tmp_path / "run"), Daemon()
-    Life(run.life(daemon), AskedAtAStep(), gradient_accumulation_steps=2, max_steps=6)
+    Life(run.life(daemon), AskedAtAStep())
     [failed] = daemon.heard(SaveFailed)
-    assert "the step's end cannot be reached" in failed.reason
+    assert "the end of the step cannot be reached" in failed.reason
     assert daemon.told.index(failed) < daemon.told.index(daemon.heard(SaveStarted)[0])
 
 

@@ -92,6 +92,7 @@ class VerlSlurmCallback(TrainerCallback):
         self._held = False
         if kind is None:
             self._finish()
+        self._close(broken=kind is not None)
 
     def train(self, trainer: Trainer, **options: Any) -> TrainOutput:
         """`trainer.train(**options)`, resumed from where the run stands.
@@ -116,9 +117,11 @@ class VerlSlurmCallback(TrainerCallback):
             self._restore(trainer.args)
             output = TrainOutput(trainer.state.global_step, math.nan, {})
             self._finished_at = trainer.state.global_step
-        except VerlSlurmError as error:
+        except BaseException as error:
             self._restore(trainer.args)
-            refuse(self.session, error)
+            if isinstance(error, VerlSlurmError):
+                refuse(self.session, error)
+            self._close(broken=True)
             raise
         if self.stopped:
             self._close()
@@ -134,9 +137,9 @@ class VerlSlurmCallback(TrainerCallback):
             self._finished_at = None
             self._close()
 
-    def _close(self) -> None:
+    def _close(self, *, broken: bool = False) -> None:
         if self._service is not None:
-            self._service.close()
+            self._service.close(broken=broken)
             self._service = None
 
     # ---- the Trainer's events, in their order; all of them on every rank
@@ -173,12 +176,6 @@ class VerlSlurmCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._tell(state, {})  # where another callback took back that there is something to log
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._service is not None:
-            self._service.look()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -110,6 +110,7 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
         self._held = False
         if kind is None:
             self._finish()
+        self._close(broken=kind is not None)
 
     def fit(self, trainer: Trainer, *args: Any, **options: Any) -> None:
         """`trainer.fit(*args, **options)`, resumed from where the run stands.
@@ -126,8 +127,10 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
             trainer.fit(*args, **{"ckpt_path": self.resume, **options})
             if self._finished_at is None:
                 self._require_done(trainer)
-        except VerlSlurmError as error:
-            refuse(self.session, error)
+        except BaseException as error:
+            if isinstance(error, VerlSlurmError):
+                refuse(self.session, error)
+            self._close(broken=True)
             raise
         if not self._held:
             self._finish()
@@ -174,9 +177,12 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
         if self._finished_at is not None:
             self.session.finished(self._finished_at)
             self._finished_at = None
-            if self._service is not None:
-                self._service.close()
-                self._service = None
+            self._close()
+
+    def _close(self, *, broken: bool = False) -> None:
+        if self._service is not None:
+            self._service.close(broken=broken)
+            self._service = None
 
     # ---- Lightning's hooks, in their order; all of them on every rank
 
@@ -231,11 +237,8 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._service is None:
-            return
-        if trainer.global_step == self._step:  # gradients are being accumulated
-            self._service.look()
-            return
+        if self._service is None or trainer.global_step == self._step:
+            return  # gradients are being accumulated
         self._step = step = trainer.global_step
         self._metrics = _numbers(trainer.logged_metrics)
         self._service.step_done(step, self._metrics)
@@ -290,7 +293,7 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
             self._service.commit(self._step, written, order, metrics=self._metrics, began=began, last=last)
         if order is not None and order.stop and not last:
             self.session.stopped(order.request_id)
-            self._service.close()
+            self._close()
             sys.stdout.flush()
             raise SystemExit(0)
 

@@ -15,7 +15,7 @@ _LOOK_EVERY_S = 0.25
 
 
 class ReachWatch:
-    """A thread of rank 0. Called by: guest.loop, verl.serving.
+    """A thread of rank 0. Called by: guest.loop, guest.service, verl.serving.
 
     Args:
         session: asked for its request and what it has measured; told when the answer is no.

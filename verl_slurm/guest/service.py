@@ -17,6 +17,7 @@ from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest.keeping import Keeper
+from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
 from verl_slurm.wire.stopping import Order, Stopper
@@ -64,15 +65,24 @@ class Service:
         self._keeper = Keeper(session, config) if session.rank == 0 else None
         self.ranks.on_first("preparing to save", self._prepare)
         session.started(step, total)
+        self._watch = ReachWatch(session) if session.rank == 0 else None
+        if self._watch is not None:
+            self._watch.start()
 
     def _prepare(self) -> bytes:
         clear_work(self.session.paths, self.session.epoch)
         return b""
 
-    def close(self) -> None:
-        """Nothing more will be asked or said. Collective, or the process ends."""
+    def close(self, *, broken: bool = False) -> None:
+        """Nothing more will be asked or said; may be called twice.
+
+        Args:
+            broken: other ranks may be anywhere: nothing is done that they would have to join.
+        """
+        if self._watch is not None:
+            self._watch.stop()
         self.session.close()
-        if self._group is not None and dist.is_initialized():
+        if self._group is not None and dist.is_initialized() and not broken:
             dist.destroy_process_group(self._group)
             self._group = None
 
@@ -80,20 +90,12 @@ class Service:
         """A step is done."""
         self.session.step_done(step, metrics, self._total)
 
-    def look(self) -> None:
-        """In the middle of a step: say at once where its end cannot be reached before the deadline.
-
-        Nobody waits for a save then that would come too late; the last checkpoint counts, and the job is requeued with
-        time to spare. One rank's word is enough: the others meet at the end of the step, or are ended before.
-        """
-        request = self.session.request() if self.session.rank == 0 else None
-        if request is not None and request.stop and not (found := self.session.reach(request)).ok:
-            self.session.save_failed(request.request_id, f"the step's end cannot be reached: {found.reason}")
-
     def asked(self, step: int) -> Order | None:
         """What the daemon wants at the end of step `step`, the same on all ranks. Collective."""
         order = self._stopper.agree().order
         if order is not None:
+            if self._watch is not None:
+                self._watch.taken(order.request_id)
             self.session.save_started(order.request_id, step)
         return order
 

@@ -43,7 +43,10 @@ RELEASES: dict[str, dict[Entry, str]] = {
         "sft": "preempted on Slurm, killed, and at an epoch's end: bit for bit",
         "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
     },
-    "0.9.0": {"sft": "preempted, killed, and at an epoch's end: bit for bit"},
+    "0.9.0": {
+        "sft": "preempted, killed, and at an epoch's end: bit for bit",
+        "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
+    },
     "0.8.0": {
         "sft": "preempted, killed, and at an epoch's end: bit for bit, with numpy 2, which it does not ask for"
     },

@@ -214,7 +214,7 @@ class Saves:
             epoch=session.epoch,
             world_size=self._world_size,
             parent=None if resume is None else resume.name,
-            metrics=_numbers(self._metrics),
+            metrics=session.numbers(self._metrics),
             metadata=self._metadata,
             began=began,
         )
@@ -280,12 +280,3 @@ class Saves:
             self.session.save_failed(
                 request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
             )
-
-
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    """verl's are numbers of Python, numpy or torch; and some things that are none."""
-    found = {}
-    for name, value in metrics.items():
-        with suppress(TypeError, ValueError, RuntimeError):
-            found[name] = float(value)  # type: ignore[arg-type]
-    return found
