@@ -57,7 +57,7 @@ def test_a_step_of_minutes_and_a_grace_of_seconds_is_given_up_once_and_at_once(t
 
 def test_one_whose_end_comes_in_time_is_left_to_the_loop() -> None:
     line = _Line()
-    watch = ReachWatch(_session(line, (3.0,)))
+    watch = ReachWatch(_session(line, (3.0, 3.0)))
     line.asked = Request(1, True, _in(30))
     watch.look()
     assert _failures(line) == []
@@ -65,7 +65,7 @@ def test_one_whose_end_comes_in_time_is_left_to_the_loop() -> None:
 
 def test_nobody_waits_for_an_operators_save() -> None:
     line = _Line()
-    watch = ReachWatch(_session(line, (300.0,)))
+    watch = ReachWatch(_session(line, (300.0, 300.0)))
     line.asked = Request(1, False, _in(30))
     watch.look()
     assert _failures(line) == []
@@ -73,7 +73,7 @@ def test_nobody_waits_for_an_operators_save() -> None:
 
 def test_each_request_is_judged_by_its_own_deadline() -> None:
     line = _Line()
-    watch = ReachWatch(_session(line, (60.0,)))
+    watch = ReachWatch(_session(line, (60.0, 60.0)))
     line.asked = Request(1, True, _in(600))
     watch.look()
     line.asked = Request(2, True, _in(5))
@@ -83,7 +83,7 @@ def test_each_request_is_judged_by_its_own_deadline() -> None:
 
 def test_the_thread_ends_when_it_is_told_to() -> None:
     line = _Line()
-    watch = ReachWatch(_session(line, (300.0,)), every_s=0.001)
+    watch = ReachWatch(_session(line, (300.0, 300.0)), every_s=0.001)
     watch.start()
     watch.stop()
     assert not watch._thread.is_alive()
