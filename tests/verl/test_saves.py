@@ -15,7 +15,7 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
-from verl_slurm.verl.saves import NothingDone, Saves
+from verl_slurm.verl.saves import EndNotSaved, NothingDone, Saves
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
 
@@ -154,6 +154,7 @@ def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved
     assert "cannot be reached: steps take up to 100.0 s" in failed.reason
     assert not run.step(3), "the job is on its way out; what it does until then is nobody's business"
     assert run.calls == []
+    run.step(9, periodic=True)
     run.saves.end(9)
 
 
@@ -212,6 +213,24 @@ def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
     run.saves.begin(9, 9)
     run.saves.end(9)
     assert [message.step for message in run.line.of(Finished)] == [9]
+
+
+def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
+    run.saves.begin(7, 9)
+    run.step(8, periodic=True)
+    run.step(9, periodic=True)
+    run.saves.end(9)
+    assert [message.step for message in run.line.of(Finished)] == [9]
+
+    run.saves.begin(9, 11)
+    run.step(10, periodic=True)
+    link = run.paths.work(run.epoch) / "global_step_11"
+    link.mkdir()
+    (link / "data.pt").symlink_to("/etc/hostname")
+    run.saves.written(11, link)
+    with pytest.raises(EndNotSaved, match="no checkpoint of step 11"):
+        run.saves.end(11)
+    assert len(run.line.of(Finished)) == 1
 
 
 def test_without_a_daemon_nothing_is_committed_and_nothing_asked(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.wire.control_page import Request
 
-__all__ = ["NothingDone", "Saves"]
+__all__ = ["EndNotSaved", "NothingDone", "Saves"]
 
 _LOOK_EVERY_S = 0.25
 """The control page is memory: nothing tells that it was written. A look costs one read."""
@@ -34,6 +34,10 @@ _LOOK_EVERY_S = 0.25
 
 class NothingDone(VerlSlurmError):
     """verl's loop ended with steps left and none done: it would do the same at every start."""
+
+
+class EndNotSaved(VerlSlurmError):
+    """All steps are done, and what came of the last one is in no checkpoint: a crash; another start may save it."""
 
 
 @dataclass
@@ -174,13 +178,22 @@ class Saves:
 
         Raises:
             NothingDone: before its last step, and nobody had asked it to.
+            EndNotSaved: a run that lost its end is not done.
         """
         self._wait()
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
         if step >= self._total:
-            self.session.finished(step)
+            if not self.session.has_run or step == self._began or step in self._known.committed:
+                self.session.finished(step)
+            elif self.left_at is None:
+                raise EndNotSaved(
+                    "the last step is done and could not be saved",
+                    where=self.session.paths.root,
+                    found=f"no checkpoint of step {step}",
+                    remedy="the reason stands above, and in `verl-slurm status`",
+                )
         elif self.left_at is None:
             done = f"{step - self._began} steps of this start" if step > self._began else "no step at all"
             raise NothingDone(
