@@ -162,7 +162,7 @@ class _Served:
             moved = real or (choice.set_aside and not newest.exists())
             story = f"`{newest.name}` {'is quarantined' if moved else 'STAYS'}, {story}"
         if not real:
-            return story, "as above"
+            return story, "the same resume as above"
         self._started_for_real = True
         exit_code = self._start()
         aside = list(paths.quarantine.glob(f"{newest.name}.*/"))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -62,6 +63,9 @@ T = TypeVar("T")
 
 _CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 _STACKS_S = 1.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
+"""Of the end of the ranks' log, where the cause of their end is looked for; of each line."""
 _HEARD_S = 30.0
 """A lead answers in a millisecond; one whose disk is busy may take a while."""
 
@@ -198,7 +202,7 @@ class Agent:
             return
         self._log.say("exited", code=exit_code)
         await ranks.drain()
-        detail = "" if exit_code == 0 else _first_cause(tail(log))
+        detail = "" if exit_code == 0 else _first_cause(tail(log, _TOLD_BYTES))
         link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
@@ -343,9 +347,11 @@ def _free_port(host: str) -> int:
 
 
 def _first_cause(text: str) -> str:
-    """The lines that say what happened; torchrun prints its own story after the rank's."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "exitcode" in line or "Signal" in line]
+    """The lines that say what happened; torchrun prints its own story after the rank's, and verl's processes warn of
+    errors that were none."""
+    lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "Warning" not in line]
+    errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
     return "\n".join((errors or lines)[-6:])
 
 

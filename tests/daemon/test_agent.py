@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from verl_slurm_daemon.agent import _first_cause
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.lead_address import LeadAddress, write_lead_address
 
@@ -280,3 +281,17 @@ def test_the_log_tells_the_story_and_is_private(stage: Stage) -> None:
     assert order == ["agent", "joined", "alone", "asking", "orphaned", "done", "leaves"]
     assert stat.S_IMODE(stage.paths.agent_log(3, 0).stat().st_mode) == 0o600
     assert TOKEN.hex() not in stage.log()
+
+
+def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_errors() -> None:
+    warning = 'engine/__init__.py:41: UserWarning: no veomni: ModuleNotFoundError("No module named veomni")\n'
+    log = (
+        "step 3\n"
+        + warning * 9
+        + "\x1b[36mray.exceptions.ActorDiedError\x1b[39m: The actor died"
+        + "\n"
+        + warning * 9
+    )
+    assert _first_cause(log) == "ray.exceptions.ActorDiedError: The actor died"
+    assert _first_cause("a\nb\n") == "a\nb"
+    assert len(_first_cause("Error " + "x" * 9000)) == 500

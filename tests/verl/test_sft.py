@@ -108,3 +108,15 @@ def test_verl_alone_ends_at_an_epochs_end_and_our_entry_in_front_goes_on(
     assert (plain.exit_code, plain.steps) == (0, ()), plain.output[-3000:]
     ours = run_sft(OURS, sums, words, cwd=tmp_path)
     assert (ours.exit_code, ours.steps) == (0, (EPOCH + 1,)), ours.output[-3000:]
+
+
+def test_steps_that_the_data_does_not_have_are_refused_at_the_start(
+    sums: dict[str, object], tmp_path: Path
+) -> None:
+    """verl would train to the data's end, leave what is behind the last save, and exit with 0."""
+    words = ["trainer.total_training_steps=100", f"trainer.default_local_dir={tmp_path / 'work'}"]
+    ended = run_sft(OURS, sums, words, cwd=tmp_path)
+    assert ended.steps == ()
+    assert "the data ends before the last step" in ended.output, ended.output[-3000:]
+    assert "found 100 steps, and 16 in trainer.total_epochs=2" in ended.output
+    assert "exitcode  : 10 " in ended.output

@@ -33,7 +33,7 @@ class Release:
 
 
 OLDEST: dict[Entry, tuple[tuple[int, int, int], str]] = {
-    "sft": ((0, 8, 0), "older ones do not run with transformers 5"),
+    "sft": ((0, 8, 0), "0.7.1 was tried, and ended at its start with a TypeError (with transformers 5.10)"),
     "ppo": ((0, 9, 0), "older ones have no trainer that can be asked to save and leave (trainer.use_v1)"),
 }
 """The oldest that can be served, and what the one before lacks: 0.7.1 and 0.8.0 were tried."""
@@ -43,12 +43,16 @@ RELEASES: dict[str, dict[Entry, str]] = {
         "sft": "preempted on Slurm, killed, and at an epoch's end: bit for bit",
         "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
     },
-    "0.9.0": {"sft": "preempted, killed, and at an epoch's end: bit for bit"},
+    "0.9.0": {
+        "sft": "preempted, killed, and at an epoch's end: bit for bit",
+        "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
+    },
     "0.8.0": {
         "sft": "preempted, killed, and at an epoch's end: bit for bit, with numpy 2, which it does not ask for"
     },
 }
-"""What was run, and how: tests/verl and tests/slurm_cluster, with that release in the environment."""
+"""What was run, and how: tests/verl and tests/slurm_cluster, with that release in the environment; 0.9.0 and 0.8.0 with
+the packages of constraints/verl.txt otherwise, GRPO on 0.9.0 once, with ten minutes of grace time."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 

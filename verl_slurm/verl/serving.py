@@ -21,9 +21,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import Fenced
 from verl_slurm.guest.keeping import Keeper
+from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
-from verl_slurm.verl.reach_watch import ReachWatch
 from verl_slurm.wire.stopping import Order, Stopper
 
 __all__ = ["TRACKER", "Serving"]
