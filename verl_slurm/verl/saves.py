@@ -123,6 +123,10 @@ class Saves:
     def writing(self) -> None:
         """verl begins to write: its time is part of what a save takes."""
         self._save_began = time.monotonic()
+        with self._lock:
+            self._known.saving = (
+                True  # until the step's end: who says no is ended at once, and the save with him
+            )
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
@@ -261,9 +265,11 @@ class Saves:
 
     def _wait(self) -> None:
         """Until the periodic save before is committed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        try:
+            if self._pending is not None:
+                self._pending.result()
+        finally:
+            self._pending = None
 
     def _request(self) -> Request | None:
         request = self.session.request()
@@ -280,16 +286,20 @@ class Saves:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
-            request = self._request()
-            if request is None or not request.stop:
-                continue
-            with self._lock:
-                if self._known.saving:
-                    continue
-                verdict = self._reach(request)
-                if verdict.ok:
-                    continue
-                self._known.given_up = request.request_id
-            self.session.save_failed(
-                request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
-            )
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            request, pending = self._request(), self._pending
+            # A save of the step before is worth more than the seconds that its commit takes.
+            if request is None or not request.stop or self._known.saving:
+                return
+            if pending is not None and not pending.done():
+                return
+            verdict = self._reach(request)
+            if verdict.ok:
+                return
+            self._known.given_up = request.request_id
+        self.session.save_failed(
+            request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
+        )
