@@ -66,6 +66,8 @@ class Model(msgspec.Struct, frozen=True):
     finished: frozenset[int] = frozenset()
     unverified: str = ""
     """The newest checkpoint whose read-back has not been heard of."""
+    lost: str = ""
+    """What came of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
     came: frozenset[int] = frozenset()
     """The ranks that have come to the save before the end."""
     wrote: frozenset[int] = frozenset()

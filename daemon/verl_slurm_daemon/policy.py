@@ -113,6 +113,7 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
         failure="",
         failure_kind="crash",
         failure_node="",
+        lost="",
         refusal=None,
         step_gone=False,
         fresh=False,
@@ -236,7 +237,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
             if model.state is State.CHECKING and model.unverified and message.request_id != model.request_id:
                 return Decision(model, actions)  # late; what is waited for is the answer that came before it
-            model = msgspec.structs.replace(model, unverified=message.name)
+            model = msgspec.structs.replace(model, unverified=message.name, lost="")
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
             return Decision(model, actions)
@@ -302,7 +303,7 @@ def _on_generation_ended(model: Model, exit_code: int) -> Decision:
     if _all_finished(model) and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
         if model.unverified:  # done is done only when the last checkpoint has been read back
             return Decision(msgspec.structs.replace(model, state=State.CHECKING))
-        return _exit(model, ExitCode.OK, "all steps are done")
+        return _on_end(model)
     match model.state:
         case State.LAUNCHING | State.RUNNING:
             return _on_crash(model, model.failure or f"the step ended with {exit_code}")
@@ -318,6 +319,8 @@ def _on_crash(model: Model, detail: str) -> Decision:
     if model.refusal is not None:  # trying again would change nothing
         code = next((c for c in ExitCode if c == model.refusal.exit_code), ExitCode.INTERNAL)
         return _exit(model, code, model.refusal.reason)
+    if model.intent is not None:  # Slurm wants the nodes, or the user the end: not in this job
+        return _leave(model)
     kind, node = model.failure_kind, model.failure_node
     failed = (*model.failed, (kind, node))
     of_kind, budget = sum(1 for k, _ in failed if k == kind), model.limits.budget(kind)
@@ -347,19 +350,17 @@ def _on_verified(model: Model, event: ev.Verified) -> Decision:
         model = msgspec.structs.replace(model, crashes=0, failed=())
     if event.name != model.unverified:
         return Decision(model, (note,))
-    model = msgspec.structs.replace(model, unverified="")
-    if model.state is not State.CHECKING:
-        return Decision(model, (note,))
-    if not _all_finished(model):
+    model = msgspec.structs.replace(model, unverified="", lost="" if event.good else word)
+    if model.state is State.CHECKING and not _all_finished(model):
         return _leave(model, note)
-    if not model.step_gone:
-        return Decision(model, (note,))  # its end is the next event
-    after = (
-        _exit(model, ExitCode.OK, "all steps are done")
-        if event.good
-        else _on_crash(model, f"the last save is {word}")
-    )
+    # Where all are done, their end is the next event.
+    after = _on_end(model) if model.state is State.CHECKING and model.step_gone else Decision(model)
     return Decision(after.model, (note, *after.actions))
+
+
+def _on_end(model: Model) -> Decision:
+    done = _exit(model, ExitCode.OK, "all steps are done")
+    return _on_crash(model, f"the last save is {model.lost}") if model.lost else done
 
 
 def _leave(model: Model, *notes: act.Note) -> Decision:

@@ -454,6 +454,57 @@ def test_a_corrupt_last_checkpoint_is_a_crash_not_an_end() -> None:
     assert kinds(story.then(ev.Verified(SAVED, False, "sha256"))) == [act.Pause]
 
 
+def done(story: Story) -> None:
+    for rank in (0, 1):
+        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+
+
+def test_a_last_checkpoint_that_is_found_corrupt_before_the_ranks_are_gone_is_no_end_either() -> None:
+    """The read-back of a small checkpoint takes less than the end of the processes."""
+    story = training()
+    story.then(saved(0))
+    story.then(ev.Verified(SAVED, False, "sha256"))
+    done(story)
+    assert kinds(story.then(ev.GenerationEnded(0))) == [act.Pause]
+
+
+def test_a_last_checkpoint_that_is_found_corrupt_between_is_no_end_either() -> None:
+    story = training()
+    story.then(saved(0))
+    done(story)
+    story.then(ev.Verified(SAVED, False, "sha256"))
+    assert kinds(story.then(ev.GenerationEnded(0))) == [act.Pause]
+
+
+def test_a_corrupt_checkpoint_before_the_last_one_is_no_reason_not_to_be_done() -> None:
+    story = training()
+    story.then(saved(0))
+    story.then(ev.Verified(SAVED, False, "sha256"))
+    story.then(saved(0))
+    story.then(ev.Verified(SAVED, True, ""))
+    done(story)
+    assert story.then(ev.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
+
+
+@pytest.mark.parametrize("kind", ["preemption", "cancel"])
+@pytest.mark.parametrize("before_the_end", [True, False])
+def test_a_corrupt_last_checkpoint_of_a_job_that_ends_is_not_made_again_in_it(
+    kind: CauseKind, before_the_end: bool
+) -> None:
+    story = training()
+    story.then(cause(kind))
+    story.then(saved(1))
+    done(story)
+    last = [ev.Verified(SAVED, False, "sha256"), ev.GenerationEnded(0)]
+    found: list[act.Action] = []
+    for event in last if before_the_end else reversed(last):
+        found += story.then(event)
+    if kind == "cancel":
+        assert found[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
+    else:
+        assert kinds(found) == [act.Requeue]
+
+
 def test_a_slow_start_that_has_spoken_is_not_timed_out() -> None:
     story = Story(ev.Ready(2), ev.RankSaid(RankStarted(rank=0, pid=1)))
     assert story.then(ev.StartTimedOut(1)) == []

@@ -87,3 +87,14 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     watch.start()
     watch.stop()
     assert not watch._thread.is_alive()
+
+
+def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step() -> None:
+    line, busy = _Line(), [True]
+    watch = ReachWatch(_session(line, (300.0, 300.0)), busy=lambda: busy[0])
+    line.asked = Request(1, True, _in(30))
+    watch.look()
+    assert _failures(line) == []
+    busy[0] = False
+    watch.look()
+    assert [failure.request_id for failure in _failures(line)] == [1]

@@ -158,3 +158,15 @@ def test_what_no_start_would_change_is_said_with_its_exit_code(paths: RunPaths) 
         session.close()
         said = agent.heard()[-1]
     assert said == Refused(rank=0, exit_code=11, reason="the data is gone: /data")
+
+
+def test_the_story_of_a_thousand_ranks_does_not_end_the_line(paths: RunPaths) -> None:
+    """A message longer than `MAX_MESSAGE` cannot be read, and whoever sends one is not listened to any more."""
+    with Agent(paths) as agent:
+        session = opened(agent)
+        session.save_failed(1, "; ".join(f"rank {rank}: {'x' * 400}" for rank in range(1000)))
+        session.refused(DataError("x" * 100_000))
+        session.finished(3)
+        session.close()
+        said = agent.heard()
+    assert [type(message) for message in said[-3:]] == [SaveFailed, Refused, Finished]

@@ -87,6 +87,7 @@ def test_a_line_break_in_a_value_is_refused_as_is_a_key_that_is_none() -> None:
         ("trainer.n_gpus_per_node", "distributed.dp_size"),
         ("+ray_kwargs.ray_init.num_gpus", "slurm.gpus_per_node"),
         ("hydra.run.dir", "run_dir"),
+        ("hydra.mode", "one run for each setting"),
         ("trainer.checkpoint_callback_class", "commits"),
     ],
 )
@@ -112,6 +113,12 @@ def test_the_environment_of_verls_workers_may_be_said() -> None:
         "trainer.del_local_ckpt_after_load=True",
         "actor_rollout_ref.actor.checkpoint.async_save=True",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+        "trainer.val_only=True",
+        "trainer={del_local_ckpt_after_load:true}",
+        "+ray_kwargs={ray_init:{num_cpus:1}}",
+        "~trainer",
+        "actor_rollout_ref.actor.checkpoint={save_contents:[model]}",
+        "actor_rollout_ref.actor={checkpoint:{async_save:true}}",
     ],
 )
 def test_what_verl_cannot_do_is_refused(word: str) -> None:
@@ -126,6 +133,7 @@ def test_what_verl_cannot_do_is_refused(word: str) -> None:
         "trainer.use_v1=True",
         "trainer.save_freq=5",
         "critic.checkpoint.async_save=False",
+        "actor_rollout_ref.rollout.engine_kwargs={vllm:{seed:1}}",
         "actor_rollout_ref.actor.checkpoint.save_contents=['model','optimizer','extra','hf_model']",
     ],
 )

@@ -1,7 +1,9 @@
 """What is done between two of verl's steps: who is asked, what is committed, and what is said."""
 
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,10 @@ from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
+from verl_slurm.guest.tree import SavedTree, commit_tree
 from verl_slurm.paths import RunPaths
-from verl_slurm.verl.saves import NothingDone, Saves
+from verl_slurm.verl import saves as saves_module
+from verl_slurm.verl.saves import EndNotSaved, NothingDone, Saves
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
 
@@ -154,7 +158,48 @@ def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved
     assert "cannot be reached: steps take up to 100.0 s" in failed.reason
     assert not run.step(3), "the job is on its way out; what it does until then is nobody's business"
     assert run.calls == []
+    run.step(9, periodic=True)
     run.saves.end(9)
+
+
+def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gives up is ended at once; so the commit of the step before is waited for."""
+    may_commit = threading.Event()
+
+    def slow(*args: Any, **named: Any) -> SavedTree:
+        assert may_commit.wait(10)
+        return commit_tree(*args, **named)
+
+    monkeypatch.setattr(saves_module, "commit_tree", slow)
+    run.saves.begin(0, 9)
+    for step in (1, 2, 3):
+        run.now += 100.0
+        run.step(step, periodic=step == 3)
+    run.ask(seconds_left=30.0)
+    run.saves._look()
+    assert not run.line.of(SaveFailed)
+    may_commit.set()
+    run.saves._wait()
+    run.saves._look()
+    assert [m.name for m in run.line.of(Saved)] == ["step_000003"]  # type: ignore[union-attr]
+    assert len(run.line.of(SaveFailed)) == 1
+    run.saves.left_at = 3
+    run.saves.end(3)
+
+
+def test_while_verl_writes_the_watcher_gives_nothing_up(run: Run) -> None:
+    run.saves.begin(0, 9)
+    for step in (1, 2, 3):
+        run.now += 100.0
+        run.step(step)
+    run.saves.writing()
+    run.ask(seconds_left=1.0)
+    run.saves._look()
+    assert not run.line.of(SaveFailed)
+    run.saves.left_at = 3
+    run.saves.end(3)
 
 
 def test_the_first_step_of_a_start_tells_nothing_of_the_next(run: Run) -> None:
@@ -212,6 +257,24 @@ def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
     run.saves.begin(9, 9)
     run.saves.end(9)
     assert [message.step for message in run.line.of(Finished)] == [9]
+
+
+def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
+    run.saves.begin(7, 9)
+    run.step(8, periodic=True)
+    run.step(9, periodic=True)
+    run.saves.end(9)
+    assert [message.step for message in run.line.of(Finished)] == [9]
+
+    run.saves.begin(9, 11)
+    run.step(10, periodic=True)
+    link = run.paths.work(run.epoch) / "global_step_11"
+    link.mkdir()
+    (link / "data.pt").symlink_to("/etc/hostname")
+    run.saves.written(11, link)
+    with pytest.raises(EndNotSaved, match="no checkpoint of step 11"):
+        run.saves.end(11)
+    assert len(run.line.of(Finished)) == 1
 
 
 def test_without_a_daemon_nothing_is_committed_and_nothing_asked(tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ import pytest
 
 from tests.verl.verl_steps import make_directory
 from verl_slurm.verl.shards import judge_all
-from verl_slurm.verl.tracker import TRACKER, Tracker, judge_tracker, read_tracker, write_tracker
+from verl_slurm.verl.tracker import (
+    TRACKER,
+    Tracker,
+    judge_tracker,
+    look_at_tracker,
+    read_tracker,
+    write_tracker,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -89,3 +96,20 @@ def test_a_link_in_its_place_is_refused_on_reading_and_replaced_by_a_repair(
     write_tracker(verl_dir, 6)
     assert victim.read_text() == "precious"
     assert (verl_dir / TRACKER).read_text() == "6"
+
+
+@pytest.mark.parametrize("what", ["link", "directory"])
+def test_what_cannot_be_read_is_said_and_repaired_where_it_can_be(
+    verl_dir: Path, tmp_path: Path, what: str
+) -> None:
+    (verl_dir / TRACKER).unlink()
+    if what == "link":
+        (verl_dir / TRACKER).symlink_to(tmp_path / "elsewhere")
+    else:
+        (verl_dir / TRACKER).mkdir()
+    found = look_at_tracker(verl_dir, judge_all(verl_dir))
+    assert (found.state, found.wanted, found.needs_repair) == ("unreadable", 6, True)
+    if what == "link":
+        write_tracker(verl_dir, 6)
+        assert (verl_dir / TRACKER).stat(follow_symlinks=False).st_mode & 0o777 == 0o600
+        assert look(verl_dir).state == "good"

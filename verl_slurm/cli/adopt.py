@@ -82,7 +82,7 @@ def adopt(
     verl-slurm submit my.yaml name=grpo
     """
     from verl_slurm.verl.shards import judge_all, list_steps, step_bytes
-    from verl_slurm.verl.tracker import judge_tracker, read_tracker, write_tracker
+    from verl_slurm.verl.tracker import look_at_tracker, write_tracker
 
     directory = _require_directory(directory)
     steps = list_steps(directory)
@@ -93,7 +93,7 @@ def adopt(
         plan = None if run is None else _planned(run, overrides)
         counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
         judged = judge_all(directory, on_bytes=counter)
-        tracker = judge_tracker(read_tracker(directory), judged)
+        tracker = look_at_tracker(directory, judged)
         rows: list[Row] = []
         done: list[Adoption] = []
         if plan is not None:

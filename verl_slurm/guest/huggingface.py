@@ -189,6 +189,7 @@ class VerlSlurmCallback(TrainerCallback):
         self._order = order = self._service.asked(state.global_step)
         if state.global_step >= state.max_steps or state.global_step % self._service.every_steps == 0:
             control.should_save = True
+        self._service.saving = control.should_save
         if order is None:
             return
         control.should_save = True

@@ -284,7 +284,7 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
         assert self._service is not None
         order, self._order, self._due = self._order, None, False
         if self._service.committed != self._step or order is not None:
-            began = time.monotonic()
+            began, self._service.saving = time.monotonic(), True
             written = self._service.work / f"step_{self._step}"
             private_dir(written)
             trainer.save_checkpoint(written / _FILE, weights_only=False)

@@ -79,7 +79,7 @@ class Run:
         self._row: dict[str, object] = {}
         self._generators: Generators | None = None
         self._watch: ReachWatch | None = None
-        self._started, self._done = False, False
+        self._started, self._done, self._saving = False, False, False
         self.step, self.stopping = 0, False
 
     @property
@@ -161,7 +161,7 @@ class Run:
         self._started, self._total = True, total
         self._session.started(self.step, total)
         if self._session.has_daemon and self._session.rank == 0:
-            self._watch = ReachWatch(self._session)
+            self._watch = ReachWatch(self._session, busy=lambda: self._saving)
             self._watch.start()
 
     def log(self, **metrics: object) -> None:
@@ -241,6 +241,7 @@ class Run:
             session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=f"{why}; nothing new since")
             return None
         try:
+            self._saving = True
             done = self._write(began, request_id, tidy=not ends)
         except RanksFailed as error:
             session.save_failed(request_id, error.one_line())
@@ -250,6 +251,8 @@ class Run:
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
             return error
+        finally:
+            self._saving = False
         self._saved_step = self.step
         session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
         return None

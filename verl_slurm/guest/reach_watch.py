@@ -6,6 +6,7 @@ give. The page is memory and cannot wake anybody: it is looked at four times a s
 """
 
 import threading
+from collections.abc import Callable
 
 from verl_slurm.guest.session import Session
 
@@ -19,10 +20,14 @@ class ReachWatch:
 
     Args:
         session: asked for its request and what it has measured; told when the answer is no.
+        busy: whether a save is under way. Who says no is ended at once, and the save with him: it is waited for, as
+            long as the daemon lets us, and judged then.
     """
 
-    def __init__(self, session: Session, *, every_s: float = _LOOK_EVERY_S) -> None:
-        self._session, self._every_s = session, every_s
+    def __init__(
+        self, session: Session, *, busy: Callable[[], bool] = lambda: False, every_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._session, self._busy, self._every_s = session, busy, every_s
         self._over, self._lock = threading.Event(), threading.Lock()
         self._judged = 0
         self._thread: threading.Thread | None = None
@@ -45,7 +50,7 @@ class ReachWatch:
         """Judge a request that is new; once, when it is first seen."""
         with self._lock:
             request = self._session.request()
-            if request is None or request.request_id <= self._judged:
+            if request is None or request.request_id <= self._judged or self._busy():
                 return
             self._judged = request.request_id
             if not request.stop:

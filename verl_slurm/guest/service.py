@@ -40,6 +40,7 @@ class Service:
         work: where the framework writes its checkpoints; empty at the start.
         every_steps: `checkpoint.every_steps` of the run.
         committed: the step of the newest checkpoint, which need not be saved again.
+        saving: the framework writes one; `commit` ends that.
 
     Called by: guest.huggingface, guest.lightning.
     """
@@ -58,6 +59,7 @@ class Service:
             )
         self._stopper = Stopper(session.line, self.ranks.max)
         self._metadata, self._total = dict(metadata), total
+        self.saving = False
         self.committed = step if session.resume is not None else -1
         self.work = session.paths.work(session.epoch)
         config = load_resolved(session.paths.run_yaml).checkpoint
@@ -65,7 +67,7 @@ class Service:
         self._keeper = Keeper(session, config) if session.rank == 0 else None
         self.ranks.on_first("preparing to save", self._prepare)
         session.started(step, total)
-        self._watch = ReachWatch(session) if session.rank == 0 else None
+        self._watch = ReachWatch(session, busy=lambda: self.saving) if session.rank == 0 else None
         if self._watch is not None:
             self._watch.start()
 
@@ -124,6 +126,7 @@ class Service:
             Fenced: a newer incarnation owns the run; on all ranks.
         """
         session, keeper = self.session, self._keeper
+        self.saving = True
         request_id = 0 if order is None else order.request_id
         why = "all steps are done" if last else f"step {step} is one to save"
         if order is not None:
@@ -151,6 +154,7 @@ class Service:
         try:
             name, num_bytes = self.ranks.on_first("committing the checkpoint", put).decode().split()
         except RanksFailed as failed:
+            self.saving = False
             shutil.rmtree(written, ignore_errors=True)
             session.save_failed(request_id, failed.one_line())
             if keeper is not None:
@@ -162,7 +166,7 @@ class Service:
             return
         seconds = time.monotonic() - began
         session.saved(request_id, name, seconds=seconds, num_bytes=int(num_bytes), reason=why)
-        self.committed = step
+        self.committed, self.saving = step, False
 
 
 def own_files(session: Session, needed: str, whose: str) -> Path | None:

@@ -51,6 +51,8 @@ _MAX_NOTICE = 2000
 """As in `wire.messages.Notice`."""
 _MAX_REASON = 500
 """As in `wire.messages.Saved`."""
+_MAX_STORY = 4000
+"""Of an error: it may be that of a thousand ranks, and a message that is longer than `MAX_MESSAGE` ends the line."""
 
 Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
 
@@ -227,7 +229,7 @@ class Session:
         """There will be no answer to the request but this: the checkpoint before it counts."""
         self._answered = max(self._answered, request_id)
         if self.rank == 0:
-            self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason))
+            self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:_MAX_STORY]))
 
     def stopped(self, request_id: int) -> None:
         """This rank leaves as asked. Every rank says so."""
@@ -239,7 +241,8 @@ class Session:
 
     def refused(self, error: VerlSlurmError) -> None:
         """This rank ends because of something that another start would not change."""
-        self.line.send(Refused(rank=self.rank, exit_code=int(error.exit_code), reason=error.one_line()))
+        reason = error.one_line()[:_MAX_STORY]
+        self.line.send(Refused(rank=self.rank, exit_code=int(error.exit_code), reason=reason))
 
     def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
         """Something that people should hear and that stops nothing, for the journal; from rank 0."""

@@ -46,10 +46,13 @@ _OURS = {
     "hydra.run": "run_dir: Hydra's own log lies in RUN/work",
     "hydra.output_subdir": "nothing: verl's whole configuration is in RUN/run.yaml and in verl's log",
     "hydra.sweep": "one run for each setting: verl-slurm submit",
+    "hydra.mode": "one run for each setting: verl-slurm submit",
 }
 """Keys, and all below them, that are said elsewhere; and where."""
 _ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
 """Below a key of ours, and verl's own place for the environment of its workers: it may be used."""
+_LOOKED_AT = ("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.del_local_ckpt_after_load")
+"""Keys of `_refuse_impossible` that no map may hide."""
 _MODES = ("sync", "colocate_async")
 _WHOLE = {"model", "optimizer", "extra"}
 
@@ -121,6 +124,7 @@ def check_overrides(section: Mapping[str, Any], words: Sequence[str] = ()) -> li
         found.pop(override.key, None)  # its place is that of the one that counts
         found[override.key] = override
     for override in found.values():
+        _refuse_whole(override)
         _refuse_ours(override)
         _refuse_impossible(override)
     return list(found.values())
@@ -192,6 +196,16 @@ def _text(text: str, key: str) -> str:
     return "'" + _BEFORE_QUOTE.sub(lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
 
 
+def _refuse_whole(override: _Override) -> None:
+    """A map in braces, or the removal of a whole section, behind which keys of ours would not be seen."""
+    key, value = override.key.replace("/", "."), (override.value or "").strip()
+    if override.prefix != "~" and (not value.startswith("{") or value == "{}"):
+        return
+    above = any(known.startswith(f"{key}.") for known in (*_OURS, *_LOOKED_AT))
+    if above or (value and (f"{key}.".endswith(".checkpoint.") or "checkpoint" in value)):
+        raise _cannot(override, f"{key}.NAME=VALUE, each by itself", "what is in it has to be looked at")
+
+
 def _refuse_ours(override: _Override) -> None:
     key = override.key.replace("/", ".")
     if key == _ENV_VARS or key.startswith(f"{_ENV_VARS}."):
@@ -218,6 +232,10 @@ def _refuse_impossible(override: _Override) -> None:
             )
         case "trainer.use_v1" if not on:
             raise _cannot(override, "true", "verl's older trainer cannot be asked to save and leave")
+        case "trainer.val_only" if on:
+            raise _cannot(
+                override, "false", "it trains no step, and a run is done behind its last one: use verl itself"
+            )
         case "trainer.save_freq" if not value.isdigit() or int(value) == 0:
             raise _cannot(override, "at least 1", "verl saves its last step only when it saves at all")
         case "trainer.del_local_ckpt_after_load" if on:

@@ -26,7 +26,7 @@ from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.wire.control_page import Request
 
-__all__ = ["NothingDone", "Saves"]
+__all__ = ["EndNotSaved", "NothingDone", "Saves"]
 
 _LOOK_EVERY_S = 0.25
 """The control page is memory: nothing tells that it was written. A look costs one read."""
@@ -34,6 +34,10 @@ _LOOK_EVERY_S = 0.25
 
 class NothingDone(VerlSlurmError):
     """verl's loop ended with steps left and none done: it would do the same at every start."""
+
+
+class EndNotSaved(VerlSlurmError):
+    """All steps are done, and what came of the last one is in no checkpoint: a crash; another start may save it."""
 
 
 @dataclass
@@ -119,6 +123,10 @@ class Saves:
     def writing(self) -> None:
         """verl begins to write: its time is part of what a save takes."""
         self._save_began = time.monotonic()
+        with self._lock:
+            self._known.saving = (
+                True  # until the step's end: who says no is ended at once, and the save with him
+            )
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that
@@ -174,13 +182,22 @@ class Saves:
 
         Raises:
             NothingDone: before its last step, and nobody had asked it to.
+            EndNotSaved: a run that lost its end is not done.
         """
         self._wait()
         self._over.set()
         if self._watcher is not None:
             self._watcher.join()
         if step >= self._total:
-            self.session.finished(step)
+            if not self.session.has_run or step == self._began or step in self._known.committed:
+                self.session.finished(step)
+            elif self.left_at is None:
+                raise EndNotSaved(
+                    "the last step is done and could not be saved",
+                    where=self.session.paths.root,
+                    found=f"no checkpoint of step {step}",
+                    remedy="the reason stands above, and in `verl-slurm status`",
+                )
         elif self.left_at is None:
             done = f"{step - self._began} steps of this start" if step > self._began else "no step at all"
             raise NothingDone(
@@ -248,9 +265,11 @@ class Saves:
 
     def _wait(self) -> None:
         """Until the periodic save before is committed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        try:
+            if self._pending is not None:
+                self._pending.result()
+        finally:
+            self._pending = None
 
     def _request(self) -> Request | None:
         request = self.session.request()
@@ -267,16 +286,20 @@ class Saves:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
-            request = self._request()
-            if request is None or not request.stop:
-                continue
-            with self._lock:
-                if self._known.saving:
-                    continue
-                verdict = self._reach(request)
-                if verdict.ok:
-                    continue
-                self._known.given_up = request.request_id
-            self.session.save_failed(
-                request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
-            )
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            request, pending = self._request(), self._pending
+            # A save of the step before is worth more than the seconds that its commit takes.
+            if request is None or not request.stop or self._known.saving:
+                return
+            if pending is not None and not pending.done():
+                return
+            verdict = self._reach(request)
+            if verdict.ok:
+                return
+            self._known.given_up = request.request_id
+        self.session.save_failed(
+            request.request_id, f"the end of the step cannot be reached: {verdict.reason}"
+        )

@@ -60,8 +60,8 @@ class Serving:
         self._thread, self._pending = ThreadPoolExecutor(1, "verl-slurm-commit"), _done()
         self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
         self._stopper = Stopper(session.line, ranks.max)
-        self._watch = ReachWatch(session)
-        self._total, self.saved_step = 0, resume_step
+        self._watch = ReachWatch(session, busy=lambda: self._writing or not self._pending.done())
+        self._total, self.saved_step, self._writing = 0, resume_step, False
         self._last: tuple[int, int] | None = None  # bytes and files of the last save
 
     def begin(self, step: int, total: int) -> None:
@@ -87,8 +87,10 @@ class Serving:
         Raises:
             Fenced: a newer incarnation owns the run.
         """
-        pending, self._pending = self._pending, _done()
-        pending.result()
+        try:
+            self._pending.result()
+        finally:
+            self._pending = _done()
 
     def step_done(self, step: int, metrics: dict[str, float]) -> Order | None:
         self._session.step_done(step, metrics, self._total)
@@ -116,8 +118,10 @@ class Serving:
         self._session.save_started(request_id, step)
         if self._keeper is not None:
             self._keeper.before_save()
+        self._writing = True
         write()
         self._pending = self._thread.submit(self._commit, step, order, metrics, began)
+        self._writing = False
         if must:
             self.settle()
 

@@ -9,6 +9,7 @@ verl reads the number in it and takes `global_step_<number>`, nothing else (`uti
 """
 
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from verl_slurm.files import write_file
 from verl_slurm.one_line import printable
 from verl_slurm.verl.shards import Judged
 
-__all__ = ["TRACKER", "Tracker", "judge_tracker", "read_tracker", "write_tracker"]
+__all__ = ["TRACKER", "Tracker", "judge_tracker", "look_at_tracker", "read_tracker", "write_tracker"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -51,6 +52,20 @@ class Tracker:
         return self.state not in ("good", "absent")
 
 
+def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
+    """What is wrong with the tracker of `directory`, one that cannot be read included.
+
+    Called by: cli.adopt.
+    """
+    try:
+        return judge_tracker(read_tracker(directory), steps)
+    except OSError as error:  # a link, a directory, another user's
+        wanted = max((one.step for one in steps if one.ok), default=None)
+        where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
+        line = f"a tracker that is no file or cannot be read ({error.strerror}); {where}"
+        return Tracker(state="unreadable", step=None, wanted=wanted, line=line)
+
+
 def read_tracker(directory: Path) -> bytes | None:
     """The content of the tracker; None: there is none.
 
@@ -72,7 +87,7 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
         content: from `read_tracker`.
         steps: all of the directory, in any order.
 
-    Called by: adopt, cli.adopt.
+    Called by: look_at_tracker.
     """
     wanted = max((one.step for one in steps if one.ok), default=None)
     where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
@@ -118,11 +133,12 @@ def write_tracker(directory: Path, step: int) -> None:
     """
     path = directory / TRACKER
     try:
-        mode = path.stat(follow_symlinks=False).st_mode & 0o777
+        old = path.stat(follow_symlinks=False).st_mode
+        mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o600  # a link has all bits
     except FileNotFoundError:
         mode = 0o600
     write_file(path, str(step).encode())
-    path.chmod(mode & ~0o022)
+    path.chmod(mode & 0o755)
 
 
 def _number(content: bytes) -> int | None:
