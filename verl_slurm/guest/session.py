@@ -172,9 +172,7 @@ class Session:
         seconds, self._step_began = now - self._step_began, now
         self.step = step
         self._safe_points += 1
-        if (
-            self._safe_points > 1
-        ):  # in the first one of a start, kernels and workers warm up: it tells little of the next
+        if self._safe_points > 1:  # in the first one of a start all warms up: it tells little of the next
             self._steps_s.append(seconds)
         kept = self.numbers(metrics or {}) if self.rank == 0 else {}  # a tensor of a GPU would be waited for
         self._tell_progress(kept, total)

@@ -10,6 +10,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -178,13 +179,14 @@ def sweep_work(paths: RunPaths) -> list[Path]:
     """
     try:
         found = sorted((paths.root / "work").iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     for path in found:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
     return [path for path in found if not os.path.lexists(path)]
 
 

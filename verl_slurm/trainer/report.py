@@ -35,6 +35,8 @@ _MAX_NOTICE = 2000
 """As in `wire.messages.Notice`."""
 _MAX_REASON = 500
 """As in `wire.messages.Saved`."""
+_MAX_STORY = 4000
+"""Of an error: it may be that of a thousand ranks, and a message longer than `wire.client.MAX_MESSAGE` ends the line."""
 
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
@@ -167,7 +169,7 @@ class Reporter:
 
     def save_failed(self, request_id: int, reason: str) -> None:
         if self._rank == 0:
-            self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason))
+            self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:_MAX_STORY]))
             self.complain(f"save failed: {reason}")
             self._num_failed += 1
             self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))

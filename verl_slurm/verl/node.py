@@ -225,7 +225,10 @@ def _temp(scratch: Path) -> Path:
         return scratch / "r"
     for left in Path("/tmp").glob(f"{_TEMP_PREFIX}*"):  # noqa: S108 - of dead ones; ours is made by mkdtemp
         pid = left.name.removeprefix(_TEMP_PREFIX).split("-")[0]
-        ours = left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink()
+        try:
+            ours = left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink()
+        except FileNotFoundError:  # another run of ours was faster
+            continue
         if ours and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir="/tmp")) / "r"

@@ -124,9 +124,8 @@ class Saves:
         """verl begins to write: its time is part of what a save takes."""
         self._save_began = time.monotonic()
         with self._lock:
-            self._known.saving = (
-                True  # until the step's end: who says no is ended at once, and the save with him
-            )
+            # Until the step's end: who says no is ended at once, and the save with him.
+            self._known.saving = True
 
     def written(self, step: int, directory: Path) -> None:
         """verl has written `directory`, whole, and goes on when this returns. Never raises for a periodic save that

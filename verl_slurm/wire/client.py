@@ -7,6 +7,7 @@ the agent's death is noticed by others (the ranks die with it), and a save under
 """
 
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Protocol, Self
@@ -55,6 +56,7 @@ class RankClient:
     def __init__(self, connection: socket.socket, page: ControlPage) -> None:
         self._socket, self._page = connection, page
         self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()  # a guest's watcher and its commits speak, too
         self._next_progress, self._phase = 0.0, ""
 
     @classmethod
@@ -66,6 +68,10 @@ class RankClient:
         return cls(connection, page)
 
     def send(self, message: FromRank) -> None:
+        with self._lock:
+            self._send(message)
+
+    def _send(self, message: FromRank) -> None:
         now = time.monotonic()
         patience = _PATIENCE_S
         if isinstance(message, Progress):
