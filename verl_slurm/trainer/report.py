@@ -36,7 +36,7 @@ _MAX_NOTICE = 2000
 _MAX_REASON = 500
 """As in `wire.messages.Saved`."""
 _MAX_STORY = 4000
-"""Of an error: it may be that of a thousand ranks, and a message longer than `wire.client.MAX_MESSAGE` ends the line."""
+"""Of an error: it may be that of a thousand ranks, and a message beyond `wire.client.MAX_MESSAGE` ends the line."""
 
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
