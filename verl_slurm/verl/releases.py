@@ -52,7 +52,7 @@ RELEASES: dict[str, dict[Entry, str]] = {
     },
 }
 """What was run, and how: tests/verl and tests/slurm_cluster, with that release in the environment; 0.9.0 and 0.8.0 with
-the packages of constraints/verl.txt otherwise, GRPO on 0.9.0 once, with ten minutes of grace time."""
+the packages of constraints/verl.txt otherwise."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
