@@ -77,7 +77,7 @@ test: setup prometheus ## all tests, the real-Slurm ones included
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@# The Slurm tests wait much of their time: of these four two run at a time.
-	@$(MAKE) --no-print-directory -j2 test-slurm-a test-rest test-slurm-b test-verl test-vllm
+	@$(MAKE) --no-print-directory -k -j2 test-slurm-a test-rest test-slurm-b test-verl test-vllm
 
 SLURM_B := $(wildcard tests/slurm_cluster/test_[i-z]*.py)
 test-slurm: test-slurm-a test-slurm-b

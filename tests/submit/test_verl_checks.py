@@ -18,7 +18,8 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.submit import verl_checks
 from verl_slurm.submit.inputs import absolute
 from verl_slurm.submit.room import checkpoint_size
-from verl_slurm.submit.verl_checks import check_verl, installed_verl, require_same_ranks
+from verl_slurm.submit.verl_checks import check_verl, require_same_ranks
+from verl_slurm.verl.installed import installed_verl
 
 
 @pytest.fixture

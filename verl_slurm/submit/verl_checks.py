@@ -3,7 +3,6 @@
 verl's own way with each of these is to crash, on every node and at every start; or, worse, to train on.
 """
 
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -18,12 +17,12 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.verl.inputs import Input, inputs_of, is_remote
+from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.overrides import check_overrides
-from verl_slurm.verl.releases import require_usable
 from verl_slurm.verl.resize import way_out
 
-__all__ = ["check_verl", "installed_verl", "require_same_ranks"]
+__all__ = ["check_verl", "require_same_ranks"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What verl 0.9.1 imports and `pip install verl` does not bring: module → what pip calls it.
@@ -52,7 +51,7 @@ def check_verl(
     Args:
         config: `trainer.backend: verl`, paths absolute.
         committed: checkpoints of the run, newest first.
-        ask_version: `installed_verl`.
+        ask_version: `verl.installed.installed_verl`.
 
     Raises:
         ConfigError: another number of ranks than the checkpoint's, no verl, or words that verl cannot read.
@@ -127,32 +126,10 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
     return path, manifest.step, manifest.world_size
 
 
-def installed_verl() -> str | None:
-    """The version of verl in this Python, which is the job's; None: there is none. verl is not imported."""
-    try:
-        return importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    spec = importlib.util.find_spec("verl")  # a checkout on PYTHONPATH
-    for place in (spec.submodule_search_locations or []) if spec is not None else []:
-        try:
-            return (Path(place) / "version" / "version").read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-    return None
-
-
 def _installed(entry: str, ask: Callable[[], str | None]) -> tuple[str, str]:
     """What was found, and what should be known of it."""
     version = ask()
-    if version is None:
-        raise ConfigError(
-            "verl is not installed in the Python that the job runs",
-            where=sys.executable,
-            expected="the package verl",
-            remedy=f"{sys.executable} -m pip install verl==0.9.1, or submit from the environment that has it",
-        )
-    release = require_usable(version, "sft" if entry == "sft" else "ppo")
+    release = require_installed("sft" if entry == "sft" else "ppo", version)
     if release.word != "run":
         return f"verl {version} is installed", release.line
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]

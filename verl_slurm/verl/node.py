@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -32,6 +31,7 @@ from verl_slurm.files import read_private, write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
+from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import OwnSettings, hydra_words
 from verl_slurm.verl.ray_nodes import (
     object_store_bytes,
@@ -40,7 +40,6 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
-from verl_slurm.verl.releases import require_usable
 
 __all__ = ["main"]
 
@@ -160,14 +159,7 @@ def _require_verl(session: Session) -> None:
     Raises:
         ConfigError: there is none, or one that is too old.
     """
-    try:
-        release = require_usable(metadata.version("verl"), "ppo")
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            "verl is not installed where the run's nodes start",
-            where="trainer.backend: verl",
-            remedy="make verl, or pip install verl==0.9.1 into this environment",
-        ) from None
+    release = require_installed("ppo", installed_verl())
     if release.word != "run":
         session.notice(release.line, topic="device", loud=True)
 

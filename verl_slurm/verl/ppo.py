@@ -24,6 +24,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work
+from verl_slurm.verl.installed import installed_verl
 from verl_slurm.verl.saves import Saves
 
 try:
@@ -58,7 +59,10 @@ class _Interruptible:
         if session.has_run:
             clear_work(session.paths, session.epoch)
         trainer = config.trainer
-        metadata = {name: version(name) for name in ("verl", "torch", "ray", "transformers")}
+        metadata = {
+            "verl": installed_verl(),
+            **{name: version(name) for name in ("torch", "ray", "transformers")},
+        }
         keeper = None
         if session.has_run:
             keeper = Keeper(session, load_resolved(session.paths.run_yaml).checkpoint)

@@ -24,6 +24,7 @@ from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
+from verl_slurm.verl.tracker import TRACKER
 from verl_slurm.wire.control_page import Request
 
 __all__ = ["EndNotSaved", "NothingDone", "Saves"]
@@ -236,7 +237,7 @@ class Saves:
         )
         num_files = sum(len(names) for _, _, names in os.walk(directory))
         try:
-            tracker = {"latest_checkpointed_iteration.txt": str(step).encode()}
+            tracker = {TRACKER: str(step).encode()}
             tree = commit_tree(session.paths, save, {directory.name: directory}, texts=tracker)
         except Fenced:
             raise  # whatever it trained from here on would be for nobody

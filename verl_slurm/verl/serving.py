@@ -24,12 +24,10 @@ from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
+from verl_slurm.verl.tracker import TRACKER
 from verl_slurm.wire.stopping import Order, Stopper
 
-__all__ = ["TRACKER", "Serving"]
-
-TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's: the number of the newest step in the directory that it is in."""
+__all__ = ["Serving"]
 
 
 class Serving:

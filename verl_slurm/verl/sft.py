@@ -20,8 +20,8 @@ from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work, require_guest
+from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import check_overrides
-from verl_slurm.verl.releases import require_usable
 
 if TYPE_CHECKING:
     from verl_slurm.dcp.collective import Collective
@@ -78,14 +78,7 @@ def sft_settings(
 
 
 def _train(session: Session, words: Sequence[str]) -> None:
-    try:
-        release = require_usable(metadata.version("verl"), "sft")
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            "verl is not installed where the run's ranks start",
-            where="trainer.backend: verl",
-            remedy="make verl, or pip install verl==0.9.1 into this environment",
-        ) from None
+    release = require_installed("sft", installed_verl())
     if release.word != "run":
         session.notice(release.line, topic="device", loud=True)
     if session.has_run:
@@ -126,7 +119,7 @@ def _under_a_daemon(session: Session) -> None:
             work,
             config=config,
             resume_step=resume_step,
-            metadata={"verl": metadata.version("verl"), "torch": metadata.version("torch")},
+            metadata={"verl": installed_verl(), "torch": metadata.version("torch")},
         )
         trainer = ServedSFT(settings, serving, resume_step)
         serving.begin(resume_step, trainer.total)
