@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 FLAVOUR := $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 # PyPI has the CUDA build; the CPU build is often on torch's own index alone.
 TORCH_INDEX := $(if $(filter cpu,$(FLAVOUR)),--extra-index-url https://download.pytorch.org/whl/cpu)
+# The CPU build by its full name: of the plain version PyPI would bring the CUDA build.
+TORCH := $(if $(filter cpu,$(FLAVOUR)),$(shell sed -n 's/^\(torch==.*\)/\1+cpu/p' constraints/cpu.txt),torch)
 READY := $(BIN)/.ready-$(FLAVOUR)
 OTHER = $(filter-out $(READY),$(wildcard $(BIN)/.ready-*))
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo || true)
@@ -25,10 +27,10 @@ VERL := .venv-verl
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm prometheus vllm verl demo test test-slurm test-slurm-a test-slurm-b test-rest test-vllm test-verl check campaign soak fuzz faults gpu bench bench-step s3 clean
+.PHONY: help setup slurm prometheus vllm verl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-slurm-versions check campaign soak fuzz faults families gpu bench bench-step s3 clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
 
 setup: $(READY) slurm ## a virtual environment with pinned packages, and Slurm's Debian packages
 
@@ -42,8 +44,8 @@ $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	$(PYTHON) -m venv $(VENV)
 	@# To pip, a CPU build is as good as a CUDA build of the same version.
 	$(if $(OTHER),$(BIN)/pip uninstall --quiet --yes torch; rm -f $(OTHER))
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt torch || \
-	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt $(TORCH_INDEX) torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt '$(TORCH)' || \
+	  $(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt $(TORCH_INDEX) '$(TORCH)'
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints/$(FLAVOUR).txt -e '.[dev]'
 	touch $@
 
@@ -71,45 +73,60 @@ prometheus:
 demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
 	$(BIN)/verl-slurm demo
 
-test: setup prometheus ## all tests, the real-Slurm ones included
+# Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
+test: setup prometheus ## the tests, the real-Slurm ones included (test-all: also the long ones, verl and vLLM)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@# The Slurm tests wait much of their time: of these four two run at a time.
-	@$(MAKE) --no-print-directory -k -j2 test-slurm-a test-rest test-slurm-b test-verl test-vllm
+	@$(MAKE) --no-print-directory -k -j2 test-slurm test-rest
 
-SLURM_B := $(wildcard tests/slurm_cluster/test_[i-z]*.py)
-test-slurm: test-slurm-a test-slurm-b
+test-all: test test-long ## all tests: also the long ones, those of the verl package and of vLLM
 
-test-slurm-a: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "slurm and not verl" $(addprefix --ignore=,$(SLURM_B)) | sed -u "s/^/slurm | /"'
+test-long: setup
+	@$(MAKE) --no-print-directory -k -j2 test-long-slurm test-long-rest test-verl test-vllm
 
-test-slurm-b: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "slurm and not verl" $(SLURM_B) | sed -u "s/^/slurm | /"'
+PYTEST = -m pytest -p no:cacheprovider
+# A lane: its marks, and what each of its lines begins with.
+LANE = bash -o pipefail -c '$(BIN)/python $(PYTEST) -n 2 --dist worksteal -m "$(1)" | sed -u "s/^/$(2) | /"'
+
+test-slurm: setup
+	@$(call LANE,slurm and not long and not verl,slurm)
 
 test-rest: setup
-	@bash -o pipefail -c '$(BIN)/python -m pytest -p no:cacheprovider -m "not slurm and not vllm and not verl" | sed -u "s/^/      | /"'
+	@$(call LANE,not slurm and not long and not vllm and not verl,rest )
+
+test-long-slurm: setup
+	@$(call LANE,slurm and long and not verl,slurm)
+
+test-long-rest: setup
+	@$(call LANE,not slurm and long and not vllm and not verl,rest )
 
 test-vllm: setup
 	@if $(MAKE) --no-print-directory -s vllm >$(VLLM).log 2>&1; then rm -f $(VLLM).log; \
-	  bash -o pipefail -c '$(VLLM)/bin/python -m pytest -p no:cacheprovider -m vllm | sed -u "s/^/vllm  | /"'; \
+	  bash -o pipefail -c '$(VLLM)/bin/python $(PYTEST) -m vllm | sed -u "s/^/vllm  | /"'; \
 	else echo "vllm  | NOT RUN: no vLLM for CPUs could be installed here: $$(grep -m1 -iE 'error|needs' $(VLLM).log) (see $(VLLM).log)"; fi
 
 test-verl: setup
 	@if $(MAKE) --no-print-directory -s verl >$(VERL).log 2>&1; then rm -f $(VERL).log; \
-	  bash -o pipefail -c '$(VERL)/bin/python -m pytest -p no:cacheprovider -m verl | sed -u "s/^/verl  | /"'; \
+	  bash -o pipefail -c '$(VERL)/bin/python $(PYTEST) -m verl | sed -u "s/^/verl  | /"'; \
 	else echo "verl  | NOT RUN: verl could not be installed here: $$(grep -m1 -iE 'error|needs' $(VERL).log) (see $(VERL).log)"; fi
 
 check: $(READY) ## the quick part: linters, types, import contracts, tests without torch and Slurm
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
-	$(BIN)/python -m pytest -q -m 'not slurm and not torch and not vllm and not verl'
+	$(BIN)/python $(PYTEST) -q -n 2 --dist worksteal -m 'not slurm and not torch and not vllm and not verl'
 
 # The environment with vLLM sees ours, and so runs every case. With GPUs vLLM is in ours, or its cases say NOT RUN.
 WITH_VLLM := $(and $(filter cpu,$(FLAVOUR)),$(or $(filter all,$(CASES)),$(findstring vllm,$(CASES))))
 campaign: setup $(if $(WITH_VLLM),vllm) ## a long campaign: make campaign N=200 interrupts one run 200 times; CASES=all: other algorithms, shapes and vLLM, too
 	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} \
 	  $(if $(WITH_VLLM),$(VLLM),$(VENV))/bin/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
+
+# Slurm 24.11 in a Debian trixie of its own (.slurm-roots/, 700 MB, made once). SUITE=... another release, TESTS=... others.
+test-slurm-versions: setup ## the table of causes on Slurm 24.11, as root (half an hour): make test-slurm-versions SUITE=trixie
+	@command -v debootstrap >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends debootstrap >/dev/null; }
+	$(BIN)/python -m tests.slurm_versions --suite $(or $(SUITE),trixie) -- $(TESTS)
 
 soak: setup ## minutes to hours: hundreds of preemptions in a row, rivals, leaks; make soak N=200 TESTS=tests/hostile
 	VERL_SLURM_SOAK=$(or $(N),200) $(BIN)/python -m pytest -p no:cacheprovider -q -s -m soak $(or $(TESTS),tests)
@@ -120,6 +137,9 @@ fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED
 
 faults: $(READY) ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
 	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
+
+families: $(READY) ## every model family of docs/models.md: a step of PPO and of GRPO, and interrupted (some minutes)
+	VERL_SLURM_FAMILIES=all $(BIN)/python -m pytest -p no:cacheprovider -q tests/trainer/test_families.py tests/trainer/test_family_runs.py
 
 gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'

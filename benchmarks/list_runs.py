@@ -66,7 +66,7 @@ def timed(argv: list[str], place: Path) -> dict[str, float]:
     """Wall and CPU seconds of one command, its children's included."""
     env = os.environ | {
         "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
     }
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([sys.executable, *argv], env=env, stdout=subprocess.DEVNULL, check=True)

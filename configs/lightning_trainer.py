@@ -48,7 +48,7 @@ def main() -> None:
     here, everywhere = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     trainer = lightning.Trainer(
         max_steps=options.steps,
-        devices=here,  # torchrun's ranks are Lightning's
+        devices=here,  # the ranks that were started are Lightning's
         num_nodes=everywhere // here,
         logger=False,
         enable_progress_bar=False,

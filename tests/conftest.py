@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes to hours runs by `make soak` only: elsewhere it is left out, and counted as such."""
+    """What takes minutes to hours runs by `make soak` only: elsewhere it is left out, and counted as such. Long tests
+    run four at a time on CI's two cores, and wait that much longer before they count as stuck."""
+    for item in items:
+        if item.get_closest_marker("long") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1800))
     soaks = [item for item in items if item.get_closest_marker("soak")]
     if os.environ.get("VERL_SLURM_SOAK"):
         for item in soaks:
@@ -36,8 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _environment_of_its_own() -> Iterator[None]:
     """What the code under test sets in this process's environment (a lead sets PYTHONSAFEPATH) ends with the test."""
-    before = dict(os.environ)
+    before, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
+    # A lead blocks signals, and whatever the next test starts would inherit that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)

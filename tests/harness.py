@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from tests.processes import tell
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import Event, read_events
@@ -92,7 +93,7 @@ class LiveRun:
     def status(self) -> dict[str, Any]:
         return read_status(self.paths)
 
-    def wait(self, until: Callable[[], Any], timeout_s: float = 150.0) -> Any:
+    def wait(self, until: Callable[[], Any], timeout_s: float = 300.0) -> Any:
         """Wait, woken by the journal and the status file, until `until()` is true; return what it gave."""
         if found := until():
             return found
@@ -119,7 +120,7 @@ class LiveRun:
         raise AssertionError(f"nothing for {timeout_s} s; so far:\n{self.story()}")
 
     def wait_event(
-        self, event_name: str, /, *, after: int = 0, timeout_s: float = 150.0, **wanted: object
+        self, event_name: str, /, *, after: int = 0, timeout_s: float = 300.0, **wanted: object
     ) -> Event:
         """The first event of that name behind the first `after` ones."""
 
@@ -147,12 +148,12 @@ class LiveRun:
         found: dict[str, Any] = self.wait(there)
         return found
 
-    def wait_end(self, exit_code: int = 0, timeout_s: float = 240.0) -> Event:
+    def wait_end(self, exit_code: int = 0, timeout_s: float = 600.0) -> Event:
         """Until the last lead has said how the run ended, and Slurm has it that way too."""
         ended = self.wait_event("ended", timeout_s=timeout_s, exit_code=exit_code)
         return ended
 
-    def wait_slurm(self, until: Callable[[JobFacts], bool], timeout_s: float = 150.0) -> JobFacts:
+    def wait_slurm(self, until: Callable[[JobFacts], bool], timeout_s: float = 300.0) -> JobFacts:
         """Until Slurm has the job so. It tells nobody by itself: one has to ask."""
         deadline = time.monotonic() + timeout_s
         while not until(facts := self.facts()):
@@ -208,11 +209,7 @@ class LiveRun:
 
     def kill(self, processes: list[psutil.Process]) -> None:
         assert processes, "nobody there to kill"
-        for process in processes:
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
+        tell(processes, signal.SIGKILL)
 
     def story(self) -> str:
         try:

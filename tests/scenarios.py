@@ -22,8 +22,9 @@ _HEAD = """# What a run survives, and the test that shows it
 
 Every row on real processes, files and sockets, or on a real Slurm; `python -m tests.scenarios` writes this page from
 tests/scenarios.toml and the tests' own marks. A row's tests are run by `pytest FILE -k NAME`: where dice are thrown,
-the seed is fixed in the test and printed when it fails. Lanes: **all** `make test` on any Linux; **Slurm** `make test`
-on the embedded cluster; **soak** only `make soak` (minutes to hours; the same in small is among the others).
+the seed is fixed in the test and printed when it fails. Lanes: **all** on any Linux; **Slurm** on the embedded
+cluster; both run in `make test`, the long ones in `make test-all`. **soak**: only `make soak` (minutes to
+hours; the same in small is among the others).
 """
 
 

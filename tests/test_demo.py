@@ -39,6 +39,7 @@ def _nothing_is_left(directory: Path) -> None:
     assert not left
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.torch
 def test_the_demo_preempts_a_run_on_a_real_slurm_and_proves_it_unharmed(
@@ -51,6 +52,7 @@ def test_the_demo_preempts_a_run_on_a_real_slurm_and_proves_it_unharmed(
     _nothing_is_left(short_dir)
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_without_slurm_the_demo_does_the_same_on_this_machine(short_dir: Path) -> None:
     answer = _demo(short_dir, "--cluster", "local")

@@ -1,15 +1,18 @@
 """verl-slurm: RL post-training that survives anything a Slurm cluster does to it.
 
-This file imports nothing: whatever it imported would reach the daemon, which must stay small. `verl_slurm.run`,
+This file imports nothing: what it imported would reach the daemon, which must stay small, and would be looked for in
+the working directory where PYTHONPATH names it (`search_path`). `verl_slurm.run`,
 the door for a training loop of one's own (docs/guests.md), is loaded when it is asked for.
 """
 
-from typing import Any
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name == "run":
         import importlib
 

@@ -10,23 +10,28 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from verl_slurm.checkpoint.compare import Comparison, compare, newest_checkpoint
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.follow import follow_run
+from verl_slurm.submit.liveness import controller
+from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.record import last_job
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 __all__ = ["DemoResult", "Timing", "run_demo", "timings"]
@@ -135,8 +140,11 @@ def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[Dev
     cluster = DevCluster(directory / "cluster")
     before = os.environ.get("SLURM_CONF")
     try:
-        status = cluster.start(ClusterOptions(nodes=4))
-        tell.say(f"Slurm {status.slurm_version}: {len(status.nodes)} nodes, up in {status.seconds:.1f} s")
+        status = cluster.start(ClusterOptions(nodes=4, gpus="auto"))
+        gpus = f" and {counted(sum(status.gpus.values()), 'GPU')}" if status.gpus else ""
+        tell.say(
+            f"Slurm {status.slurm_version}: {counted(len(status.nodes), 'node')}{gpus}, up in {status.seconds:.1f} s"
+        )
         os.environ.update(cluster.env())
         yield cluster
     finally:
@@ -182,22 +190,47 @@ def _run(
     config: Path, overrides: list[str], kind: str, tell: Teller, strike: Callable[[Event], None] | None
 ) -> None:
     plan = plan_submission(config, overrides, cluster="slurm" if kind == "slurm" else "local")
-    submitted = carry_out(plan)
-    tell.say(f"   job {submitted.job_id}, {submitted.run_dir}")
-    paths = RunPaths(submitted.run_dir)
+    paths = RunPaths(plan.run_dir)
+    try:
+        code = _follow(plan, paths, tell, strike)
+    except BaseException:
+        if kind == "local":
+            _end_local(paths)  # with Slurm it ends with the cluster
+        raise
 
-    def on_status(status: Event) -> None:
-        tell.status(status)
-        if strike is not None:
-            strike(status)
-
-    code = follow_run(paths, 0, tell.event, on_status)
     if code is not ExitCode.OK:
         failure = VerlSlurmError(
             "the run did not end well", where=paths.root, found=code.description, remedy=f"see {paths.logs}"
         )
         failure.exit_code = code
         raise failure
+
+
+def _follow(
+    plan: SubmissionPlan, paths: RunPaths, tell: Teller, strike: Callable[[Event], None] | None
+) -> ExitCode:
+    submitted = carry_out(plan)
+    tell.say(f"   job {submitted.job_id}, {submitted.run_dir}")
+
+    def on_status(status: Event) -> None:
+        tell.status(status)
+        if strike is not None:
+            strike(status)
+
+    return follow_run(paths, 0, tell.event, on_status)
+
+
+def _end_local(paths: RunPaths) -> None:
+    """Kill a run without Slurm: all processes below submitit's controller, and those that they start meanwhile."""
+    with suppress(NotFound, psutil.NoSuchProcess):
+        process = controller(paths, last_job(paths))
+        while process is not None:
+            tree = [*process.children(recursive=True), process]
+            for each in tree:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            psutil.wait_procs(tree, timeout=10)
+            process = controller(paths, last_job(paths))
 
 
 def _rewards(paths: RunPaths) -> list[float]:

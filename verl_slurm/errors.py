@@ -18,6 +18,7 @@ __all__ = [
     "KeyRefused",
     "NoRoom",
     "NotFound",
+    "OutputRefused",
     "PermissionRefused",
     "RolloutMismatch",
     "SchemaMismatch",
@@ -166,6 +167,12 @@ class WireError(VerlSlurmError):
     """The control channel: a frame that is not ours, too large, unauthenticated or out of order."""
 
     exit_code = ExitCode.WIRE
+
+
+class OutputRefused(VerlSlurmError):
+    """Standard output does not take what is printed."""
+
+    exit_code = ExitCode.OUTPUT
 
 
 class TierError(VerlSlurmError):

@@ -9,8 +9,7 @@ import os
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
+from verl_slurm.bounded import JOURNAL, RECORD, TooMuch, decode_json, open_regular
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import append_line
 from verl_slurm.one_line import json_line
@@ -32,7 +31,7 @@ def append_event(paths: RunPaths, event: str, **fields: object) -> Event:
 def parse_event(line: bytes) -> Event | None:
     """One line of the journal, or None if it is not an event."""
     try:
-        event = msgspec.json.decode(line, type=dict[str, Any])
+        event = decode_json(line, dict[str, Any], RECORD, doubles=False)
     except UNREADABLE:
         return None
     return event if isinstance(event.get("event"), str) else None
@@ -42,29 +41,36 @@ def read_events(paths: RunPaths) -> list[Event]:
     """All events, oldest first. Lines that are no events are passed over.
 
     A power cut or a full disk can leave half a line. The journal informs; the truth about a run is in its checkpoints
-    and its ledger, which carry digests. So a damaged line must not keep a run from going on.
+    and its ledger, which carry digests. So a damaged line must not keep a run from going on. Of a journal of more than
+    32 MiB (some 150,000 events), the newest are read.
     """
-    try:
-        lines = paths.events.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    return [event for line in lines if line and (event := parse_event(line)) is not None]
+    return read_last_events(paths, JOURNAL.num_bytes)[0]
 
 
 def read_last_events(paths: RunPaths, num_bytes: int) -> tuple[list[Event], bool]:
-    """The events of the journal's last `num_bytes`, oldest first, and whether those are all there are.
+    """The events of the journal's last `num_bytes`, oldest first, and whether those are all that can be had.
 
     Called by: submit.fleet, which looks at a thousand journals.
     """
     try:
-        fd = os.open(paths.events, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = open_regular(paths.events)
+    except (FileNotFoundError, TooMuch):
         return [], True
     try:
+        num_bytes = min(num_bytes, JOURNAL.num_bytes)
         begin = max(os.fstat(fd).st_size - num_bytes, 0)
         lines = os.pread(fd, num_bytes, begin).split(b"\n")
     finally:
         os.close(fd)
     if begin:
         del lines[0]  # begins before what was read
-    return [event for line in lines if line and (event := parse_event(line)) is not None], begin == 0
+    found: list[Event] = []
+    left = JOURNAL.num_values
+    # The newest first: of lines that would take too much memory, the older ones are left out.
+    for line in reversed(lines):
+        left -= line.count(b",") + line.count(b"[") + line.count(b"{")
+        if left < 0:
+            return found[::-1], True
+        if line and (event := parse_event(line)) is not None:
+            found.append(event)
+    return found[::-1], begin == 0 or num_bytes == JOURNAL.num_bytes

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import msgspec
 
+from verl_slurm.bounded import SMALL, decode_json, read_regular
 from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, Fenced
 from verl_slurm.files import create_file, private_dir, write_file
 from verl_slurm.paths import RunPaths
@@ -145,7 +146,7 @@ def _sweep(paths: RunPaths, won: int) -> None:
 
 def _read_copy(paths: RunPaths) -> Epoch | None:
     try:
-        return msgspec.json.decode(paths.epoch.read_bytes(), type=Epoch)
+        return decode_json(read_regular(paths.epoch, SMALL), Epoch, SMALL, doubles=False)
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
@@ -165,7 +166,7 @@ def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
         FileNotFoundError: nobody has claimed it.
     """
     try:
-        claimed = msgspec.json.decode(_claim_path(paths, number).read_bytes(), type=Epoch)
+        claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), Epoch, SMALL, doubles=False)
     except UNREADABLE:
         return None
     return claimed if claimed.epoch == number else None

@@ -24,9 +24,13 @@ __all__ = [
     "others_may_replace",
     "private_dir",
     "read_private",
+    "require_safe_way",
+    "unsafe_on_the_way",
     "write_file",
 ]
 
+_MAX_PRIVATE = 1 << 20
+"""Bytes of a key, an address or a plan: some KB."""
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -87,12 +91,45 @@ def make_private(path: Path) -> Path:
 
 
 def others_may_replace(folder: os.stat_result) -> bool:
-    """Whether somebody else could put another file or directory in the place of one of ours in this folder.
-
-    Called by: `make_private`, keys.
-    """
+    """Whether somebody else could put another file or directory in the place of one of ours in this folder."""
     writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
     return writable or folder.st_uid not in {0, os.geteuid()}
+
+
+def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
+    """The first directory, from the root to `path`, in which others could replace what leads to our files.
+
+    What is not there yet is left out. Both the path as it is written and the one behind its links are looked at.
+
+    Returns:
+        That directory, and its mode and owner; None: there is none.
+    """
+    written = Path(os.path.abspath(path))
+    for way in dict.fromkeys((written, Path(os.path.realpath(path)))):
+        for folder in (*reversed(way.parents), way):
+            try:
+                info = folder.stat()
+            except OSError:
+                break
+            if others_may_replace(info):
+                return folder, f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}"
+    return None
+
+
+def require_safe_way(path: Path, key: str) -> None:
+    """Refuse a place for our files that others could exchange for theirs.
+
+    Raises:
+        PermissionRefused: a directory on the way to `path` is another user's, or may be written by others.
+    """
+    if (found := unsafe_on_the_way(path)) is not None:
+        raise PermissionRefused(
+            "others can put a directory of theirs in the place of ours",
+            where=f"{key}: {found[0]}",
+            found=found[1],
+            expected=f"directories of uid {os.geteuid()} or root that no other user may write, or sticky ones (1777)",
+            remedy=f"set {key} to a directory below such ones, or have the sticky bit set (chmod +t)",
+        )
 
 
 def fsync_path(path: Path) -> None:
@@ -204,4 +241,11 @@ def read_private(path: Path) -> bytes:
                 expected=f"mode 0600, uid {os.geteuid()}",
                 remedy=f"chmod 600 {path}",
             )
-        return file.read()
+        if info.st_size > _MAX_PRIVATE:
+            raise PermissionRefused(
+                "a file that holds a secret is too large",
+                where=path,
+                found=f"{info.st_size} bytes",
+                expected=f"at most {_MAX_PRIVATE}",
+            )
+        return file.read(_MAX_PRIVATE)

@@ -8,9 +8,15 @@ ESC [ as one character), line and paragraph separators, marks that turn the dire
 import re
 from typing import Any
 
-__all__ = ["json_line", "printable"]
+__all__ = ["counted", "json_line", "printable"]
 
 _PLAIN = re.compile(r"[ -~]*")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`, `3 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number} {noun}{ending}"
 
 
 def printable(text: str) -> str:

@@ -21,7 +21,7 @@ __all__ = ["Outage", "Outages"]
 
 _ENDING = frozenset({"preemption", "time_limit", "requeued", "node_lost", "failed", "operator_requeue"})
 """Causes (`slurm.cause.CauseKind`) that end an incarnation which is to go on. A cancel is not to go on."""
-_OF_CRASH = {"hang": "hang", "node": "node_lost"}
+_OF_CRASH = {"hang": "hang", "node": "node_lost", "stranger": "stranger"}
 
 
 class Outage(msgspec.Struct, kw_only=True):
@@ -31,7 +31,7 @@ class Outage(msgspec.Struct, kw_only=True):
     """
 
     cause: str
-    """A cause of `slurm.cause`, or crash, hang, lead_lost."""
+    """A cause of `slurm.cause`, or crash, hang, stranger, lead_lost."""
     began: str
     """When its first sign was seen (UTC, ISO 8601)."""
     seconds: float | None = None

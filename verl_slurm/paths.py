@@ -6,6 +6,7 @@ RUN/                        0700
   epoch                     fencing token: the incarnation that may write
   events.jsonl              what happened, append-only
   steps.jsonl               the numbers of every step, append-only (`step_log.py`)
+  samples.jsonl             a few responses of each step as text; samples.old.jsonl: older ones
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
   .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
@@ -14,7 +15,8 @@ RUN/                        0700
   rewards/<digest>.py       source of each function that was ever the reward
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
   control/                  lead.json (address and token of the living lead), claims of epochs and of successors,
-                            resume_once, parts_since, tiers.json (what the mover read back in each tier), tiers.lock,
+                            resume_once, parts_since, trained_with.yaml (the configuration of the newest ranks),
+                            tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
                             metrics/ (where Prometheus finds the lead and the agents)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
@@ -41,11 +43,13 @@ CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
 class RunPaths:
     """The files of one run. Holds no state but the root; touches no disk.
 
-    Called by: submit, trainer, daemon, cli.
+    Args:
+        run: the run's own directory, where `root` is one below it.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, run: Path | None = None) -> None:
         self.root = Path(root)
+        self.run = run or self.root
 
     @property
     def run_yaml(self) -> Path:
@@ -62,6 +66,14 @@ class RunPaths:
     @property
     def steps(self) -> Path:
         return self.root / "steps.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    @property
+    def old_samples(self) -> Path:
+        return self.root / "samples.old.jsonl"
 
     @property
     def status(self) -> Path:
@@ -96,6 +108,11 @@ class RunPaths:
     def parts_since(self) -> Path:
         """The incarnation from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
         return self.control / "parts_since"
+
+    @property
+    def trained_with(self) -> Path:
+        """The configuration that the newest ranks were started with."""
+        return self.control / "trained_with.yaml"
 
     @property
     def reward_plan(self) -> Path:
@@ -145,7 +162,7 @@ class RunPaths:
     @property
     def partial(self) -> "RunPaths":
         """Where partial saves lie: apart, so that nothing that looks for a state to go on from can find one."""
-        return RunPaths(self.root / "partial")
+        return RunPaths(self.root / "partial", self.run)
 
     @property
     def latest(self) -> Path:

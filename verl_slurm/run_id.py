@@ -4,6 +4,7 @@ import os
 import re
 import secrets
 
+from verl_slurm.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.errors import TierError
 from verl_slurm.files import fsync_path
 from verl_slurm.paths import RunPaths
@@ -38,7 +39,10 @@ def run_id(paths: RunPaths) -> str:
         finally:
             temp.unlink(missing_ok=True)
         fsync_path(paths.root)
-    text = paths.run_id.read_text(encoding="ascii", errors="replace").strip()
+    try:
+        text = read_regular(paths.run_id, SMALL).decode("ascii", errors="replace").strip()
+    except TooMuch as error:
+        text = str(error)
     if not RUN_ID.fullmatch(text):
         raise TierError(
             "not a run's id",

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import msgspec
-
+from verl_slurm.bounded import SMALL, decode_json, read_regular
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.paths import RunPaths
 
@@ -39,7 +38,7 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
     Called by: cli, submit, the lead of the next incarnation.
     """
     try:
-        status = msgspec.json.decode(paths.status.read_bytes(), type=dict[str, Any])
+        status = decode_json(read_regular(paths.status, SMALL), dict[str, Any], SMALL, doubles=False)
     except (FileNotFoundError, *UNREADABLE):
         return {}
     return {key: value for key, value in status.items() if isinstance(value, _STATUS.get(key, object))}

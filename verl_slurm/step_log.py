@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from verl_slurm.bounded import TooMuch, open_regular
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import append_line
 from verl_slurm.paths import RunPaths
@@ -27,6 +28,8 @@ StepRow = dict[str, Any]
 
 _MOST = 4 << 20
 """Bytes that are read at most, from the end."""
+_LINE = 1 << 16
+"""Bytes of a line; a longer one is none of ours, and reads as several that are no rows."""
 _ROW = msgspec.json.Decoder(dict[str, float | int | str | bool | None])
 _LARGEST = 1 << 53
 """JSON has integers that no float can hold, and no number of a step is one."""
@@ -76,26 +79,26 @@ def step_seconds(paths: RunPaths) -> Iterator[tuple[int, float]]:
     Called by: verl_slurm_daemon.lead_metrics.
     """
     try:
-        with paths.steps.open("rb") as file:
-            for line in file:
+        with os.fdopen(open_regular(paths.steps), "rb") as file:
+            while line := file.readline(_LINE):
                 try:
                     row = _DURATION.decode(line)
                 except UNREADABLE:
                     continue
                 yield int(row.step), row.step_s
-    except OSError:
+    except (OSError, TooMuch):
         return
 
 
 def _from_the_end(paths: RunPaths) -> list[bytes]:
     """Whole lines of the file's last `_MOST` bytes, newest first."""
     try:
-        with paths.steps.open("rb") as file:
+        with os.fdopen(open_regular(paths.steps), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             start = max(size - _MOST, 0)
             file.seek(start)
             lines = file.read(_MOST).split(b"\n")
-    except OSError:
+    except (OSError, TooMuch):
         return []
     return lines[:0:-1] if start else lines[::-1]
 

@@ -6,6 +6,7 @@
     python -m benchmarks.save --show RUN.json                     the tables of a run again
     python -m benchmarks.save --page RUN.json > RUN.md
 
+Stopped by Ctrl-C or SIGTERM it keeps what it has measured: OUT.partial, or save.json.partial here without --json.
 Peers that are not installed are left out, and said. As root the page cache is dropped before every cold read;
 else reads are warm, and that is said. Compare within one run only: page cache, balloon and neighbours of a
 virtual machine move all figures together.
@@ -15,11 +16,13 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -34,10 +37,11 @@ __all__ = ["main"]
 
 _QUICK = {"gib": 0.125, "reps": 2, "generation_s": 0.3, "busy_s": 0.8, "quiet_s": 0.0}
 _EVERYTHING = tuple(MODES)
+_INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: measured (whether targets were met or not); 1: a group of processes failed; 2: usage."""
+    """Exit code 0: measured, whether targets were met or not; 1: a process group failed; 2: usage; 130: stopped."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.quick:
@@ -74,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             machine = environment((first, second))
             same = first.stat().st_dev == second.stat().st_dev
-            launcher.run(options.what)
+            stopped = not _to_its_end(launcher, options.what)
         finally:
             shutil.rmtree(first)
             shutil.rmtree(second)
@@ -93,7 +97,10 @@ def main(argv: list[str] | None = None) -> int:
         num_tensors=launcher.num_tensors,
         same_medium=same,
         samples=launcher.samples,
+        stopped=stopped,
     )
+    if stopped:
+        return _keep(run, options.json)
     data = msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n"
     if options.json == Path("-"):
         print(data.decode(), end="")
@@ -102,6 +109,33 @@ def main(argv: list[str] | None = None) -> int:
             options.json.write_bytes(data)
         print(text(run), end="")
     return int(launcher.failed)
+
+
+def _to_its_end(launcher: Launcher, what: tuple[str, ...]) -> bool:
+    """Measure; False: a signal stopped it. SIGTERM does what Ctrl-C does, once."""
+
+    def stop(_number: int, _frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        launcher.run(what)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    return True
+
+
+def _keep(run: Run, asked: Path | None) -> int:
+    """A stopped run, in a file that is not taken for a whole one; the exit code of Ctrl-C."""
+    path = Path("save.json") if asked in (None, Path("-")) else asked
+    assert path is not None
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
+    print(f"stopped; {len(run.samples)} samples are in {partial}; tables: --show {partial}", file=sys.stderr)
+    return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ import msgspec
 
 from benchmarks.save.machine import drop_caches, tree_pss, wait_until_idle
 from benchmarks.save.reading import files_of, read_all
-from benchmarks.save.records import MODES, Answer, Job, Mode, Sample
+from benchmarks.save.records import MODES, Answer, Job, Mode, Sample, part_of
 from benchmarks.save.registry import entry, groups
 from verl_slurm.checkpoint.verify import verify
 
@@ -176,7 +176,7 @@ class Launcher:
     ) -> Answer:
         stem = self.scratch / group.replace(" ", "_")
         store, answer, log = (stem.with_suffix(end) for end in (".store", ".answer", ".log"))
-        for path in (store, answer):
+        for path in (store, answer, part_of(answer)):
             path.unlink(missing_ok=True)
         job = Job(
             group=group,
@@ -211,6 +211,10 @@ class Launcher:
             ]
             try:
                 _wait(processes, watch)
+            except KeyboardInterrupt:
+                _end(processes)
+                self._take_part(part_of(answer))
+                raise
             finally:
                 _end(processes)
         if not answer.exists():
@@ -227,6 +231,13 @@ class Launcher:
         self.state_bytes = found.state_bytes or self.state_bytes
         self.num_tensors = found.num_tensors or self.num_tensors
         return found
+
+    def _take_part(self, part: Path) -> None:
+        """What a group that is stopped had measured so far."""
+        if part.exists():
+            found = msgspec.json.decode(part.read_bytes(), type=Answer)
+            self.samples += found.samples
+            self.state_bytes, self.num_tensors = found.state_bytes, found.num_tensors
 
     def _environment(self) -> dict[str, str]:
         with socket.socket() as probe:  # DCP's process backend asks for an address, not for this port

@@ -5,11 +5,12 @@ gathers all samples in a `Run`. Everything shown later (terminal, page) is compu
 `Run`; nothing is written by hand.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-__all__ = ["MODES", "Answer", "Environment", "Job", "Mode", "Run", "Sample"]
+__all__ = ["MODES", "Answer", "Environment", "Job", "Mode", "Run", "Sample", "part_of"]
 
 Mode = Literal["loop", "direct", "busy", "dual", "memory", "keep", "load", "commit", "verify"]
 """What one process group does:
@@ -89,8 +90,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of the model and the optimizer, over all ranks."""
     num_tensors: int
     samples: list[Sample]
+    """In the file `part_of(answer)`: those so far. It is what remains of a group that is stopped."""
     marks: dict[str, float] = {}
     """`memory`: CLOCK_MONOTONIC seconds at which something began."""
+
+
+def part_of(answer: Path) -> Path:
+    """Beside it: the samples so far, replaced atomically after each."""
+    return answer.with_suffix(".part")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,4 +138,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     num_tensors: int
     same_medium: bool
     """Do both directories of `dual` lie on one device? Then its two writes share one bandwidth."""
+    stopped: bool = False
+    """By a signal: what had been measured until then."""
     samples: list[Sample]

@@ -37,6 +37,8 @@ def conditions(run: Run) -> list[str]:
             f"{len(noisy)} of {len(run.samples)} samples began on a machine that was less than 85 % idle"
         ),
     ]
+    if run.stopped:
+        lines.append("STOPPED by a signal: these are the samples that had been taken until then")
     short = {group: n for group, n in Figures(run.samples).repetitions().items() if n < run.reps}
     if short:
         lines.append(

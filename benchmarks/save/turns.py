@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -21,10 +22,11 @@ from benchmarks.save.machine import fsync_tree, tree_bytes, tree_cpu_s
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.peers.reference import Raw
 from benchmarks.save.ranks import attempt, fresh, quiet, slowest, timed
-from benchmarks.save.records import Job, Mode, Sample
+from benchmarks.save.records import Answer, Job, Mode, Sample, part_of
 from benchmarks.save.registry import COMPANIONS, entry, load_class
 from benchmarks.save.workload import Workload
 from verl_slurm.dcp.collective import Collective
+from verl_slurm.files import write_file
 
 __all__ = ["Turns"]
 
@@ -43,6 +45,7 @@ class Turns:
         self.ranks = ranks
         self.work = Workload(job.gib, ranks)
         self.samples: list[Sample] = []
+        self.state_bytes = int(ranks.sum([self.work.num_bytes])[0])
         self._peers: dict[str, Peer] = {}
         self._dead: set[str] = set()
         self._media = 2 if "dual" in job.modes else 1
@@ -80,6 +83,11 @@ class Turns:
         self.samples.append(
             Sample(peer=name, mode=mode, group=self.job.group, rep=rep, values=values, **more)
         )
+        if self.ranks.rank == 0:  # between two turns, outside of every figure
+            answer = Answer(
+                state_bytes=self.state_bytes, num_tensors=len(self.work.tensors()), samples=self.samples
+            )
+            write_file(part_of(Path(self.job.answer)), msgspec.json.encode(answer))
 
     def _turn(self, name: str, mode: Mode, rep: int) -> None:
         values: dict[str, float] = {}

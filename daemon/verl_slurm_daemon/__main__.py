@@ -1,5 +1,10 @@
 """`verl-slurmd`: the daemon's entry. argv in, exit code out."""
 
+# ruff: noqa: E402 - nothing is imported before the search path is known to be safe
+from verl_slurm.search_path import leave_working_directory
+
+leave_working_directory("verl-slurmd", __name__)
+
 import argparse
 import os
 import signal

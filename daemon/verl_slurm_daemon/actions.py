@@ -74,6 +74,8 @@ class Requeue(_Action, frozen=True):
 
     avoid: tuple[str, ...] = ()
     """Nodes that it is to stay away from for a while."""
+    delay_s: int | None = None
+    """Not before so many seconds; None: as the user configured it."""
 
 
 class Exit(_Action, frozen=True):

@@ -25,9 +25,11 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError, WireError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.framing import ranks_key
 from verl_slurm.wire.messages import (
     STACKS_SIGNAL,
     AgentReady,
@@ -40,8 +42,10 @@ from verl_slurm.wire.messages import (
     SignalSeen,
     StacksWritten,
     StopRequest,
+    StoreAnswer,
     ToAgent,
 )
+from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent_log import AgentLog
 from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.channel import LeadLink, connect
@@ -53,6 +57,7 @@ from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree
 from verl_slurm_daemon.rank_socket import REASONS, RankSocket
 from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.signals import RELAYED, WARNINGS, listen
+from verl_slurm_daemon.store_socket import StoreSocket
 
 if TYPE_CHECKING:
     from verl_slurm_daemon.agent_metrics import AgentMetrics
@@ -66,6 +71,8 @@ _STACKS_S = 1.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
 """Of the end of the ranks' log, where the cause of their end is looked for; of each line."""
+_STORE_PLACES = 16
+"""Connections to the ranks' store for each one that a rank may have to its agent."""
 _HEARD_S = 30.0
 """A lead answers in a millisecond; one whose disk is busy may take a while."""
 
@@ -87,6 +94,7 @@ class Agent:
         self._rank_log = Path()
         self._dumping: asyncio.Task[None] | None = None
         self._ranks: RankSocket | None = None
+        self._store: StoreSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._early_signals: list[str] = []
         self._metrics: AgentMetrics | None = None
@@ -131,6 +139,8 @@ class Agent:
         self._ranks = RankSocket(self._from_rank, places, refusals)
         self._address = read_lead_address(self._paths)
         self._link = link = await self._connect(self._address)
+        self._store = StoreSocket(self._ranks.directory, link.send, _STORE_PLACES * places, refusals)
+        await self._store.open()
         self._tasks = [asyncio.create_task(self._listen(link)), asyncio.create_task(self._ranks.serve())]
         link.send(
             AgentReady(
@@ -184,6 +194,9 @@ class Agent:
         if launch is None:
             return
         ranks.ranks = self._config.speakers_on(launch.node_rank)
+        assert self._address is not None
+        key = ranks_key(bytes.fromhex(self._address.token), launch.epoch, launch.generation)
+        write_file(ranks.directory / RANKS_KEY_NAME, key, durable=False)
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         self._rank_log = log
         with open(self._open_rank_log(log), "wb") as output:
@@ -264,6 +277,8 @@ class Agent:
             self._metrics.close()
         for task in self._tasks:
             task.cancel()
+        if self._store is not None:
+            self._store.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -309,6 +324,9 @@ class Agent:
                 deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9) if deadline_s > 0 else 0
                 assert self._ranks is not None
                 self._ranks.page.post(Request(request_id, stop, deadline_ns))
+            case StoreAnswer():
+                assert self._store is not None
+                self._store.answer(message)
             case DumpStacks():
                 self._dumping = asyncio.create_task(self._dump_stacks())
             case Shutdown():
@@ -347,7 +365,7 @@ def _free_port(host: str) -> int:
 
 
 def _first_cause(text: str) -> str:
-    """The lines that say what happened; torchrun prints its own story after the rank's, and verl's processes warn of
+    """The lines that say what happened; a launcher says its own after the rank's, and verl's processes warn of
     errors that were none."""
     lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
     told = [line for line in lines if "Warning" not in line]

@@ -43,8 +43,19 @@ class Allocation(Protocol):
     async def outlook(self) -> Outlook:
         """How long the allocation lasts, as the scheduler has it now."""
 
-    async def requeue(self) -> RequeueAnswered | str:
-        """Ask for another life of this run. A text: no answer that counts; ask again while there is time."""
+    async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
+        """Ask for another life of this run. A text: no answer that counts; ask again while there is time.
+
+        Args:
+            delay_s: seconds until it may start; None: as the user configured it.
+        """
+
+    async def hasten(self, clean: bool) -> None:
+        """The last act of a life that is to come back: have the next one start no later than was asked for.
+
+        Args:
+            clean: no process of ours is left on any node, as far as the lead knows.
+        """
 
     async def withdraw(self) -> str:
         """This run is over: see to it that the scheduler does not start, or hold, it again. What came of that; empty:

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from verl_slurm.errors import WireError
+from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
-from verl_slurm_daemon.entrance import Entrance, make_room
 
 __all__ = ["AgentLink", "LeadLink", "connect", "serve"]
 
@@ -66,24 +66,24 @@ async def serve(
         host: what the agents will be told. A loopback address is listened on alone; for any other, all
             interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
         max_links: proven peers at once.
-        refused: told of every other one: one of `entrance.REASONS`, and who it was.
+        refused: told of every other one: one of `connection_limits.REASONS`, and who it was.
 
-    Peers that do not finish the handshake in 5 s are dropped, and sooner where newer ones push them out (`entrance`).
+    Peers that do not finish the handshake in 5 s are dropped, and sooner where newer ones push them out.
     """
-    entrance = Entrance(max_links, refused)
+    limits = ConnectionLimits(max_links, refused)
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport: Any = writer.transport
         transport.max_size = _READ_BYTES  # asyncio would take 256 KiB for each read, of each stranger
         _notice_silence(writer)
-        entrance.arrive(transport)
+        limits.arrive(transport)
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 key = await _greet_agent(reader, writer, token, epoch)
         except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-            entrance.turn_away(transport, error)
+            limits.turn_away(transport, error)
             return
-        if not entrance.admit(transport):
+        if not limits.admit(transport):
             return
         framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
         try:
@@ -91,12 +91,12 @@ async def serve(
         except (WireError, OSError):
             pass  # an agent that died: its absence is noticed where it is waited for
         finally:
-            entrance.leave()
+            limits.leave()
             await _close(writer)
 
     # All agents of a large job come within milliseconds, and one that finds the queue full asks again after a second.
     backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
-    make_room(max_links + entrance.most_strangers + backlog)
+    make_room(max_links + limits.most_strangers + backlog)
     everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - whoever connects must know the token
     server = await asyncio.start_server(
         on_connection, host if host.startswith("127.") else everywhere, port=0, backlog=backlog

@@ -16,12 +16,16 @@ from typing import Any, assert_never
 
 import msgspec
 
+from verl_slurm.checkpoint.trained_with import note_trained_with, trained_with
+from verl_slurm.config.changes import refuse_changes
+from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
+from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.messages import (
     AgentReady,
     DumpStacks,
@@ -33,16 +37,20 @@ from verl_slurm.wire.messages import (
     SignalSeen,
     StacksWritten,
     StopRequest,
+    StoreAnswer,
+    StoreCall,
+    StrangerMet,
 )
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
-from verl_slurm_daemon.entrance import REASONS
+from verl_slurm_daemon.completion import nothing_left
 from verl_slurm_daemon.journal import Journal, stuck_starts
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.pace_watch import PaceWatch
+from verl_slurm_daemon.rank_store import RankStore
 from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.requeueing import requeue
 from verl_slurm_daemon.resume import ResumePoint, find_resume_point, read_back
@@ -56,6 +64,8 @@ _GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
 _AGENTS_READY_S = 60.0
 """From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
+_STEP_ENDS_S = 2.0
+"""From the end of the first agent to that of srun, where srun is what ends."""
 _STACKS_S = 5.0
 """For all agents' word that stacks are written; each takes a second."""
 
@@ -86,6 +96,7 @@ class Effects:
         self._pace = PaceWatch(config.daemon)  # each generation has its own
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
         self._listeners: set[asyncio.Task[None]] = set()
+        self._store = RankStore()
         self._step: list[asyncio.subprocess.Process] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -93,6 +104,8 @@ class Effects:
         self._mover = TierMover(paths, config, journal)
         self.refusals = Refusals(REASONS, self._tell_of_stranger)
         self.exit: tuple[ExitCode, str] | None = None
+        self.left_clean = True
+        """The newest step ended by itself; a node that hangs may keep the job for a while where it did not."""
 
     async def open(self) -> None:
         """Read the key, where one is configured; listen for agents; have checkpoints moved to their tiers.
@@ -145,8 +158,8 @@ class Effects:
                 self._spawn(self._take_down(stacks=stacks))
             case act.Pause(seconds):
                 self._spawn(self._pause(seconds))
-            case act.Requeue(avoid):
-                self._spawn(self._requeue(avoid))
+            case act.Requeue(avoid, delay_s):
+                self._spawn(self._requeue(avoid, delay_s))
             case act.Exit(code, reason):
                 self.exit = (code, reason)
             case _:
@@ -175,16 +188,20 @@ class Effects:
     async def _run_generation(self, generation: int) -> None:
         self._generation, self._leaving = generation, asyncio.Event()
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
+        self.left_clean = True
         self._all_ready = asyncio.Event()
         self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
+        self._store.close()
+        self._store = RankStore()
         try:
             point = await self._begin(generation)
         except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
             self._journal.event("internal", error=f"the step was not started: {error}")
-            self._post(ev.GenerationEnded(1))
-            return
-        if point is None:  # a cancel came while we looked, and nothing was started yet
-            self._post(ev.GenerationEnded(0))
+            point = ev.GenerationEnded(1)
+        except VerlSlurmError as error:
+            point = ev.Over(error.exit_code, str(error))
+        if not isinstance(point, ResumePoint):
+            self._post(point)
             return
         if self._leaving.is_set():
             self._spawn(self._take_down())
@@ -201,22 +218,41 @@ class Effects:
             link.close()
         self._post(ev.GenerationEnded(max(codes, key=abs)))
 
-    async def _begin(self, generation: int) -> ResumePoint | None:
-        """Choose where to resume and start the step with the agents; None: the end came first.
+    async def _begin(self, generation: int) -> ResumePoint | ev.GenerationEnded | ev.AllDone | ev.Over:
+        """Choose where to resume and start the step with the agents; else why it was not started.
 
         Raises:
-            OSError: nothing was started.
+            OSError, VerlSlurmError: nothing was started.
         """
         point = await self._resume_point()
-        self._journal.event(
-            "generation", number=generation, resume=point.name or None, progress=point.progress
-        )
+        await asyncio.to_thread(self._require_unchanged, point)
+        array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
+        done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
+        if not done:
+            self._journal.event(
+                "generation", number=generation, resume=point.name or None, progress=point.progress
+            )
         self._paths.resume_once.unlink(missing_ok=True)
-        if self._leaving.is_set():
-            return None
+        if done:
+            return ev.AllDone(point.name, done)
+        if self._leaving.is_set():  # a cancel came while we looked
+            return ev.GenerationEnded(0)
         self._announce(generation)
         self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
         return point
+
+    def _require_unchanged(self, point: ResumePoint) -> None:
+        """What the ranks will read is what the run has trained with so far, as far as that matters.
+
+        Raises:
+            ConfigError: it is not; the keys and their values are named.
+        """
+        now = load_resolved(self._paths.run_yaml)
+        newest = self._paths.checkpoints / point.name if point.name else None
+        former = trained_with(self._paths, now, newest, self._keys) if point.begun else None
+        if former is not None:
+            refuse_changes(former, now, self._paths.root, steps_done=point.steps_done)
+        note_trained_with(self._paths, now)
 
     async def _watch_pace(self, generation: int) -> None:
         node, detail = await self._pace.hang()
@@ -273,6 +309,7 @@ class Effects:
         self._listeners.add(task)
         node = ""
         said_goodbye = False
+        store = self._store  # an agent lives for one generation, and so do the keys of its ranks
 
         def deliver(message: FromAgent) -> None:
             nonlocal node, said_goodbye
@@ -291,6 +328,15 @@ class Effects:
                         heard.send(Shutdown())
                     if message.exit_code != 0:
                         self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
+                case StoreCall():
+                    store.call(message, link.send)
+                case StrangerMet():
+                    self._journal.event(
+                        "stranger", reason="ranks", peer=message.peers, node=node, rank=message.rank, total=1
+                    )
+                    # Before the answer, for which the rank waits: its end, and its peers' words on it, come after.
+                    self._post(ev.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
+                    link.send(StoreAnswer(call=message.call, outcome="ok"))
                 case StacksWritten():
                     self._stacks.put_nowait(message)
                 case _:
@@ -303,7 +349,22 @@ class Effects:
         except (OSError, VerlSlurmError) as error:
             self._journal.event("link", node=node, error=str(error))
         if node and not said_goodbye:
-            self._post(ev.NodeFailed(node, "the agent is gone without a word", lost=True))
+            detail = "the agent is gone without a word"
+            if await self._fell_with_the_step():
+                nodes = self._config.distributed.nodes
+                absent = nodes - len(self._ready)
+                node, detail = "", f"the step ended while {absent} of {nodes} agents had not come"
+            self._post(ev.NodeFailed(node, detail, lost=True))
+
+    async def _fell_with_the_step(self) -> bool:
+        """Whether an agent is gone because its step did not come up as a whole: srun ends the agents that run when a
+        node cannot be reached (24.11). Then nothing speaks against the agent's own node."""
+        if self._all_ready.is_set() or not self._step:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STEP_ENDS_S):
+                await asyncio.gather(*(process.wait() for process in self._step))
+        return all(process.returncode is not None for process in self._step)
 
     async def _write_stacks(self) -> None:
         """Have all ranks say where they stand, and wait for it, bounded: a node that is dead says nothing."""
@@ -331,6 +392,7 @@ class Effects:
                 return
             for process in alive:
                 if end is not None:
+                    self.left_clean = False
                     with contextlib.suppress(ProcessLookupError):
                         process.send_signal(end)
             with contextlib.suppress(TimeoutError):
@@ -388,8 +450,10 @@ class Effects:
     async def _ask_cause(self, trigger: str) -> None:
         self._post(await self._allocation.cause(trigger))
 
-    async def _requeue(self, avoid: tuple[str, ...]) -> None:
-        self._post(await requeue(self._allocation, self._config.daemon, self._paths, self._journal, avoid))
+    async def _requeue(self, avoid: tuple[str, ...], delay_s: int | None) -> None:
+        self._post(
+            await requeue(self._allocation, self._config.daemon, self._paths, self._journal, avoid, delay_s)
+        )
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself

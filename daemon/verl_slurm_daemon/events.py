@@ -7,19 +7,23 @@ from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import FromRank
 
 __all__ = [
+    "AllDone",
     "BackoffOver",
     "CauseKnown",
     "Event",
     "GenerationEnded",
     "Hung",
     "NodeFailed",
+    "Over",
     "RankSaid",
     "Ready",
     "RequeueAnswered",
+    "RunLost",
     "SaveDeadline",
     "SignalArrived",
     "StartFailed",
     "StartTimedOut",
+    "StrangerFound",
     "Verified",
 ]
 
@@ -32,12 +36,33 @@ class Ready(_Event, frozen=True):
     """The checks at the start are done; `world_size` ranks may be launched."""
 
     world_size: int
+    strangers: int = 0
+    """How many starts of earlier incarnations met strangers, in a row, up to now (`journal.stranger_starts`)."""
+
+
+class Over(_Event, frozen=True):
+    """There is nothing to lead, and another start would not change that: no rank of ours runs."""
+
+    exit_code: ExitCode
+    reason: str
+
+
+class AllDone(_Event, frozen=True):
+    """What the ranks would resume from is the run's end: they are not started."""
+
+    name: str
+    """The checkpoint."""
+    detail: str
 
 
 class StartFailed(_Event, frozen=True):
-    """The checks at the start met an error of the operating system: storage that does not answer, say."""
+    """The start met an error of the operating system: storage that is full or does not answer, say."""
 
     detail: str
+    before: int = 0
+    """How many starts in a row have failed so before this one."""
+    exit_code: ExitCode = ExitCode.NO_PROGRESS
+    """To end with, when there were too many."""
 
 
 class SignalArrived(_Event, frozen=True):
@@ -69,6 +94,13 @@ class NodeFailed(_Event, frozen=True):
     """The agent itself is gone: of the node nothing is known."""
 
 
+class StrangerFound(_Event, frozen=True):
+    """A rank ends itself, because a peer of its process group is none of ours. Comes before what follows from that."""
+
+    node: str
+    detail: str
+
+
 class Hung(_Event, frozen=True):
     """A rank has passed no safe point for too long (`hang.py` says what that is)."""
 
@@ -78,7 +110,7 @@ class Hung(_Event, frozen=True):
 
 
 class RunLost(_Event, frozen=True):
-    """A newer incarnation owns the run: what ours do from here on counts for nothing."""
+    """A newer incarnation owns the run: what ours do from here on counts for nothing. Said again while it is so."""
 
     owner: str
 
@@ -125,11 +157,14 @@ class RequeueAnswered(_Event, frozen=True):
 
 Event = (
     Ready
+    | Over
+    | AllDone
     | StartFailed
     | SignalArrived
     | CauseKnown
     | RankSaid
     | NodeFailed
+    | StrangerFound
     | Hung
     | RunLost
     | GenerationEnded

@@ -7,6 +7,7 @@ had stops no run: another one is taken, or none, and it is said.
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from verl_slurm.errors import VerlSlurmError
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.run_id import run_id
-from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, has_token, read_token, serve_http
+from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, read_token, serve_http
+from verl_slurm.wire.listeners import listener_of
 
 __all__ = ["Exporter"]
 
@@ -78,12 +80,17 @@ class Exporter:
     async def _listen(self, host: str, port: int) -> tuple[int, str]:
         problem = ""
         try:
-            self._server, found = await serve_http(host, port, self._answer, Caps())
+            self._server, found = await serve_http(host, port, self._answer, Caps(), self._token)
         except OSError as error:
             if port == 0:
                 raise
-            self._server, found = await serve_http(host, 0, self._answer, Caps())
+            self._server, found = await serve_http(host, 0, self._answer, Caps(), self._token)
             problem = f"metrics of {self._name} are at port {found}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                listener = listener_of(port)
+                problem += f" by {listener.name}"
+                if self._token is not None and listener.stranger:
+                    problem += "; a scraper that still goes there shows it the token: make a new one"
         return found, problem
 
     def _publish(self, host: str, port: int) -> None:
@@ -108,7 +115,7 @@ class Exporter:
             return HttpReply(200, b"up\n") if self._up() else HttpReply(503, b"down\n")
         if request.path != "/metrics":
             return HttpReply(404)
-        if self._token is not None and not has_token(request, self._token):
+        if self._token is not None and not request.bearer:
             return HttpReply(401)
         return HttpReply(200, self._page(), _TEXT)
 

@@ -12,12 +12,14 @@ new one.
 """
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
+from verl_slurm.bounded import Limit, TooMuch, read_regular
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
 
-__all__ = ["Host", "check_hosts", "find_host", "parse_hostfile"]
+__all__ = ["Host", "check_hosts", "find_host", "parse_hostfile", "read_hostfile"]
 
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.:-]{0,252})\s+slots=([1-9]\d{0,3})", re.ASCII)
 
@@ -60,6 +62,20 @@ def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
     if not hosts:
         raise _wrong(source, "no host", "a line for each host")
     return tuple(hosts)
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """As `parse_hostfile`, of a file.
+
+    Raises:
+        ConfigError: it also is no regular file.
+        OSError: it cannot be read.
+    """
+    try:
+        data = read_regular(path, Limit(num_bytes=_MAX_BYTES), follow=True)
+    except TooMuch as error:
+        raise _wrong(path, str(error), f"a file of at most {_MAX_BYTES} bytes") from None
+    return parse_hostfile(data, path)
 
 
 def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:

@@ -11,7 +11,7 @@ from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.agent import Agent
-from verl_slurm_daemon.hostfile import check_hosts, find_host, parse_hostfile
+from verl_slurm_daemon.hostfile import check_hosts, find_host, read_hostfile
 from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
 from verl_slurm_daemon.processes import become_subreaper
 
@@ -26,7 +26,7 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
     become_subreaper()
     paths = RunPaths(root)
     config = load_resolved(paths.run_yaml)
-    hosts = parse_hostfile(hostfile.read_bytes(), hostfile)
+    hosts = read_hostfile(hostfile)
     check_hosts(hosts, config)
     place = find_host(hosts, name)
     since = len(read_events(paths))

@@ -18,7 +18,7 @@ from verl_slurm.one_line import json_line
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.log_line import log_line, now
 
-__all__ = ["Journal", "Status", "stuck_starts"]
+__all__ = ["Journal", "Status", "stranger_starts", "stuck_starts"]
 
 _LOUD = frozenset(
     {"crash", "hang", "corrupt", "degraded", "one_copy", "save_failed", "refused", "held", "warning"}
@@ -43,6 +43,8 @@ class Status(msgspec.Struct, kw_only=True):
     cause: str = ""
     cluster: str = ""
     host: str = ""
+    slurm: str = ""
+    """The Slurm cluster's name: job numbers of two clusters are alike."""
     interruptions: int = 0
     """So far (`verl_slurm.outages`): the sum is here, so that who lists a thousand runs reads no journal whole."""
     interrupted_s: float = 0.0
@@ -89,45 +91,54 @@ class Journal:
         except (OSError, ValueError):
             return
 
-    def status(self, status: Status) -> str:
-        """Replace the snapshot. Best effort: it informs, nothing depends on it; so no disk is made to write it down at
-        once, which would cost the training more than all else that a lead does.
+    def status(self, status: Status) -> None:
+        """Replace the snapshot, unless a newer incarnation writes it by now.
 
-        Returns:
-            Whose the run is by now, where it is no longer this incarnation's; then nothing was written. Empty: ours.
+        Best effort: it informs, nothing depends on it. So it is not forced to disk, which would cost the training more
+        than all else that a lead does.
         """
         status.updated = now()
         try:
             owner = read_epoch(self._paths)
-            if owner is not None and owner.epoch > self._epoch:
-                return f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}"
-            write_file(self._paths.status, json_line(status), durable=False)
+            if owner is None or owner.epoch <= self._epoch:
+                write_file(self._paths.status, json_line(status), durable=False)
         except (OSError, VerlSlurmError):
-            pass
-        return ""
+            return
 
 
 def stuck_starts(events: list[Event]) -> int:
     """How many generations in a row, up to now, came to nothing: nothing new to show, and ended by a fault.
 
     A generation's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger); one was
-    fruitless where a later one starts at the same place. Faults are crashes, a lead that was killed (`orphaned`) or
-    could not begin (`start_failed`), and a time limit that came before the ranks trained. A preempted or requeued
-    generation is nobody's fault. What people mend and submit again is counted afresh.
+    fruitless where a later one starts at the same place. Faults are crashes, a lead that was killed (`orphaned`), and a
+    time limit that came before the ranks trained. A preempted or requeued generation is no fault, and a start that
+    storage stopped is counted by `start.failed_starts`, and one that met a stranger by `stranger_starts`. What people
+    submit again is counted afresh.
     """
-    stuck, last, trained = 0, None, False
+    return _fruitless(events)[0]
+
+
+def stranger_starts(events: list[Event]) -> int:
+    """The same of starts that met a stranger among the ranks."""
+    return _fruitless(events)[1]
+
+
+def _fruitless(events: list[Event]) -> tuple[int, int]:
+    stuck, strangers, last, trained = 0, 0, None, False
     for event in events:
         match event["event"]:
             case "submitted":
-                stuck, last = 0, None
+                stuck, strangers, last = 0, 0, None
             case "generation":
                 if event.get("progress") != last:
-                    stuck, last = 0, event.get("progress")
+                    stuck, strangers, last = 0, 0, event.get("progress")
                 trained = False
             case "training":
                 trained = True
-            case "crash" | "orphaned" | "start_failed":
+            case "crash" if event.get("kind") == "stranger":
+                strangers += 1
+            case "crash" | "orphaned":
                 stuck += 1
             case "cause" if event.get("cause") == "time_limit" and not trained:
                 stuck += 1
-    return stuck
+    return stuck, strangers

@@ -1,9 +1,10 @@
-"""The command lines of a generation, as values: srun for the agents, torchrun or Ray for the ranks. Pure."""
+"""The command lines of a generation, as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
 
 from pathlib import Path
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
+from verl_slurm.search_path import clean_environment
 from verl_slurm.wire.messages import Launch
 
 __all__ = ["agent_argv", "container_places", "launcher_argv", "launcher_env", "step_argv"]
@@ -73,51 +74,24 @@ def container_places(config: RunConfig) -> list[str]:
 def launcher_argv(
     python: str, config: RunConfig, paths: RunPaths, launch: Launch, scratch: Path
 ) -> list[str]:
-    """What starts the ranks of one node: ours and those of most guests by torchrun, verl's PPO on Ray.
+    """What starts the ranks of one node: `ranks` for ours and most guests', Ray for verl's PPO.
 
     Args:
         scratch: a private directory of this node, removed by the agent.
     """
     life = ["--run", str(paths.root), "--epoch", str(launch.epoch), "--resume", launch.resume]
-    trainer = config.trainer
+    trainer, shape = config.trainer, config.distributed
     if trainer.on_ray:
         here = ["--node-rank", str(launch.node_rank), "--head", f"{launch.master_addr}:{launch.master_port}"]
         return [python, "-P", "-m", "verl_slurm.verl.node", *life, *here, "--scratch", str(scratch)]
     if trainer.backend == "verl":
-        program = ["-m", "--", "verl_slurm.verl.sft", *life]
+        program = ["-m", "verl_slurm.verl.sft", *life]
     elif trainer.backend == "command":
-        module = trainer.command[0] == "-m"
-        program = ["-m", "--", *trainer.command[1:]] if module else ["--", *trainer.command]
+        program = list(trainer.command)
     else:
-        program = ["-m", "--", "verl_slurm.trainer", *life]
-    return [*_torchrun(python, config, launch, scratch), *program]
-
-
-def _torchrun(python: str, config: RunConfig, launch: Launch, scratch: Path) -> list[str]:
-    """torch.distributed.run, static rendezvous. A program follows it behind `--`: else torchrun takes that one's --run
-    for an abbreviation of its own --run-path.
-
-    `--max-restarts=0`: a restart is the lead's decision, for all nodes at once. `--signals-to-handle=SIGQUIT`:
-    torchrun would otherwise take its handlers for SIGTERM and the like, and kill its workers at Slurm's warning.
-    `--shutdown-timeout=1`: its SIGTERM to the siblings of a dead rank is ignored like Slurm's; KILL follows then, not
-    after torchrun's 30 s. `--log-dir`: it would leave an empty tree in /tmp at each start; `scratch` is removed.
-    """
-    shape = config.distributed
-    return [
-        python,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={shape.nodes}",
-        f"--nproc-per-node={shape.ranks_per_node}",
-        f"--node-rank={launch.node_rank}",
-        f"--master-addr={launch.master_addr}",
-        f"--master-port={launch.master_port}",
-        "--max-restarts=0",
-        "--signals-to-handle=SIGQUIT",
-        "--shutdown-timeout=1",
-        f"--log-dir={scratch}",
-    ]
+        program = ["-m", "verl_slurm.trainer", *life]
+    place = [str(shape.nodes), str(launch.node_rank), str(shape.ranks_per_node)]
+    return [python, "-P", "-m", "verl_slurm_daemon.ranks", *place, *program]
 
 
 def launcher_env(
@@ -129,6 +103,7 @@ def launcher_env(
         control: 0700, made by this agent under a name that nobody can guess, and removed by it.
     """
     threads = config.distributed.threads_per_rank
+    environ = clean_environment(environ)
     # By default compiled code is loaded from /tmp/torchinductor_USER, which anybody can have made before us.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

@@ -1,9 +1,11 @@
 """One lead a job: gathers what happens, lets the policy decide, and has it done. The order of a life, top to bottom.
 
-1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened.
+1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not let it is
+   waited for, and then the start has failed (`start.py`).
 2. The data set is held against its fingerprint, starts without progress are counted.
 3. Generations, until the policy says `Exit`.
-4. The end is written down; where this was a requeue outside Slurm, the next life begins in this process.
+4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is written down.
+   Where this was a requeue outside Slurm, the next life begins in this process.
 """
 
 import asyncio
@@ -19,14 +21,12 @@ import msgspec
 
 from verl_slurm.checkpoint.fingerprint import check_dataset
 from verl_slurm.checkpoint.manifest import checkpoint_order
-from verl_slurm.config.load import load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch, read_epoch, take_epoch
-from verl_slurm.files import private_dir
 from verl_slurm.outages import Outages
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
@@ -36,15 +36,15 @@ from verl_slurm_daemon import events as ev
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.effects import Effects
-from verl_slurm_daemon.hostfile import check_hosts, parse_hostfile
-from verl_slurm_daemon.journal import Journal, Status, stuck_starts
-from verl_slurm_daemon.local_allocation import HostfileAllocation, LocalAllocation
+from verl_slurm_daemon.journal import Journal, Status, stranger_starts, stuck_starts
+from verl_slurm_daemon.local_allocation import LocalAllocation
 from verl_slurm_daemon.log_line import now
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.reserve import keep_threads
 from verl_slurm_daemon.signals import listen
 from verl_slurm_daemon.slurm_allocation import SlurmAllocation
+from verl_slurm_daemon.start import PAUSES_S, SIGNALS, prepare, say_again, start_failed
 from verl_slurm_daemon.states import State
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run_lead"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _STATUS_EVERY_S = 1.0
+_FENCE_EVERY_S = 2.0
 _LOOK_AGAIN_S = 300.0
 """Where the job has no limit."""
 _LOOK_SOON_S = 15.0
@@ -61,10 +61,17 @@ _LOOK_SOON_S = 15.0
 
 
 class Lead:
-    """See the module. Called by: `run_lead`."""
+    """See the module.
 
-    def __init__(self, paths: RunPaths, config: RunConfig, allocation: Allocation) -> None:
+    Args:
+        failed: why this start can only ask for another one (`start.prepare`).
+    """
+
+    def __init__(
+        self, paths: RunPaths, config: RunConfig, allocation: Allocation, failed: OSError | None = None
+    ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
+        self._failed = failed
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         limits = Limits(
             crash_budget=config.daemon.crash_budget,
@@ -78,7 +85,6 @@ class Lead:
         self._status = Status(job_id=allocation.job_id, steps=steps, restarts=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
-        self._lost = False
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
             from verl_slurm_daemon import lead_metrics  # 2 MB, and only here
@@ -89,44 +95,25 @@ class Lead:
         loop = asyncio.get_running_loop()
         keep_threads(loop)
         bury_orphans(loop)
-        for number in _SIGNALS:
+        for number in SIGNALS:
             name = signal.Signals(number).name
             listen(loop, number, partial(self._events.put_nowait, ev.SignalArrived(name, "lead")))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
-            former = await self._refuse_if_owned()
-        except Fenced:
+            mine = await self._take_run()
+        except VerlSlurmError:
             await self._allocation.withdraw()
             raise
-        mine = take_epoch(
-            self._paths,
-            after=former,  # two leads that both found it over: one of them gets it
-            job_id=self._allocation.job_id,
-            restart=self._allocation.restart,
-            cluster=self._allocation.cluster,
-        )
-        if self._metrics is not None:
-            await self._metrics.read_back()
-        journal = Journal(self._paths, epoch=mine.epoch, job_id=mine.job_id, heard=self._journaled)
-        self._status.epoch, self._status.cluster, self._status.host = mine.epoch, mine.cluster, mine.host
-        self._take_over()
-        nodes = os.environ.get("SLURM_JOB_NODELIST", mine.host)
-        journal.event(
-            "started",
-            cluster=mine.cluster,
-            host=mine.host,
-            restart=mine.restart,
-            nodes=nodes,
-            pid=mine.pid,
-            array=os.environ.get("SLURM_ARRAY_JOB_ID"),
-        )
+        epoch = 0 if mine is None else mine.epoch  # 0 owns nothing
+        job_id = self._allocation.job_id
+        journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
         effects = Effects(
-            self._paths, self._config, self._allocation, journal, mine.epoch, self._events.put_nowait
+            self._paths, self._config, self._allocation, journal, epoch, self._events.put_nowait
         )
-        if self._metrics is not None:
-            self._metrics.refused = effects.refusals.counts
         try:
+            if mine is not None:
+                await self._begins(mine, journal, effects)
             code, reason = await self._live(journal, effects)
         except VerlSlurmError as error:
             code, reason = error.exit_code, str(error)
@@ -134,16 +121,76 @@ class Lead:
             await effects.close()
             if self._metrics is not None:
                 self._metrics.close()
-        if read_epoch(self._paths) == mine:
-            # One that comes back does so because Slurm has taken the requeue: nothing of it is taken back.
-            if code is not ExitCode.REQUEUED and (said := await self._allocation.withdraw()):
-                journal.event("notice", reason=said)
+        await self._end(mine, journal, code, reason, clean=effects.left_clean)
+        return code
+
+    async def _take_run(self) -> Epoch | None:
+        """The run made ours; None: storage does not let us, and how is in `self._failed`.
+
+        Raises:
+            Fenced: another incarnation has it, and lives.
+            CheckpointCorrupt: its owner cannot be told.
+        """
+        for pause in () if self._failed else (*PAUSES_S, None):
+            try:
+                former = await self._refuse_if_owned()
+                return take_epoch(
+                    self._paths,
+                    after=former,  # two leads that both found it over: one of them gets it
+                    job_id=self._allocation.job_id,
+                    restart=self._allocation.restart,
+                    cluster=self._allocation.cluster,
+                )
+            except OSError as error:
+                self._failed = error
+                if pause is None or not self._events.empty():
+                    break
+                say_again(error, pause)
+                await asyncio.sleep(pause)
+                self._failed = None
+        return None
+
+    async def _begins(self, mine: Epoch, journal: Journal, effects: Effects) -> None:
+        """Say that the run is ours from here on."""
+        if self._metrics is not None:
+            await self._metrics.read_back()
+            self._metrics.refused = effects.refusals.counts
+        status = self._status
+        status.epoch, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
+        status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
+        self._take_over()
+        journal.event(
+            "started",
+            cluster=mine.cluster,
+            host=mine.host,
+            restart=mine.restart,
+            nodes=os.environ.get("SLURM_JOB_NODELIST", mine.host),
+            pid=mine.pid,
+            array=os.environ.get("SLURM_ARRAY_JOB_ID"),
+        )
+
+    async def _end(
+        self, mine: Epoch | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
+    ) -> None:
+        """What is to become of the job, and the last word.
+
+        Where Slurm did not take the requeue (24), it may still start the job again by itself, and that is welcome.
+        """
+        if code is ExitCode.REQUEUED:
+            await self._allocation.hasten(clean)
+        elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
+            journal.event("notice", topic="Slurm", text=said)
+        try:
+            ours = mine is None or read_epoch(self._paths) == mine
+        except OSError:  # it cannot be told; the epoch is in the line
+            ours = True
+        if ours:
             self._status.state = State.ENDED
-            journal.event("ended", exit_code=int(code), exit=code.name, reason=reason)
+            last = self._status.last_checkpoint or None
+            journal.event("ended", exit_code=int(code), exit=code.name, reason=reason, checkpoint=last)
             journal.status(self._status)
         else:  # the run goes on without us; its end is not ours to announce
             journal.event("fenced", exit_code=int(code), reason=reason)
-        return code
 
     def _take_over(self) -> None:
         """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
@@ -183,20 +230,8 @@ class Lead:
         return owner
 
     async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
-        try:
-            if cancelled := await self._allocation.cancelled_before():
-                return ExitCode.CANCELLED, cancelled
-            stuck = stuck_starts(read_events(self._paths))
-        except (
-            OSError
-        ) as error:  # the journal cannot be read: not a run that is over, but a start that failed
-            self._events.put_nowait(ev.StartFailed(str(error)))
-        else:
-            if stuck >= self._config.daemon.no_progress_limit:
-                journal.event("held", stuck=stuck, reason="every start crashed at the same place")
-                return ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
-            self._events.put_nowait(await self._begin(journal, effects))
-        clock = asyncio.create_task(self._watch_the_clock())
+        self._events.put_nowait(await self._first_event(journal, effects))
+        tasks = [asyncio.create_task(self._watch_the_clock()), asyncio.create_task(self._watch_the_fence())]
         try:
             while effects.exit is None:
                 event = await self._events.get()
@@ -206,24 +241,53 @@ class Lead:
                 for action in decision.actions:
                     effects.perform(action)
         finally:
-            clock.cancel()
+            for task in tasks:
+                task.cancel()
         return effects.exit
 
-    async def _begin(self, journal: Journal, effects: Effects) -> ev.Ready | ev.StartFailed:
-        """What has to hold before a rank may start."""
+    async def _first_event(self, journal: Journal, effects: Effects) -> ev.Event:
+        if self._failed is not None:
+            return start_failed(self._paths, self._allocation, self._failed)
+        try:
+            if cancelled := await self._allocation.cancelled_before():
+                return ev.Over(ExitCode.CANCELLED, cancelled)
+            stuck = stuck_starts(read_events(self._paths))
+            if stuck >= self._config.daemon.no_progress_limit:
+                journal.event("held", stuck=stuck, reason="every start crashed at the same place")
+                return ev.Over(ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new")
+            return await self._begin(journal, effects)
+        except OSError as error:
+            return start_failed(self._paths, self._allocation, error)
+
+    async def _begin(self, journal: Journal, effects: Effects) -> ev.Ready:
+        """What has to hold before a rank may start.
+
+        Raises:
+            OSError: storage does not answer.
+        """
         notices: list[str] = []
         root = data_root(self._config)
-        try:
-            if root is not None:
-                await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
-            for text in notices:
-                journal.event("notice", reason=text)
-            await effects.open()
-            if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
-                journal.event("warning", topic="metrics", text=problem)
-        except OSError as error:
-            return ev.StartFailed(str(error))
-        return ev.Ready(self._config.speakers)
+        if root is not None:
+            await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
+        for text in notices:
+            journal.event("notice", topic="data", text=text)
+        await effects.open()
+        if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
+            journal.event("warning", topic="metrics", text=problem)
+        return ev.Ready(self._config.speakers, stranger_starts(read_events(self._paths)))
+
+    async def _watch_the_fence(self) -> None:
+        """Whether the run is still ours, asked while nothing else happens: a lead may wait for srun."""
+        while self._status.epoch:
+            await asyncio.sleep(_FENCE_EVERY_S)
+            try:
+                owner = await asyncio.to_thread(read_epoch, self._paths)
+            except (OSError, VerlSlurmError):
+                continue
+            if owner is not None and owner.epoch > self._status.epoch:
+                self._events.put_nowait(
+                    ev.RunLost(f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}")
+                )
 
     async def _watch_the_clock(self) -> None:
         """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""
@@ -257,15 +321,15 @@ class Lead:
                 status.metrics = message.metrics or status.metrics
             case ev.RankSaid(Saved() as message):
                 changed = True
+            case ev.AllDone(name, _):
+                status.last_checkpoint, status.step = name, (checkpoint_order(name) or (0, 0))[0]
             case ev.Verified(name, good, _) if good:
                 status.last_checkpoint, changed = name, True
                 status.last_checkpoint_time = status.updated
         now = asyncio.get_running_loop().time()
         if changed or now >= self._status_due:
             self._status_due = now + _STATUS_EVERY_S
-            if (owner := journal.status(status)) and not self._lost:
-                self._lost = True
-                self._events.put_nowait(ev.RunLost(owner))
+            journal.status(status)
 
 
 def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
@@ -275,19 +339,18 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
         hostfile: the hosts of a run without Slurm; this is the first of them.
     """
     paths = RunPaths(root)
-    config = load_resolved(paths.run_yaml)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
-    for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
-        private_dir(directory)
-    host = None
-    if hostfile is not None:
-        hosts = parse_hostfile(hostfile.read_bytes(), hostfile)
-        check_hosts(hosts, config)
-        host = hosts[0].name
-    allocation = _find_allocation(config, paths, host)
+    try:
+        ground = prepare(paths, hostfile)
+    except VerlSlurmError:
+        if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
+            asyncio.run(SlurmAllocation(job, RunConfig(), paths).withdraw())
+        raise
+    lead = Lead(paths, *ground)
 
     async def live() -> NoReturn:
-        _leave(await Lead(paths, config, allocation).run(), allocation)
+        _leave(await lead.run(), ground.allocation)
 
     asyncio.run(live())
     raise AssertionError("unreachable")
@@ -301,16 +364,8 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         os.environ["VERL_SLURM_LOCAL_RESTART"] = str(allocation.restart + 1)
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
     os._exit(int(code))
-
-
-def _find_allocation(config: RunConfig, paths: RunPaths, host: str | None) -> Allocation:
-    """The Slurm job of this process, the hosts that `host` leads, or this machine."""
-    if host is not None:
-        return HostfileAllocation(config, paths, host)
-    job = SlurmJob.from_environ(dict(os.environ))
-    return LocalAllocation(config, paths) if job is None else SlurmAllocation(job, config, paths)

@@ -15,8 +15,8 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.step_log import step_seconds
+from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.messages import FromRank, Progress
-from verl_slurm_daemon.entrance import REASONS
 from verl_slurm_daemon.exporter import Exporter
 from verl_slurm_daemon.exposition import counter, gauge, labelled, renderer
 from verl_slurm_daemon.journal import Status

@@ -23,7 +23,7 @@ class Intent(StrEnum):
     ALREADY_REQUEUED = "already requeued"
 
 
-FailureKind = Literal["crash", "hang", "node"]
+FailureKind = Literal["crash", "hang", "node", "stranger"]
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -34,10 +34,17 @@ class Limits(msgspec.Struct, frozen=True):
     no_progress_limit: int
     hang_budget: int = 2
     node_budget: int = 2
+    stranger_budget: int = 4
 
     def budget(self, kind: FailureKind) -> int:
         """Restarts in place after such failures."""
-        return {"crash": self.crash_budget, "hang": self.hang_budget, "node": self.node_budget}[kind]
+        budgets: dict[FailureKind, int] = {
+            "crash": self.crash_budget,
+            "hang": self.hang_budget,
+            "node": self.node_budget,
+            "stranger": self.stranger_budget,
+        }
+        return budgets[kind]
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -55,6 +62,8 @@ class Model(msgspec.Struct, frozen=True):
     failure_node: str = ""
     fruitless: int = 0
     """Crashed generations in a row that sampled nothing new: what the back-off grows with."""
+    strangers: int = 0
+    """Starts in a row, of all incarnations, that met strangers and had sampled nothing new."""
     request_id: int = 0
     intent: Intent | None = None
     cause: str = ""
@@ -82,6 +91,12 @@ class Model(msgspec.Struct, frozen=True):
     fresh: bool = False
     """This generation has sampled a rollout of its own: it is past everything that was replayed."""
     requeue: ev.RequeueAnswered | None = None
+    delay_s: int | None = None
+    """Seconds that the next start is to wait; None: as the user configured it."""
+    step: int = 0
+    """Whole steps done, as the ranks say."""
+    raised: str = ""
+    """Where the user's code raised last, and what; empty: it has not, or new rollouts came since."""
 
     @property
     def saves_unbounded(self) -> bool:

@@ -81,7 +81,7 @@ class SlurmSenses:
     ) -> None:
         self._paths, self._epoch, self._node_id, self._address = paths, epoch, node_id, address
         self._job_id = str(job.job_id)
-        self._allocation = SlurmAllocation(job, config, paths)
+        self._allocation = SlurmAllocation(job, config, paths, leaves_at_once=True)
 
     async def lead_ended(self) -> bool:
         async with asyncio.timeout(_READ_S):

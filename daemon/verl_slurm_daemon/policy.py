@@ -41,6 +41,12 @@ __all__ = ["decide"]
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6
+_MOST_FAILED_STARTS = 24
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
+"""Of starts that storage stopped, and of jobs that strangers kept from starting: the second one waits 30 s, then
+60, ...: the last of 24 begins 18 hours later."""
+_STRANGER_DELAY_S = 5
+"""In place, after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
 _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
 _TRAINING = (State.LAUNCHING, State.RUNNING)
 
@@ -59,10 +65,14 @@ def decide(model: Model, event: ev.Event) -> Decision:
 
 def _decide(model: Model, event: ev.Event) -> Decision:
     match event:
-        case ev.Ready(world_size):
-            return _launch(msgspec.structs.replace(model, world_size=world_size))
-        case ev.StartFailed(detail):
-            return _on_start_failed(model, detail)
+        case ev.Ready(world_size, strangers):
+            return _launch(msgspec.structs.replace(model, world_size=world_size, strangers=strangers))
+        case ev.Over(exit_code, reason):
+            return _exit(model, exit_code, reason)
+        case ev.AllDone(name, detail):
+            return _on_all_done(model, name, detail)
+        case ev.StartFailed():
+            return _on_start_failed(model, event)
         case ev.SignalArrived(signal, where):
             return _on_signal(model, signal, where)
         case ev.CauseKnown():
@@ -70,7 +80,10 @@ def _decide(model: Model, event: ev.Event) -> Decision:
         case ev.RankSaid(message):
             return _on_rank(model, message)
         case ev.NodeFailed(node, detail, lost):
-            return _on_failure(model, f"node {node}: {detail}", "node" if lost else "crash", node)
+            told = f"node {node}: {detail}" if node else detail
+            return _on_failure(model, told, "node" if lost else "crash", node)
+        case ev.StrangerFound(node, detail):
+            return _on_stranger(model, node, detail)
         case ev.Hung(generation, node, detail):
             if generation == model.generation and model.saves_unbounded:
                 return _give_up(model, detail)
@@ -122,19 +135,37 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
     return Decision(after, (*notes, act.StartGeneration(generation)))
 
 
-def _on_start_failed(model: Model, detail: str) -> Decision:
-    """Another node, or a later hour, may do: such starts are counted, and bounded, like crashes without progress."""
-    note = act.Note("start_failed", {"detail": detail})
+def _on_start_failed(model: Model, event: ev.StartFailed) -> Decision:
+    """Another node, or a later hour, may do. Each such start in a row waits twice as long as the one before, so that
+    storage which is away for a night costs a few minutes of the allocation and not the run."""
+    note = act.Note("start_failed", {"detail": event.detail, "before": event.before})
+    if event.before >= _MOST_FAILED_STARTS:
+        reason = f"{event.before + 1} starts in a row could not begin: {event.detail}"
+        ended = _exit(model, event.exit_code, reason)
+        return Decision(ended.model, (note, *ended.actions))
+    delay_s = min(_FIRST_DELAY_S << (event.before - 1), _LONGEST_DELAY_S) if event.before else None
     intent = model.intent or Intent.REQUEUE
-    return _leave(msgspec.structs.replace(model, intent=intent, cause=model.cause or "start"), note)
+    cause = model.cause or "start"
+    return _leave(msgspec.structs.replace(model, intent=intent, cause=cause, delay_s=delay_s), note)
+
+
+def _on_all_done(model: Model, name: str, detail: str) -> Decision:
+    """No rank was started. A cancel, or a requeue that Slurm has taken, that came meanwhile is kept."""
+    note = act.Note("done", {"name": name, "reason": detail})
+    model = msgspec.structs.replace(model, step_gone=True)
+    after = _exit(model, ExitCode.OK, detail) if model.state is State.LAUNCHING else _maybe_exit(model)
+    return Decision(after.model, (note, *after.actions))
 
 
 def _on_run_lost(model: Model, owner: str) -> Decision:
-    """Down with the ranks, as if one of them had been refused: they would train for nobody. Once: a save that was
-    asked for fails by itself, and is given up at its deadline."""
-    if model.state not in _TRAINING or model.refusal is not None:
-        return Decision(model)
+    """Down with the ranks, as if one of them had been refused: what they do counts for nothing. Where they are not gone
+    when it is said again (srun may wait for a node that is lost), this lead leaves without them."""
+    lost = model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED
     reason = f"a newer incarnation owns the run: {owner}"
+    if model.state is State.ENDED:
+        return Decision(model)
+    if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):
+        return _exit(model, ExitCode.FENCED, reason)
     refusal = Refused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
     after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
     return Decision(after, (act.Note("refused", {"reason": reason}), act.TakeDown()))
@@ -250,15 +281,27 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             told = {"topic": message.topic, "text": message.text}
             return Decision(model, (act.Note("warning" if message.loud else "notice", {**told}),))
         case Refused():
-            note = act.Note("refused", {"rank": message.rank, "reason": message.reason})
-            if model.state in _TRAINING:
-                model = msgspec.structs.replace(model, failure=message.reason, refusal=message)
-                return Decision(model, (note, act.TakeDown()))
-            return Decision(model, (note,))
+            return _on_refused(model, message)
         case Finished():
             return Decision(msgspec.structs.replace(model, finished=model.finished | {message.rank}))
         case _:
             assert_never(message)
+
+
+def _on_refused(model: Model, message: Refused) -> Decision:
+    """What another start would not change ends the run. User code that raised after it had worked is started once more,
+    since what it asks may answer again; the same exception at the same place, with nothing new in between, is final."""
+    note = act.Note("refused", {"rank": message.rank, "reason": message.reason})
+    if model.state not in _TRAINING:
+        return Decision(model, (note,))
+    if message.place and model.failure:
+        return Decision(model)  # other ranks raise as well
+    worked = message.worked or model.step > 0
+    if message.place and worked and (message.place != model.raised or model.fresh):
+        after = msgspec.structs.replace(model, failure=message.reason, raised=message.place)
+        return Decision(after, (act.TakeDown(),))
+    model = msgspec.structs.replace(model, failure=message.reason, refusal=message)
+    return Decision(model, (note, act.TakeDown()))
 
 
 def _further(model: Model, message: SaveStarted | PartSaved) -> Model:
@@ -277,6 +320,7 @@ def _on_progress(model: Model, message: Progress) -> Decision:
         "index": message.index,
     }
     notes = []
+    model = msgspec.structs.replace(model, step=message.step)
     if model.state is State.LAUNCHING:
         model = msgspec.structs.replace(model, state=State.RUNNING)
         notes.append(act.Note("training", where))
@@ -298,8 +342,21 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
     return Decision(after, (act.TakeDown(),))
 
 
+def _on_stranger(model: Model, node: str, detail: str) -> Decision:
+    """The start is lost. What the ranks say of it, before or after, follows from that and is not its fault."""
+    refused = model.refusal is not None and not model.refusal.place
+    if model.state not in (*_TRAINING, State.SAVING) or refused or _all_finished(model):
+        return Decision(model)
+    after = msgspec.structs.replace(
+        model, failure=detail, failure_kind="stranger", failure_node=node, refusal=None
+    )
+    return Decision(after, () if model.failure else (act.TakeDown(),))
+
+
 def _on_generation_ended(model: Model, exit_code: int) -> Decision:
     model = msgspec.structs.replace(model, step_gone=True)
+    if model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED:
+        return _exit(model, ExitCode.FENCED, model.refusal.reason)
     if _all_finished(model) and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
         if model.unverified:  # done is done only when the last checkpoint has been read back
             return Decision(msgspec.structs.replace(model, state=State.CHECKING))
@@ -327,12 +384,34 @@ def _on_crash(model: Model, detail: str) -> Decision:
     note = act.Note(
         "crash", {"detail": detail, "kind": kind, "node": node or None, "crashes": of_kind, "budget": budget}
     )
+    model = msgspec.structs.replace(model, crashes=len(failed), failed=failed)
+    if kind == "stranger":
+        return _after_stranger(model, of_kind, note)
     fruitless = 0 if model.fresh else model.fruitless + 1
-    model = msgspec.structs.replace(model, crashes=len(failed), failed=failed, fruitless=fruitless)
+    model = msgspec.structs.replace(model, fruitless=fruitless)
     if of_kind > budget:
         return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause=kind), note)
     pause = act.Pause(model.limits.backoff_s * 2 ** min(fruitless, _MOST_DOUBLINGS))
     return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
+
+
+def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
+    """Wait longer each time: some minutes in place, then without the nodes, up to an hour at a time. A run that meets
+    nothing else for most of a day ends, with a report: it would queue for weeks, and train on no day of them."""
+    starts = 1 if model.fresh else model.strangers + 1
+    model = msgspec.structs.replace(model, strangers=starts)
+    budget = model.limits.stranger_budget
+    if of_kind <= budget:
+        pause = act.Pause(float(_STRANGER_DELAY_S << (of_kind - 1)))
+        return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
+    jobs = max(starts // (budget + 1), 1)
+    if jobs > _MOST_FAILED_STARTS:
+        ended = _exit(model, ExitCode.NO_PROGRESS, f"{starts} starts in a row met strangers: {model.failure}")
+        return Decision(ended.model, (note, *ended.actions))
+    delay_s = min(_FIRST_DELAY_S << (jobs - 1), _LONGEST_DELAY_S)
+    return _leave(
+        msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="stranger", delay_s=delay_s), note
+    )
 
 
 def _on_backoff_over(model: Model, stuck: int) -> Decision:
@@ -347,7 +426,7 @@ def _on_verified(model: Model, event: ev.Verified) -> Decision:
     word = "verified" if event.good else "pruned" if event.pruned else "corrupt"
     note = act.Note(word, {"name": event.name, "detail": event.detail})
     if event.good:
-        model = msgspec.structs.replace(model, crashes=0, failed=())
+        model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0)
     if event.name != model.unverified:
         return Decision(model, (note,))
     model = msgspec.structs.replace(model, unverified="", lost="" if event.good else word)
@@ -367,7 +446,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     """Take the step down and, where that is the intent, ask for the requeue at the same time."""
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
-        actions.append(act.Requeue(suspects(model.failed)))
+        actions.append(act.Requeue(suspects(model.failed), model.delay_s))
     if not model.step_gone:
         actions.append(act.TakeDown())
     after = msgspec.structs.replace(model, state=State.LEAVING)

@@ -2,7 +2,7 @@
 
 Slurm sends its warnings (SIGTERM, SIGUSR1, SIGCONT) to EVERY process of a step. Ranks and their launcher start with
 these ignored, which exec and fork hand on; whoever is to be told is told through the control page. Ending
-them is then a matter of SIGKILL to the whole tree: torchrun puts its workers into sessions of their own, so process
+them is then a matter of SIGKILL to the whole tree: ranks are in sessions of their own, so process
 groups do not reach them; the agent is their subreaper, so the tree stays below it whoever dies in between.
 """
 

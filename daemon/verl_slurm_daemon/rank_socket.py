@@ -3,16 +3,16 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import socket
 import struct
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from verl_slurm.errors import UNREADABLE, WireError
+from verl_slurm.files import others_may_replace
+from verl_slurm.scratch import Scratch
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import FromRank
@@ -42,21 +42,17 @@ def parse_packet(packet: bytes) -> FromRank:
         raise WireError("a message is not of our vocabulary", where=str(error)) from error
 
 
-def _control_root() -> str | None:
-    """A node-local place; short, because a Unix socket's path may have 108 bytes."""
-    for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}"):
-        if candidate and len(candidate) < 60 and os.access(candidate, os.W_OK | os.X_OK):
-            return candidate
-    return None  # tempfile's choice, normally /tmp; mkdtemp makes it 0700 under a name nobody can guess
-
-
-def _sweep(root: Path) -> None:
-    """Remove what agents of ours that were killed have left."""
-    for left in root.glob(f"{_PREFIX}*"):
-        pid = left.name.removeprefix(_PREFIX).split("-")[0]
-        ours = left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink()
-        if ours and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+def _control_root() -> str:
+    """A node-local place; short, because a Unix socket's path may have 107 bytes (unix(7)) and a TMPDIR has more."""
+    usual = tempfile.gettempdir()
+    shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under a name that nobody can guess
+    for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
+        if candidate and len(os.fsencode(candidate)) < 60 and os.access(candidate, os.W_OK | os.X_OK):
+            # In a directory of another user, or one that others may write to, he could put his own in ours' place.
+            with contextlib.suppress(OSError):
+                if not others_may_replace(os.stat(candidate)):
+                    return candidate
+    return usual
 
 
 class RankSocket:
@@ -76,9 +72,8 @@ class RankSocket:
     ) -> None:
         self.ranks: range | None = None
         self._refusals = refusals or Refusals(REASONS, lambda *_: None)
-        prefix = f"{_PREFIX}{os.getpid()}-"
-        self.directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_control_root()))
-        _sweep(self.directory.parent)
+        self._scratch = Scratch(_PREFIX, _control_root())
+        self.directory = self._scratch.path
         self.page = ControlPage.create(self.directory / PAGE_NAME)
         self._deliver, self._max_ranks = deliver, max_ranks
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -129,4 +124,4 @@ class RankSocket:
             task.cancel()
         self._listener.close()
         self.page.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.close()

@@ -20,7 +20,12 @@ _AVOID_S = 3.0
 
 
 async def requeue(
-    allocation: Allocation, config: DaemonConfig, paths: RunPaths, journal: Journal, avoid: tuple[str, ...]
+    allocation: Allocation,
+    config: DaemonConfig,
+    paths: RunPaths,
+    journal: Journal,
+    avoid: tuple[str, ...],
+    delay_s: int | None = None,
 ) -> RequeueAnswered:
     """Slurm's final word.
 
@@ -29,7 +34,7 @@ async def requeue(
 
     Called by: effects.
     """
-    while isinstance(answer := await allocation.requeue(), str):
+    while isinstance(answer := await allocation.requeue(delay_s), str):
         journal.event("requeue", accepted=False, detail=answer)
         await asyncio.sleep(_ASK_AGAIN_S)
     accepted = answer.exit_code is ExitCode.REQUEUED

@@ -3,15 +3,17 @@
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from verl_slurm import bounded
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.commit import sweep
 from verl_slurm.checkpoint.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format import MANIFEST
+from verl_slurm.checkpoint.format import MANIFEST, Manifest
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
@@ -36,6 +38,20 @@ class ResumePoint(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...]
     progress: str
     """What a start has to show: two starts with the same one brought nothing new in between."""
+    manifest: Manifest | None = None
+    """Of the checkpoint; None: a start from nothing."""
+    rollouts: bool = False
+    """The ledger has some."""
+
+    @property
+    def begun(self) -> bool:
+        """There is something that was trained or sampled with a configuration."""
+        return bool(self.name) or self.rollouts
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that are done or begun."""
+        return 0 if self.manifest is None else self.manifest.step + bool(self.manifest.safe_point)
 
 
 def find_resume_point(
@@ -93,7 +109,14 @@ def find_resume_point(
     name = choice.name or ""
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
-    return ResumePoint(name, tuple(reasons), f"{name or 'start'}+{journaled}")
+    progress = f"{name or 'start'}+{journaled}"
+    return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0)
+
+
+def _manifest_of(checkpoint: Path) -> bytes | None:
+    with suppress(FileNotFoundError, bounded.TooMuch):  # storage that fails says nothing about our own
+        return bounded.read_regular(checkpoint / MANIFEST, bounded.MANIFEST)
+    return None
 
 
 def _adopt(paths: RunPaths, source: Path) -> str:
@@ -104,7 +127,7 @@ def _adopt(paths: RunPaths, source: Path) -> str:
     """
     final = paths.checkpoints / source.name
     if final.exists():
-        if (final / MANIFEST).read_bytes() == (source / MANIFEST).read_bytes():
+        if _manifest_of(final) == bounded.read_regular(source / MANIFEST, bounded.MANIFEST):
             return final.name
         move_to_quarantine(final, [f"replaced by {source}, as checkpoint.resume_from says"])
     staging = paths.staging(final, secrets.token_hex(4))

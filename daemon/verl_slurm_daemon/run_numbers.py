@@ -18,6 +18,7 @@ RESTART_CAUSES = (
     "requeued",
     "crash",
     "hang",
+    "stranger",
     "lead_lost",
     "cancel",
     "submitted",
@@ -25,7 +26,7 @@ RESTART_CAUSES = (
 )
 """Why ranks were started again. Closed, so that no text of an event becomes a label."""
 
-_OF_KIND = {"hang": "hang", "node": "node_lost"}
+_OF_KIND = {"hang": "hang", "node": "node_lost", "stranger": "stranger"}
 """The kinds of a `crash` that have a cause of their own (`model.FailureKind`)."""
 _MOST_NAMES = 64
 """Checkpoints whose time is remembered: far more than a run keeps."""

@@ -7,6 +7,7 @@ damaged since), and after a save that does not read back. `checkpoint/local_copy
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from verl_slurm.bounded import SMALL, read_regular
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, local_directory, send_home, this_node
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.load import load_resolved
@@ -63,9 +64,12 @@ def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequenc
     """
     require_epoch(paths, epoch)
     lines = []
-    for verdict, good in assemble(paths, keys):
+    for verdict, good, filled in assemble(paths, keys):
         if good:
-            lines.append(f"{verdict.name}: brought home from the nodes' own disks, {verdict.num_bytes} bytes")
+            others = f"; {len(filled)} files are from the copy in quarantine" if filled else ""
+            lines.append(
+                f"{verdict.name}: brought home from the nodes' own disks, {verdict.num_bytes} bytes{others}"
+            )
         else:
             lines.append(f"{verdict.name}: the nodes of this job do not hold it whole: {verdict.one_line()}")
     return lines
@@ -104,6 +108,6 @@ def parts_since(paths: RunPaths) -> int:
     Called by: effects.
     """
     try:
-        return int(paths.parts_since.read_text())
+        return int(read_regular(paths.parts_since, SMALL))
     except (FileNotFoundError, ValueError):
         return 0

@@ -5,6 +5,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Literal
 
 import psutil
@@ -33,6 +34,13 @@ _LAST_WORD_S = 3.0
 _AWAY = ("unable to contact", "no end within")
 """Of a slurmctld that does not run, or hangs: Slurm's words, and ours (`slurm.runner`)."""
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
+_WITHDRAW_S = 10.0
+_LEAVES_S = 3.0
+"""From KILL to the end of the job: processes that are killed may take a moment to go."""
+_LEAST_DELAY_S = 2.0
+"""From the lead's end to the end of COMPLETING: 0.2 s on an idle cluster without an epilog."""
+_EPILOG_S = 15.0
+"""The same where the cluster has an epilog. Slurm does not say how long one takes."""
 # A job that is COMPLETING is gone after KillWait (30 s by default), and a little.
 _LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
 _TRIGGERS: dict[str, Trigger] = {
@@ -46,26 +54,41 @@ _TRIGGERS: dict[str, Trigger] = {
 
 
 class SlurmAllocation:
-    """The job that this process is the batch process of."""
+    """The job that this process is the batch process of, or an agent of.
+
+    Args:
+        leaves_at_once: who asks for a requeue here does nothing after it (an agent whose lead is dead).
+    """
 
     cluster: Literal["slurm", "local"] = "slurm"
 
-    def __init__(self, job: SlurmJob, config: RunConfig, paths: RunPaths) -> None:
+    def __init__(
+        self, job: SlurmJob, config: RunConfig, paths: RunPaths, *, leaves_at_once: bool = False
+    ) -> None:
         self.job_id, self.restart = str(job.job_id), job.restart_count
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
         self._clock = SlurmClock()
         self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
-        self._expedited: bool | None = None
-        self._last_try = math.inf
+        self._epilog_s = 0.0
+        self._heard, self._leaves_at_once = False, leaves_at_once
+        self._ends_at, self._last_try = math.inf, math.inf
+        self._delay_s = config.daemon.requeue_delay_s
+        self._start: datetime | None = None
 
     async def address(self) -> str:
+        await self._hear()
+        # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
+        return await self._client.node_addr(self._job.node_name)
+
+    async def _hear(self) -> None:
+        """Slurm's time, and how long it takes a job to leave its nodes."""
         with contextlib.suppress(VerlSlurmError, ValueError, LookupError):
             conf, date = await self._client.config_and_time()
             self._clock.hear(date)
+            self._heard = date is not None
+            self._epilog_s = 0.0 if conf.get("Epilog", "(null)") == "(null)" else _EPILOG_S
             self._kill_wait_s = float(conf["KillWait"].split()[0])
-        # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
-        return await self._client.node_addr(self._job.node_name)
 
     async def cause(self, trigger: str) -> CauseKnown:
         asked = time.monotonic()
@@ -73,7 +96,6 @@ class SlurmAllocation:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:
             return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
-        self._expedited = facts.expedited
         cause = decide_cause(
             _TRIGGERS.get(trigger.split(" ", 1)[0], "poll"),
             facts,
@@ -88,6 +110,7 @@ class SlurmAllocation:
         if left is None and cause.ends_job:
             # It is being ended now: TERM has come, KILL follows; a slow slurmctld's answers are part of that time.
             left = max(self._kill_wait_s - (time.monotonic() - asked), 0.0)
+            self._ends_at = time.monotonic() + left
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
 
     async def _lost_nodes(self, facts: JobFacts) -> tuple[str, ...]:
@@ -104,17 +127,25 @@ class SlurmAllocation:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError:
             return Outlook(answered=False)
-        self._expedited = facts.expedited
         left = (facts.end_time - self._clock.now()).total_seconds() if facts.end_time else None
         return Outlook(True, left, facts.preempt_time is not None)
 
-    async def requeue(self) -> RequeueAnswered | str:
+    async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
+        self._delay_s = self._config.daemon.requeue_delay_s if delay_s is None else delay_s
+        if not self._heard:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self._hear()
         try:
             outcome = await self._client.requeue(
-                self._job.job_id, self._config.daemon.requeue_delay_s, own_restarts=self.restart
+                self._job.job_id,
+                self._delay_from_now(left=self._leaves_at_once),
+                own_restarts=self.restart,
+                now=self._clock.now,
             )
         except VerlSlurmError as error:
             return self._unanswered(str(error))
+        self._start = outcome.start_time if outcome.delay_kept else None
         said = f"{outcome.kind}: {outcome.detail}"
         if outcome.kind == "unconfirmed":
             return self._unanswered(said)
@@ -122,9 +153,34 @@ class SlurmAllocation:
             return RequeueAnswered(ExitCode.CANCELLED, said)
         alone = self._job.array_job_id is None and self._job.het_size == 1
         if outcome.kind == "forbidden" and self._config.slurm.successor and alone:
-            return await self._follow(said)
+            return await self._follow(outcome.detail)
+        if not outcome.will_run_again:
+            said = f"{said}; `verl-slurm submit {self._paths.root}` goes on"
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
         return RequeueAnswered(code, said)
+
+    def _delay_from_now(self, *, left: bool) -> int:
+        """Seconds until the next start, beyond the job's COMPLETING: a start time that is past by its end is worth
+        nothing to Slurm, which then waits its own 120 s (22.05.8).
+
+        Args:
+            left: all that runs here is about to end. If not, it ends with KillWait at the latest.
+        """
+        ends_s = 0.0 if left else self._kill_wait_s + _LEAVES_S
+        least_s = ends_s + max(_LEAST_DELAY_S, self._epilog_s)
+        return max(self._delay_s, math.ceil(least_s))
+
+    async def hasten(self, clean: bool) -> None:
+        with contextlib.suppress(VerlSlurmError, TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_S):
+                facts = await self._client.job(self._job.job_id)
+                held = "held" in (facts.reason or "").lower()
+                if facts.state != "COMPLETING" or facts.restarts <= self.restart or held:
+                    return
+                eligible = facts.eligible_time
+                if eligible is not None and eligible > self._clock.now() and eligible != self._start:
+                    return  # somebody chose another time
+                await self._client.set_start(facts, self._delay_from_now(left=clean), self._clock.now)
 
     def _unanswered(self, said: str) -> RequeueAnswered | str:
         """To be asked again, while it can matter. A job that is preempted, or whose node is lost, is requeued by Slurm
@@ -143,24 +199,30 @@ class SlurmAllocation:
             return self._unanswered(f"{why}; {error}")
         except (VerlSlurmError, OSError) as error:
             return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
-        return RequeueAnswered(ExitCode.REQUEUED, f"job {number} follows this one: {why}")
+        return RequeueAnswered(ExitCode.REQUEUED, f"job {number} is queued and follows this one: {why}")
 
     async def withdraw(self) -> str:
-        if self._expedited is False:
-            return ""  # not one more question at the end, when Slurm's KILL may be due
-        try:
-            facts = await self._client.job(self._job.job_id)
-        except VerlSlurmError as error:
-            return f"not known whether Slurm holds the ended job: {error}"
+        if self._ends_at < math.inf:
+            return ""  # Slurm ends it already, and takes no such change any more (22.05.8)
+        said = "no answer"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WITHDRAW_S):
+                while True:
+                    try:
+                        return await self._withdraw()
+                    except VerlSlurmError as error:
+                        said = str(error)
+                    await asyncio.sleep(_ASK_AGAIN_S[0])
+        return f"Slurm may start, or hold, the ended job again (scancel {self.job_id}): {said}"
+
+    async def _withdraw(self) -> str:
+        facts = await self._client.job(self._job.job_id)
         own_life = facts.restarts == self.restart  # what runs may be the next one already
-        if not (facts.expedited and facts.requeue and facts.is_running and own_life):
+        if not (facts.requeue and facts.is_running and own_life):
             return ""
-        refused = await self._client.forbid_requeue(self._job.job_id)
-        return (
-            f"Slurm may hold the ended job (scancel it): {refused}"
-            if refused
-            else "Requeue=0: the job ends here"
-        )
+        if refused := await self._client.forbid_requeue(facts):
+            raise SlurmMissing("Slurm did not take Requeue=0", found=refused)
+        return "Requeue=0 is set: Slurm does not start this job again"
 
     async def cancelled_before(self) -> str:
         events, array = read_events(self._paths), self._job.array_job_id

@@ -5,6 +5,7 @@ and a kill at any moment costs no more than a part of it. It writes what it did 
 """
 
 import asyncio
+import signal
 import subprocess
 import sys
 
@@ -72,21 +73,22 @@ class TierMover:
 
 
 def restore_newest(paths: RunPaths) -> None:
-    """Bring the newest checkpoint of any tier into the run: nothing in it verifies. Blocks until that is done.
+    """Bring the newest checkpoint of any tier into the run: nothing in it verifies.
+
+    Blocks until that is done; the child bounds itself by the bytes that it expects.
 
     Raises:
         TierError: a tier that has one does not answer, or gave back something else: to begin afresh would throw
             away what is there.
-
-    Called by: resume, on a thread.
     """
     words = _command("restore", paths)
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise TierError(
-            "nothing could be brought back from the run's tiers", found=done.stderr.strip()[-500:]
-        )
+        found = done.stderr.strip()[-500:]
+        if done.returncode == -signal.SIGALRM:
+            found = "a tier did not give its bytes in time"
+        raise TierError("nothing could be brought back from the run's tiers", found=found)
 
 
 def _command(what: str, paths: RunPaths) -> list[str]:
-    return [sys.executable, "-m", "verl_slurm.tiers", what, "--run", str(paths.root)]
+    return [sys.executable, "-P", "-m", "verl_slurm.tiers", what, "--run", str(paths.root)]

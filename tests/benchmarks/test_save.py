@@ -15,6 +15,7 @@ from benchmarks.save.figures import Figures
 from benchmarks.save.records import Environment, Mode, Run, Sample
 from benchmarks.save.registry import PEERS, absent, groups
 from benchmarks.save.targets import Verdict, verdicts
+from tests.processes import python_path
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -138,17 +139,17 @@ def test_what_is_not_installed_is_said() -> None:
         assert "not installed" in absent("dcp", {})
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_the_whole_harness_runs_at_a_tiny_size(tmp_path: Path) -> None:
     options = {"--gib": 0.004, "--reps": 1, "--quiet-s": 0, "--generation-s": 0.05, "--busy-s": 0.1}
     argv = [sys.executable, "-m", "benchmarks.save", *(str(x) for pair in options.items() for x in pair)]
     argv += ["--what", "stall,durable,busy", "--peers", "dcp,ours,ours_eager,copy,raw"]
     argv += ["--dir", str(tmp_path), "--json", "-"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     done = subprocess.run(
         argv,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
+        env=os.environ | python_path(),
         capture_output=True,
         text=True,
         timeout=300,

@@ -56,6 +56,7 @@ def test_a_committed_checkpoint_verifies_and_is_private(save: Save, paths: RunPa
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["latest", "step_000003_sp0007"]
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P01")
 def test_killed_at_any_operation_of_a_save_the_newest_verified_checkpoint_is_found(
     save: Save, staged: Staged, paths: RunPaths, monkeypatch: pytest.MonkeyPatch

@@ -78,7 +78,7 @@ def test_a_file_that_is_not_what_was_committed_is_not_believed(name: str, save: 
 
 def test_json_that_is_none_is_refused(save: Save) -> None:
     bad = save(1, files=FILES | {"metadata.json": b"[1]"})
-    with pytest.raises(CheckpointCorrupt, match=r"metadata\.json.*list"):
+    with pytest.raises(CheckpointCorrupt, match=r"metadata\.json.*array"):
         difference(bad, bad)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 import verl_slurm
+from tests.processes import python_path, tell
 from verl_slurm.cli.__main__ import main
 
 HERE = Path(__file__).parent
@@ -63,15 +65,16 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "config.yaml").write_text(
-        "name: demo\nmodel:\n  path: model\ndata:\n  root: data\ncheckpoint:\n  resume_from: auto\n"
+        "name: demo\nmodel:\n  path: model\n  reward: rule:arithmetic\n"
+        "data:\n  root: data\ncheckpoint:\n  resume_from: auto\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{HERE / 'stub_lead'}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", python_path(HERE / "stub_lead")["PYTHONPATH"])
     monkeypatch.delenv("STUB_RESTART", raising=False)
     yield tmp_path
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(tmp_path) in word for word in process.info["cmdline"] or []):
-            process.kill()
+    started = psutil.process_iter(["cmdline"])
+    ours = [p for p in started if any(str(tmp_path) in word for word in p.info["cmdline"] or [])]
+    tell(ours, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -42,13 +42,13 @@ def post(
     receiver: _Receiver, *runs: str, token: str = TOKEN, path: str = "/alert", body: bytes = b""
 ) -> HttpReply:
     alerts = [{"status": "firing", "labels": {"action": ACTION, "run_id": run}} for run in runs]
-    headers = {"authorization": f"Bearer {token}"}
-    request = HttpRequest("POST", path, headers, body or json.dumps({"alerts": alerts}).encode())
+    body = body or json.dumps({"alerts": alerts}).encode()
+    request = HttpRequest("POST", path, {}, body, bearer=token == TOKEN)
     return asyncio.run(receiver._answer(request))
 
 
 def receiver_of(run: RunPaths, pause_s: float = 600.0) -> _Receiver:
-    return _Receiver({KNOWN: run}, TOKEN, pause_s, as_json=True)
+    return _Receiver({KNOWN: run}, run.root / "token", pause_s, as_json=True)
 
 
 def test_a_known_run_is_asked_once_and_not_again_before_the_pause(

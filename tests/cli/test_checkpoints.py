@@ -231,6 +231,7 @@ def test_what_is_not_there_is_not_found(run: RunPaths, cli: Cli) -> None:
         assert result.error
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_compare_finds_the_same_the_same_and_names_what_differs(tmp_path: Path, cli: Cli) -> None:
@@ -288,7 +289,7 @@ def test_fingerprint_full_names_what_no_stamp_shows(
     assert (result.json["digest"], result.json["num_read"]) == (true.digest, 1)
     assert result.json["unnoticed"] == ["a.jsonl"]
     assert "found by --full" in result.err
-    assert "1 files, 1 read" in cli("fingerprint", root, "--full").out
+    assert "1 file, 1 read" in cli("fingerprint", root, "--full").out
     path.write_bytes(b"damaged")
     assert "is not used and made anew" in cli("fingerprint", root).err
 

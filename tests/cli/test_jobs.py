@@ -1,6 +1,10 @@
 """What `requeue` says of a job that cannot be requeued now, and of no job; what it does: test_submit_slurm.py."""
 
+import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,9 @@ import pytest
 from tests.many_runs import Kind, make_run
 from verl_slurm.cli.jobs import way_on
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import Epoch
+from verl_slurm.files import write_file
+from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.parse import parse_job
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -30,6 +37,88 @@ GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
 def test_a_job_that_stands_still_has_a_way_on(moment: str, reason: str | None, way: str) -> None:
     facts = parse_job((GOLDEN / f"{moment}.txt").read_text(), 1)
     assert way_on(msgspec.structs.replace(facts, reason=reason)) == way
+
+
+def on_a_cluster_with(job: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Slurm that shows `job` for every question; returns the file of what it was asked to do."""
+    (place / "bin").mkdir()
+    (place / "job.txt").write_text(job)
+    asked = place / "asked"
+    programs = {
+        "scontrol": f'[ "$1" = show ] && exec cat {place}/job.txt\necho "$0 $*" >> {asked}',
+        "scancel": f'echo "$0 $*" >> {asked}',
+    }
+    for name, script in programs.items():
+        (place / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (place / "bin" / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(place / "bin"), prepend=os.pathsep)
+    return asked
+
+
+ASKING = (
+    ["cancel", "{}"],
+    ["requeue", "{}"],
+    ["requeue", "--now", "{}"],
+    ["update-reward", "{}", "rule:arithmetic"],
+)
+
+
+@pytest.mark.scenario("SEC14")
+@pytest.mark.parametrize("words", ASKING, ids=" ".join)
+def test_a_journal_has_no_power_over_another_job(
+    words: list[str], cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    asked = on_a_cluster_with((GOLDEN / "running.txt").read_text(), tmp_path, monkeypatch)
+    result = cli(*(word.format(run) for word in words))
+    assert not asked.exists(), asked.read_text()
+    assert "events.jsonl names a job of which Slurm does not say" in result.err
+    assert "cancel_asked" not in (run / "events.jsonl").read_text()
+    assert result.code == (ExitCode.OK if words[0] == "update-reward" else ExitCode.SLURM_REFUSED)
+
+
+@pytest.mark.scenario("SEC14")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("StdOut", "{}/logs/1_0_log.out"),
+        ("StdOut", "{}/../by_link/logs/1_0_log.out"),
+        ("Command", "/opt/sbatch/single_node.sbatch {}"),
+        ("Command", "/opt/sbatch/chain.sbatch a run"),
+    ],
+)
+def test_cancel_ends_the_job_that_slurm_ties_to_the_run(
+    field: str, value: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "a run", "running", job_id="1").root
+    (tmp_path / "by_link").symlink_to("a run")
+    fields = {field: value.format(run), "WorkDir": str(tmp_path)}
+    job = (GOLDEN / "running.txt").read_text()
+    for name, text in fields.items():
+        job = re.sub(f"{name}=.*", f"{name}={text}", job)
+    asked = on_a_cluster_with(job, tmp_path, monkeypatch)
+    result = cli("cancel", run)
+    assert result.code == 0, result.err
+    assert asked.read_text().split()[-1] == "1"
+
+
+@pytest.mark.scenario("SEC14")
+def test_a_claim_has_no_power_over_another_process_of_its_reader(
+    cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        job_id = f"local-{other.pid}"
+        run = make_run(tmp_path / "run", "running", cluster="local", job_id=job_id, host=socket.gethostname())
+        claim = Epoch(
+            epoch=1, cluster="local", job_id=job_id, restart=0, host="a", pid=other.pid,
+            taken="2026-11-22T00:00:00+00:00", born=birth_of(other.pid),
+        )  # fmt: skip
+        write_file(run.epoch, msgspec.json.encode(claim))
+        result = cli("cancel", run.root)
+        assert result.code == ExitCode.NOT_FOUND
+        assert other.poll() is None
+        other.communicate(b"\n")
+    assert other.returncode == 0
 
 
 @pytest.mark.parametrize("command", ["cancel", "requeue", "status", "logs"])

@@ -65,3 +65,15 @@ def test_of_fewer_lines_than_were_asked_for_none_is_passed_over(run: RunPaths) -
     lines = follow_newest(run.logs, lambda: run.rank_log(1, 1, 0), 5)
     assert [next(lines) for _ in range(3)] == [(run.rank_log(1, 1, 0), word) for word in (b"a", b"b", b"c")]
     lines.close()
+
+
+@pytest.mark.scenario("USE-SMALL")
+def test_lines_of_slurm_s_own_are_marked_as_such(cli: Cli, run: RunPaths) -> None:
+    lines = [
+        "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED ***",
+        "srun: error: Broken pipe",
+        "srun is a word",
+    ]
+    run.rank_log(1, 1, 0).write_text("\n".join([*lines, "submitit INFO (2026): Job has started"]) + "\n")
+    shown = cli("logs", run.root, "--rank", 1).out.splitlines()
+    assert [line.split()[0] for line in shown] == ["[Slurm]", "[Slurm]", "srun", "[submitit]"]

@@ -72,6 +72,63 @@ def test_where_none_verifies_the_answer_is_its_own_exit_code(cli: Cli, run: RunP
     assert len(left(run)) == 5
 
 
+@pytest.mark.scenario("SEC15")
+@pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/quarantine", "partial"])
+@pytest.mark.parametrize("words", [["prune", "--keep-last", 1, "--quarantined"], ["scrub", "--no-data"]])
+def test_what_a_link_in_a_run_leads_to_is_left_alone(
+    cli: Cli, run: RunPaths, tmp_path: Path, words: list[object], linked: str
+) -> None:
+    other = make_run(tmp_path / "other")
+    for step in (1, 2):
+        save(other, step)
+    (other.checkpoint(1) / "metadata.json").write_bytes(b"[]")
+    (other.quarantine / "thesis").mkdir(parents=True)
+    target = {
+        "checkpoints": other.checkpoints,
+        "checkpoints/quarantine": other.quarantine,
+        "partial": other.root,
+    }
+    place = run.root / linked
+    if place.exists():
+        place.rename(tmp_path / "mine")
+    place.symlink_to(target[linked])
+    before = sorted(other.root.rglob("*"))
+    result = cli(words[0], run.root, *words[1:])
+    assert sorted(other.root.rglob("*")) == before
+    if (words[0], linked) != ("prune", "partial"):  # which it never looks at
+        assert result.code == ExitCode.PERMISSION
+        assert f"{place} (found a link to {target[linked]}, expected a directory)" in result.error
+
+
+@pytest.mark.scenario("SEC15")
+def test_a_scrub_leaves_the_frozen_models_that_a_link_leads_to(
+    cli: Cli, run: RunPaths, tmp_path: Path
+) -> None:
+    (damaged := tmp_path / "frozen" / ("0" * 64)).mkdir(parents=True)
+    (tmp_path / "frozen" / f"{damaged.name}.json").write_text("{}")
+    (run.root / "frozen").symlink_to(tmp_path / "frozen")
+    assert cli("scrub", run.root, "--no-data").code == ExitCode.PERMISSION
+    assert damaged.is_dir()
+
+
+@pytest.mark.scenario("SEC15")
+def test_only_what_was_set_aside_with_its_reason_goes_from_quarantine(cli: Cli, run: RunPaths) -> None:
+    (run.checkpoint(50) / "metadata.json").write_bytes(b"[]")
+    cli("scrub", run.root, "--no-data")
+    (aside,) = run.quarantine.glob("step_000050.????????")
+    for name in ("thesis", "step_000001.0123abcd", "step_000001.x"):
+        (run.quarantine / name).mkdir()
+    (run.quarantine / "thesis.reason.json").write_text("{}")
+    result = cli("prune", run.root, "--keep-last", 9, "--quarantined", "--json")
+    assert result.json["removed"] == [aside.name]
+    assert sorted(path.name for path in run.quarantine.iterdir()) == [
+        "step_000001.0123abcd",
+        "step_000001.x",
+        "thesis",
+        "thesis.reason.json",
+    ]
+
+
 def test_to_keep_none_is_a_usage_error(cli: Cli, run: RunPaths) -> None:
     assert cli("prune", run.root, "--keep-last", 0).code == ExitCode.USAGE
     assert len(left(run)) == 5

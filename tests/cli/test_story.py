@@ -92,3 +92,26 @@ def test_text_from_outside_cannot_command_the_terminal(capsys: pytest.CaptureFix
     assert "\x1b" not in out
     assert "\u2028" not in out
     assert out.splitlines()[0] == "a\\x1b]0;title\\x07b\\nc\\u2028d"
+
+
+@pytest.mark.scenario("USE-SMALL")
+def test_what_slurm_said_word_for_word_is_told_only_where_it_was_asked_for() -> None:
+    raw = "SIGCONT to lead; JobState=RUNNING Reason=None Restarts=0 (ours 0) PreemptTime=2026-11-21T15:46:03+00:00"
+    event = {"event": "cause", "cause": "preemption", "evidence": raw, "seconds_left": 29.3}
+    plain, full = Story().tell(event), Story(verbose=True).tell(event)
+    assert plain is not None
+    assert plain.endswith(
+        "PREEMPTION, 29.3 s left: Slurm takes the nodes for a more urgent job; SIGCONT to lead"
+    )
+    assert full is not None
+    assert full.endswith(raw)
+
+
+@pytest.mark.scenario("SEC19")
+def test_a_stranger_among_the_ranks_is_told_as_a_sentence() -> None:
+    event = {"event": "stranger", "reason": "ranks", "node": "n1", "rank": 0, "total": 1}
+    told = tell(event | {"peer": "in the place of rank 1: 10.0.0.7:42"})
+    assert told is not None
+    assert told.endswith(
+        "  rank 0 on n1 met a stranger and ended itself: in the place of rank 1: 10.0.0.7:42"
+    )

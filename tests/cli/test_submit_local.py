@@ -94,6 +94,49 @@ def test_the_lead_is_the_process_that_submitit_started_with_a_clean_environment(
     assert os.getsid(os.getpid()) != int(job_id)
 
 
+@pytest.mark.scenario("SEC13")
+def test_submit_imports_nothing_from_the_directory_it_stands_in(
+    workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eves = workplace / "eve"
+    eves.mkdir()
+    for module in ("submitit", "verl_slurm", "msgspec", "typing", "logging"):
+        (eves / f"{module}.py").write_text(f"open({str(workplace / 'witness')!r}, 'a').write(__name__)\n")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.chdir(eves)
+    words = (
+        f"data.root={workplace}/data",
+        f"model.path={workplace}/model",
+        f"run_dir={workplace}/demo-quick",
+    )
+    result = cli("submit", workplace / "config.yaml", *words, *LOCAL, "--wait")
+    assert not (workplace / "witness").exists(), (workplace / "witness").read_text()
+    assert result.code == 0, result.err
+
+
+@pytest.mark.scenario("SEC16")
+def test_the_name_of_an_example_means_the_example_whatever_lies_here(workplace: Path, cli: Cli) -> None:
+    (workplace / "config.yaml").rename(workplace / "quickstart")
+    dry = ("--dry-run", "--json", *LOCAL)
+    result = cli("submit", "quickstart", *dry)
+    assert result.json["run_dir"] == str(workplace / "runs" / "quickstart"), result.err
+    assert "what lies here is ./quickstart" in result.err
+    assert cli("submit", "./quickstart", *dry).json["run_dir"] == str(workplace / "runs" / "demo")
+
+
+@pytest.mark.scenario("SEC16")
+def test_a_configuration_that_others_own_or_may_write_is_named(workplace: Path, cli: Cli) -> None:
+    config, words = workplace / "config.yaml", ("submit", "config.yaml", "--dry-run", *LOCAL)
+    config.chmod(0o600)
+    assert "can have programs run as you" not in cli(*words).err
+    config.chmod(0o666)
+    assert f"the configuration is {config}, which others may write (mode 0666)" in cli(*words).err
+    if os.geteuid() == 0:
+        config.chmod(0o644)
+        os.chown(config, 65534, 65534)
+        assert f"the configuration is {config}, which uid 65534 owns" in cli(*words).err
+
+
 def test_cancel_ends_the_job_for_good(workplace: Path, cli: Cli) -> None:
     cli("submit", "config.yaml", *LOCAL)
     run = workplace / "runs" / "demo"

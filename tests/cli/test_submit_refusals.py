@@ -79,9 +79,9 @@ def test_a_refusal_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -
     [
         (lambda root: None, "no such data directory"),
         (lambda root: root.touch(), "found a file"),
-        (lambda root: root.mkdir(), "the data directory is empty"),
-        (lambda root: (root.mkdir(), (root / "a.jsonl").touch()), "the data is empty"),
-        (lambda root: (root.mkdir(), (root / "a.jsonl").write_text("{nonsense\n")), "not JSON: "),
+        (lambda root: root.mkdir(), "no prompts in the data directory"),
+        (lambda root: (root.mkdir(), (root / "a.jsonl").touch()), "found 1 file without a row"),
+        (lambda root: (root.mkdir(), (root / "a.jsonl").write_text("{nonsense\n")), "a line is not JSON: "),
         (
             lambda root: (root.mkdir(), (root / "a.jsonl").write_text('{"question": "1"}\n')),
             "text under 'prompt'",
@@ -102,7 +102,7 @@ def test_missing_or_empty_data_is_refused(
     result = cli("submit", "config.yaml", f"data.root={root}", "--cluster", "local")
     assert result.code == ExitCode.DATA
     assert part in result.error
-    assert "set data." in result.error
+    assert any(word in result.error for word in ("; set data.", "; fix or remove"))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_an_unreadable_configuration_and_unreadable_data_are_refused(
     from verl_slurm.config.load import load
     from verl_slurm.config.schema import DataConfig, RunConfig
     from verl_slurm.errors import DataError, PermissionRefused
-    from verl_slurm.submit.inputs import check_data
+    from verl_slurm.submit.data_look import check_data
 
     config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(closed_place)))
     with ordinary_user():
@@ -233,7 +233,8 @@ def test_a_dry_run_leaves_nothing_behind(workplace: Path, cli: Cli) -> None:
     assert result.code == 0
     assert "-m submitit.core._submit" in result.out.splitlines()[-1]
     assert len(result.out.splitlines()) == 1
-    assert "checked and good: configuration; run directory; model" in result.err
+    assert "  good  configuration\n" in result.err
+    assert f"  good  model {workplace / 'model'}\n" in result.err
     assert "a new run" in result.err
     assert f"run directory {workplace / 'runs' / 'demo'}" in result.err
 

@@ -177,7 +177,7 @@ def test_requeue_has_the_job_run_again(workplace: Path, cli: Cli) -> None:
     assert "Restarts=1" in show_job(job_id)
 
 
-def test_the_sbatch_template_runs_the_same_job_without_submitit(
+def test_the_sbatch_template_runs_the_same_job_without_submitit_and_cancel_ends_it(
     workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim = workplace / "bin" / "verl-slurmd"
@@ -185,17 +185,17 @@ def test_the_sbatch_template_runs_the_same_job_without_submitit(
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m verl_slurm_daemon "$@"\n')
     shim.chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{shim.parent}:{os.environ['PATH']}")
-    prepared = cli(
-        "submit", "config.yaml", "name=demo-quick", "slurm.partition=preemptible", *SLURM, "--prepare-only"
-    )
+    prepared = cli("submit", "config.yaml", "slurm.partition=preemptible", *SLURM, "--prepare-only")
     command = prepared.out.splitlines()[-1].split()
     assert str(TEMPLATE) in command
     assert command[0] == "sbatch"
     subprocess.run(command, check=True)
-    run = workplace / "runs" / "demo-quick"
+    run = workplace / "runs" / "demo"
     started = wait_for(run, "started")
-    wait_for(run, "ended")
     shown = show_job(started["job_id"])
-    for field in ("JobName=demo-quick", "Requeue=1", "NumNodes=2", "TimeLimit=01:00:00"):
+    cancelled = cli("cancel", run)
+    assert cancelled.code == 0, cancelled.err
+    wait_for(run, "ended")
+    for field in ("JobName=demo", "Requeue=1", "NumNodes=2", "TimeLimit=01:00:00"):
         assert field in shown
     assert "the stub lead prints" in cli("logs", run).out

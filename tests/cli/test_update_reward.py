@@ -62,7 +62,7 @@ def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> No
 def test_a_wish_that_slurm_does_not_hand_on_is_kept_and_said_to_be(
     workplace: Path, run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, scontrol: str, scancel: str
 ) -> None:
-    (workplace / "job.txt").write_text(RUNNING_JOB.read_text())
+    (workplace / "job.txt").write_text(RUNNING_JOB.read_text().replace("/home/ada/run/o", f"{run}/logs/o"))
     monkeypatch.setenv("PATH", str(workplace / "bin"), prepend=os.pathsep)
     (workplace / "bin").mkdir()
     for name, script in (("scontrol", scontrol), ("scancel", scancel)):

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_slurm.config import load as load_module
+from verl_slurm import shipped as shipped_module
 from verl_slurm.config.checks import OWN_OPTIONS, complaints
-from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config, shipped
+from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
 from verl_slurm.config.schema import RunConfig, SlurmConfig
 from verl_slurm.errors import ConfigError, NotFound
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.shipped import shipped
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -68,7 +69,7 @@ def test_a_section_heading_without_lines_is_the_defaults() -> None:
     ("text", "wrong", "right"),
     [
         ("train:\n  stepz: 3\n", "my.yaml:2: train.stepz", "train.steps"),
-        ("trian:\n  steps: 3\n", "my.yaml:1: trian", "train"),
+        ("trian:\n  steps: 3\n", "my.yaml:2: trian.steps", "train.steps"),
         ("steps: 3\n", "my.yaml:1: steps", "train.steps"),
         ("slurm:\n  time_limit: 3\n", "my.yaml:2: slurm.time_limit", "slurm.time_limit_min"),
     ],
@@ -283,7 +284,7 @@ def test_what_ships_is_found_where_pip_put_it(
     share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, name = tmp_path / "site", "sbatch/multi_node.sbatch"
-    monkeypatch.setattr(load_module, "__file__", str(site / "verl_slurm" / "config" / "load.py"))
+    monkeypatch.setattr(shipped_module, "__file__", str(site / "verl_slurm" / "shipped.py"))
     script = tmp_path / share / "verl-slurm" / name
     script.parent.mkdir(parents=True)
     info = site / "verl_slurm-0.dist-info"
@@ -296,7 +297,7 @@ def test_what_ships_is_found_where_pip_put_it(
     assert shipped(name) == str(script)
 
 
-def test_all_configurations_and_batch_scripts_are_installed() -> None:
+def test_configurations_batch_scripts_docs_and_constraints_are_all_installed() -> None:
     root = Path(__file__).parents[2]
     declared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     installed = {
@@ -306,6 +307,9 @@ def test_all_configurations_and_batch_scripts_are_installed() -> None:
         for path in root.glob(glob)
     }
     there = {
-        str(p.relative_to(root)) for d in ("configs", "sbatch") for p in (root / d).rglob("*") if p.is_file()
+        str(path.relative_to(root))
+        for directory in ("configs", "sbatch", "constraints", "docs")
+        for path in (root / directory).rglob("*")
+        if path.is_file() and path.suffix != ".pyc" and path.name != "learning.json"  # the picture's raw data
     }
     assert installed == there

@@ -17,11 +17,12 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.resume import ReadBack, ResumePoint
 
+from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
-from verl_slurm.files import private_dir
+from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
@@ -50,8 +51,11 @@ class Scripted:
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)
 
-    async def requeue(self) -> ev.RequeueAnswered | str:
+    async def requeue(self, delay_s: int | None = None) -> ev.RequeueAnswered | str:
         return self.answers.pop(0)
+
+    async def hasten(self, clean: bool) -> None:
+        return
 
     async def still_alive(self, owner: Epoch) -> str:
         return ""
@@ -77,6 +81,7 @@ class Scripted:
 
 def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[ev.Event]"]:
     paths, posted = RunPaths(tmp_path), asyncio.Queue[ev.Event]()
+    write_file(paths.run_yaml, dump(RunConfig()))
     journal = Journal(paths, epoch=1, job_id="7")
     return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
 

@@ -49,7 +49,7 @@ def test_a_run_that_ends_for_good_takes_its_requeue_back_first(paths: RunPaths) 
     assert allocation.withdrawn == 1
     events = read_events(paths)
     assert [event["event"] for event in events] == ["started", "notice", "ended"]
-    assert events[1]["reason"] == "Requeue=0: the job ends here"
+    assert events[1]["text"] == "Requeue=0: the job ends here"
 
 
 class OnStorageThatIsAway(LocalAllocation):

@@ -54,6 +54,7 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     assert ledger.stats(paths).duplicates == ()
 
 
+@pytest.mark.long
 @pytest.mark.scenario("N02")
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ss") is None, reason="NOT RUN: ss -K (iproute2) needs root"
@@ -93,6 +94,7 @@ def test_a_term_is_the_users_cancel_saved_and_final(tmp_path: Path) -> None:
     assert not any(e["event"] == "requeue" for e in events)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P02")
 def test_nothing_is_left_of_a_run_whose_lead_was_killed(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run")
@@ -113,6 +115,7 @@ with patch("verl_slurm_daemon.lead.check_dataset", side_effect=stale):
 """
 
 
+@pytest.mark.long
 def test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "train.steps=1")
     argv = [sys.executable, "-c", _STALE_ONCE, "lead", "--run", str(paths.root)]
@@ -140,6 +143,7 @@ def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path
     assert not any(e["event"] == "generation" for e in events)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("C01")
 def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
     straight: RunPaths, tmp_path: Path
@@ -155,6 +159,7 @@ def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
     assert same_weights(paths.root, straight.root)[0]
 
 
+@pytest.mark.long
 def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> None:
     one = ("distributed.nodes=1", "distributed.dp_size=1", "observability.metrics_port=0")
     paths = prepared(tmp_path / "run", *one)
@@ -227,6 +232,7 @@ def test_changed_data_is_refused_by_name(straight: RunPaths, tmp_path: Path) -> 
     assert "more.jsonl" in out
 
 
+@pytest.mark.long
 def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike(
     straight: RunPaths, tmp_path: Path
 ) -> None:

@@ -353,6 +353,58 @@ def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_no
     )
 
 
+@pytest.mark.scenario("FLT-N06")
+def test_starts_that_storage_stops_wait_longer_each_time_and_end_at_last() -> None:
+    delays = []
+    for before in (0, 1, 2, 8, 23):
+        (asked,) = [a for a in Story().then(ev.StartFailed("full", before)) if isinstance(a, act.Requeue)]
+        delays.append(asked.delay_s)
+    assert delays == [None, 30, 60, 3600, 3600]
+    end = Story().then(ev.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))[-1]
+    assert isinstance(end, act.Exit)
+    assert (end.code, "25 starts" in end.reason) == (ExitCode.NO_ROOM, True)
+
+
+def raised(rank: int = 0, *, worked: bool, line: int = 7) -> ev.RankSaid:
+    place = f"KeyError at r.py:{line}"
+    told = f"KeyError: 'gone' at r.py:{line}"
+    return ev.RankSaid(
+        Refused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
+    )
+
+
+@pytest.mark.scenario("USE11")
+def test_user_code_that_never_worked_ends_the_run_at_once() -> None:
+    story = Story(ev.Ready(2))
+    assert kinds(story.then(raised(worked=False))) == [act.TakeDown]
+    assert story.then(raised(1, worked=False)) == []
+    assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.DATA, "KeyError: 'gone' at r.py:7")]
+
+
+@pytest.mark.scenario("USE11")
+def test_user_code_that_worked_is_started_once_more_and_then_ends_the_run() -> None:
+    story = training()
+    assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
+    assert story.then(raised(1, worked=True)) == []
+    assert kinds(story.then(ev.GenerationEnded(1))) == [act.Pause]
+    assert kinds(story.then(ev.BackoffOver(1))) == [act.StartGeneration]
+    replayed = Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=0)
+    story.then(ev.RankSaid(replayed))
+    assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
+    (end,) = [a for a in story.then(ev.GenerationEnded(1)) if isinstance(a, act.Exit)]
+    assert end.code is ExitCode.DATA
+
+
+@pytest.mark.scenario("USE01")
+def test_a_start_that_finds_the_run_done_ends_it_and_keeps_a_cancel() -> None:
+    done = ev.AllDone("step_000005", "all 5 steps are done")
+    assert Story(ev.Ready(2)).then(done)[-1] == act.Exit(ExitCode.OK, "all 5 steps are done")
+    cancelled = Story(ev.Ready(2), cause("cancel"))
+    end = cancelled.then(done)[-1]
+    assert isinstance(end, act.Exit)
+    assert end.code is ExitCode.CANCELLED
+
+
 def test_a_crash_takes_the_step_down_waits_and_starts_the_next_generation() -> None:
     story = training()
     assert kinds(story.then(ev.NodeFailed("n2", "rank 1 was killed"))) == [act.TakeDown]
@@ -406,12 +458,19 @@ def test_what_the_trainer_refuses_is_not_tried_again() -> None:
     assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
 
 
-@pytest.mark.parametrize("ended_with", [0, 1])
-def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(ended_with: int) -> None:
+@pytest.mark.parametrize(
+    "then", [ev.GenerationEnded(0), ev.GenerationEnded(1), ev.RunLost("epoch 2 of job 8")]
+)
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
+    then: ev.Event, saves: bool
+) -> None:
+    """Told again, it leaves without them: srun may wait for a node that is lost."""
     story = training()
+    if saves:
+        story.then(cause("preemption"))
     assert kinds(story.then(ev.RunLost("epoch 2 of job 8"))) == [act.TakeDown]
-    assert story.then(ev.RunLost("epoch 2 of job 8")) == []
-    (end,) = story.then(ev.GenerationEnded(ended_with))
+    (end,) = story.then(then)
     assert isinstance(end, act.Exit)
     assert end.code is ExitCode.FENCED
     assert "epoch 2 of job 8" in end.reason

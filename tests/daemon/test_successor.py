@@ -12,7 +12,7 @@ from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 from verl_slurm_daemon.successor import predecessor, queue_successor, successor_script, was_queued
 
 from verl_slurm.config.load import parse_config
-from verl_slurm.errors import NotFound, SlurmRefused
+from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.events import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
@@ -175,6 +175,9 @@ class Forbidding:
     async def requeue(self, *_: object, **__: object) -> RequeueOutcome:
         return RequeueOutcome(kind="forbidden", detail="Requeue=0")
 
+    async def config_and_time(self) -> object:
+        raise SlurmMissing("does not answer")
+
     async def job(self, job_id: int) -> object:
         assert job_id == 37
         return self
@@ -187,6 +190,7 @@ HET = {"SLURM_HET_SIZE": "2"} | {
 }
 
 
+@pytest.mark.scenario("USE20")
 def test_a_job_that_may_not_be_requeued_is_followed_and_one_of_several_parts_is_not(
     run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +203,7 @@ def test_a_job_that_may_not_be_requeued_is_followed_and_one_of_several_parts_is_
     answer = asyncio.run(mine(run, "37").requeue())
     assert not isinstance(answer, str)
     assert answer.exit_code is ExitCode.REQUEUED
-    assert answer.detail.startswith("job 38 follows this one")
+    assert answer.detail == "job 38 is queued and follows this one: Requeue=0"
 
 
 @pytest.mark.parametrize(("state", "stops"), [("CANCELLED", True), ("TIMEOUT", False), ("PREEMPTED", False)])

@@ -88,7 +88,7 @@ def test_with_shared_storage_gone_the_sealed_local_copy_comes_home_and_loads(
     run.checkpoints.unlink()
     (part,) = list_parts(local(run), keys)
     send_home(part, run)
-    assert [good for _, good in assemble(run, keys)] == [True]
+    assert [good for _, good, _ in assemble(run, keys)] == [True]
     assert_loads(run.checkpoints / done.name, keys, parts)
 
 
@@ -106,7 +106,7 @@ def test_a_part_that_nobody_signed_does_not_come_home(run: RunPaths, keys: Keyri
     (forged,) = list_parts(local(run))
     assert list_parts(local(run), keys) == []
     send_home(forged, run)  # by a node that somebody else has in hand
-    ((verdict, good),) = assemble(run, keys)
+    ((verdict, good, _),) = assemble(run, keys)
     assert (verdict.needs_key, good) == (True, False)
     assert os.listdir(run.checkpoints) == ["latest"]
 

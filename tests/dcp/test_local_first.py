@@ -17,6 +17,7 @@ from tests.dcp.nodes import Nodes
 from tests.dcp.parts import Parts
 from tests.faults.gates import gate
 from tests.faults.world import SHARED, World, recover
+from tests.processes import python_path
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, part_problems, send_home
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp import saver, second_copy
@@ -178,11 +179,9 @@ with World.at(Path(sys.argv[1]), two_media=True) as world:
 @pytest.mark.scenario("P09")
 def test_after_kill_9_while_shared_storage_hangs_the_run_goes_on_from_the_nodes_copy(tmp_path: Path) -> None:
     root = tmp_path / "w"
-    repository = Path(__file__).resolve().parents[2]
-    environ = os.environ | {"PYTHONPATH": f"{repository}:{repository / 'daemon'}"}
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(root)],
-        env=environ,
+        env=os.environ | python_path(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -215,7 +214,7 @@ def _bring_home(nodes: Nodes, *disks: Path) -> list[bool]:
         for part in list_parts(disk):
             if not (nodes.paths.checkpoints / part.name).exists():
                 send_home(part, nodes.paths)
-    return [good for _, good in assemble(nodes.paths)]
+    return [good for _, good, _ in assemble(nodes.paths)]
 
 
 def test_all_nodes_have_their_parts_before_anything_is_said_and_only_all_of_them_make_a_checkpoint(

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.loader import read_index, read_whole
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 WORKER = Path(__file__).with_name("reshard_worker.py")
 DOMAINS = ("actor", "critic", "optimizer")
@@ -22,8 +23,7 @@ def _run(root: Path, mesh: str, source: str, step: int) -> Path:
         ranks *= int(size)
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     argv += [str(WORKER), str(root), mesh, source, str(step)]
-    repository = Path(__file__).resolve().parents[2]
-    environ = os.environ | {"PYTHONPATH": f"{repository}:{repository / 'daemon'}", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return root / "checkpoints" / f"step_{step:06d}"

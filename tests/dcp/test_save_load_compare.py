@@ -214,7 +214,7 @@ def test_storage_that_does_not_answer_says_nothing_about_the_checkpoint(
     def fail(*_: object) -> bytes:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr("verl_slurm.checkpoint.reader.open_below", fail)
     with pytest.raises(OSError, match=os.strerror(number)):
         load_runtime_state(_directory(tmp_path), 0, 1)
 

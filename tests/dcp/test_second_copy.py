@@ -70,7 +70,7 @@ def _bring_home(run: RunPaths, *directories: Path) -> list[bool]:
     for directory in directories:
         for part in list_parts(directory):
             send_home(part, run)
-    return [good for _, good in assemble(run)]
+    return [good for _, good, _ in assemble(run)]
 
 
 def _leftovers(directory: Path) -> list[str]:

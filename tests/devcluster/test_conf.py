@@ -34,8 +34,8 @@ def test_the_early_warning_is_spelled_as_the_version_wants_it(version: tuple[int
 
 
 def test_cgroups_are_switched_off_only_where_that_word_is_known() -> None:
-    assert cgroup_conf((22, 5)) is None
-    assert cgroup_conf((23, 11)) is None
+    assert cgroup_conf((22, 5)) == "CgroupPlugin=cgroup/v1\n"
+    assert cgroup_conf((23, 11)) == "CgroupPlugin=cgroup/v1\n"
     assert cgroup_conf((24, 5)) == "CgroupPlugin=disabled\n"
 
 

@@ -61,7 +61,30 @@ def test_a_sound_cluster_has_nothing_but_good_findings() -> None:
         "time limit",
         "lost node",
         "memory of jobs",
+        "neighbours",
     ]
+
+
+@pytest.mark.scenario("SEC01")
+def test_neighbours_on_gpu_nodes_are_warned_of_unless_nodes_are_exclusive() -> None:
+    gpus = ("distributed.device=cuda", "slurm.gpus_per_node=1")
+    shared = of("neighbours", judge_cluster(CONF, partition(), config(*gpus), None))
+    alone = of(
+        "neighbours", judge_cluster(CONF, partition(), config(*gpus, "slurm.extra.exclusive=true"), None)
+    )
+    assert (shared.verdict, alone.verdict) == ("warning", "good")
+    assert "exclusive" in shared.remedy
+
+
+@pytest.mark.scenario("SEC01")
+def test_neighbours_of_verls_ppo_are_told_of_with_what_asks_for_a_token_and_what_does_not() -> None:
+    ppo = ("trainer.backend=verl", "trainer.entry=ppo")
+    shared = of("neighbours", judge_cluster(CONF, partition(), config(*ppo), None))
+    alone = of(
+        "neighbours", judge_cluster(CONF, partition(), config(*ppo, "slurm.extra.exclusive=true"), None)
+    )
+    assert (shared.verdict, alone.verdict) == ("warning", "good")
+    assert "Ray asks for a token, the servers and NCCL do not" in shared.found
 
 
 @pytest.mark.scenario("P07")

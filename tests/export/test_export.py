@@ -55,6 +55,27 @@ def test_the_command_exports_a_model_that_gives_the_same_logits(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.scenario("USE19")
+def test_export_says_at_once_what_it_does_before_the_writer_has_started(
+    trained: Any, checkpoint: Path, tmp_path: Path, capfd: Any
+) -> None:
+    trained.paths.run_yaml.write_bytes((checkpoint / "config.yaml").read_bytes())
+    words = [
+        "export",
+        "step_000002",
+        "--run",
+        str(trained.paths.root),
+        "--to",
+        "hf",
+        "--out",
+        str(tmp_path / "m"),
+    ]
+    assert main(words) == 0
+    said = capfd.readouterr()
+    assert said.err.splitlines()[0].startswith("verl-slurm: exporting step_000002, ")
+    assert said.out.startswith("exported")
+
+
 def test_tied_weights_are_written_once_and_tied_again(
     make_trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +110,7 @@ def test_a_large_model_is_cut_into_shards_that_load(
     done: list[int] = []
     source = Source(checkpoint, report=done.append)
     monkeypatch.setattr("verl_slurm.export.source._GROUP_BYTES", 100_000)
-    skeleton = build_skeleton(trained.base, "actor")
+    skeleton = build_skeleton(trained.base, "actor", 64, where=trained.base)
     hf.write_hf(source, "actor", skeleton, trained.base, tmp_path, dtype=None, shard_bytes=400_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(skeleton.shapes)
@@ -230,7 +251,7 @@ def test_a_checkpoint_saved_in_part_gives_what_it_holds_and_refuses_the_rest(
     shutil.rmtree(part / "optimizer")
     out.mkdir()
     source = Source(part)
-    skeletons: Any = {"actor": build_skeleton(trained.base, "actor")}
+    skeletons: Any = {"actor": build_skeleton(trained.base, "actor", 64, where=trained.base)}
     write_layout(source, "split", skeletons, out, dtype=None, weight_decay=0.0)
     assert sorted(path.name for path in out.iterdir()) == ["policy_model", "scheduler"]
     assert largest_file(source, ["actor"], None) == sum(e.num_bytes for e in source.entries("actor").values())

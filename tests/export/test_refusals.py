@@ -36,7 +36,7 @@ def test_a_checkpoint_of_other_parts_is_refused_by_name(
     from verl_slurm.checkpoint.tensor_index import TensorEntry
     from verl_slurm.export.skeleton import build_skeleton, check_fit
 
-    skeleton = build_skeleton(trained.base, "actor")
+    skeleton = build_skeleton(trained.base, "actor", 64, where=trained.base)
     good = {n: TensorEntry(dtype="float32", shape=s, pieces=()) for n, s in skeleton.shapes.items()}
     check_fit(skeleton, good, where=tmp_path)
     first = next(iter(good))
@@ -53,11 +53,12 @@ def test_a_checkpoint_of_other_parts_is_refused_by_name(
 
 
 def refused(capfd: Any, *words: object) -> tuple[int, str]:
-    """Exit code and the one line of an export that must be refused."""
+    """Exit code and the line of an export that must be refused, behind that which says what is done."""
     code = main(["export", *map(str, words)])
     said = capfd.readouterr()
     assert said.out == ""
-    (line,) = said.err.splitlines()
+    *before, line = said.err.splitlines()
+    assert all(text.startswith("verl-slurm: exporting ") for text in before)
     return code, line
 
 

@@ -1,6 +1,6 @@
 """An exported model in vLLM: the same greedy tokens as the trained model's.
 
-Runs in an environment that has vLLM: `make vllm`, or inside `make test`.
+Runs in an environment that has vLLM: `make vllm`, or inside `make test-all`.
 """
 
 import json

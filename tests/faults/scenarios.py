@@ -142,7 +142,20 @@ def _bring_home(world: World) -> None:
     for part in list_parts(world.local):
         if not (world.paths.checkpoints / part.name).exists():
             send_home(part, world.paths)
-    assert [good for _, good in assemble(world.paths)] == [True]
+    assert [good for _, good, _ in assemble(world.paths)] == [True]
+
+
+def _both_damaged(world: World) -> None:
+    """step_000002 on both media; on each another file is damaged."""
+    _saved(1, 2)(world)
+    _rot(world.paths.checkpoints / "step_000002")
+    part = world.local / "step_000002" / "actor/rank_0000.bin"
+    part.write_bytes(part.read_bytes()[:-7])
+
+
+def _fill(world: World) -> None:
+    assert recover(world.root).name == "step_000002"
+    assert os.listdir(world.paths.quarantine)
 
 
 def _resume(world: World) -> None:
@@ -245,5 +258,6 @@ SCENARIOS = {
     "bring home": Scenario(
         _bring_home, _then(_saved(1), _local_only(2)), two_media=True, promised=_name(1, 2)
     ),
+    "one of two damaged copies": Scenario(_fill, _both_damaged, two_media=True, promised=_name(1, 2)),
     "a start sets a rotten one aside": Scenario(_resume, _saved_and_rotten, promised=_name(1)),
 }

@@ -40,6 +40,7 @@ def _key(tree: Tree) -> frozenset[tuple[str, bytes | None]]:
     return frozenset(kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_crash_at_any_instant_loses_nothing_that_was_promised(name: str, memory: Path) -> None:
     scenario = SCENARIOS[name]

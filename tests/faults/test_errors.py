@@ -24,7 +24,7 @@ from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.collective import RanksFailed
 from verl_slurm.dcp.saver import SavedCheckpoint
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 KINDS = [
     (number, for_ever)

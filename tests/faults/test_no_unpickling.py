@@ -22,8 +22,11 @@ _NEVER = {
 }  # fmt: skip
 
 
-_ASKED_FOR = {"verl_slurm/trainer/python_reward.py": ["exec", "compile"]}
-"""The one file that is run: the source that `model.reward: python:...` names in the user's own configuration."""
+_ASKED_FOR = {
+    "verl_slurm/trainer/python_reward.py": ["exec", "compile"],
+    "verl_slurm/rendezvous/start.py": ["compile", "exec"],
+}
+"""What is run because the user's own configuration names it: `model.reward: python:...`, and `trainer.command`."""
 
 
 def _offences(source: str) -> Iterator[str]:

@@ -20,8 +20,9 @@ from verl_slurm_daemon.journal import Status
 from verl_slurm_daemon.lead_address import LeadAddress
 
 from tests.harness import ROOT
-from verl_slurm.checkpoint import manifest, schema
+from verl_slurm.checkpoint import hash_cache, manifest, schema
 from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm.checkpoint.data_tree import FileDigest, Fingerprint
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry, Manifest, Topology
 from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
 from verl_slurm.config.load import dump, parse_config
@@ -30,6 +31,7 @@ from verl_slurm.reward_plan import RewardPlan, RewardRequest, RewardSwitch
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.container import pack, specify
 from verl_slurm.runtime_state.format import Arrays, RecordHeader, RuntimeState
+from verl_slurm.runtime_state.samples import Sample, StepSamples
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.save_path.protocol import Outcome, Ready, Written
 from verl_slurm.wire import messages
@@ -554,8 +556,27 @@ def trackers() -> Sequence[bytes]:
     return [b"6", b" 1200\n"]
 
 
+def table_rows() -> Sequence[bytes]:
+    return [b"1 + 1 =,2\n", b'"a, b\r\nc",""\n"x ""y""",7\n']
+
+
 def data_rows() -> Sequence[bytes]:
     return [
         b'{"prompt": "1 + 1 =", "answer": "2"}\n',
         b'{"prompt": "a", "answer": "", "more": [1, {"x": null}]}\n',
     ]
+
+
+def samples() -> Sequence[bytes]:
+    """A step of `samples.jsonl`."""
+    sample = Sample(sample_id=1, prompt="1+1=", response="2", answer="2", reward=1.0, response_tokens=1)
+    step = StepSamples(time="2026-11-22", epoch=1, step=3, responses=8, samples=[sample])
+    return [msgspec.json.encode(step)]
+
+
+def hash_caches() -> Sequence[bytes]:
+    """Of a tree of one file."""
+    tree = Fingerprint(digest="0" * 64, files={"a": FileDigest(size=3, sha256="1" * 64)})
+    line = "f 1 2 3 4.000000000 5.000000000 a"
+    text = hash_cache.text_of([line, line])
+    return [hash_cache.encode(hash_cache.HashCache(fingerprint=tree, text=text, whole=True))]

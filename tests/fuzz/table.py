@@ -1,5 +1,6 @@
 """Every parser of bytes that somebody else may have written. A new one is a new row, and its specimens."""
 
+import io
 import os
 import random
 import re
@@ -18,7 +19,7 @@ from verl_slurm_daemon.run_numbers import RunNumbers
 
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
-from verl_slurm.checkpoint import fingerprint, manifest, schema
+from verl_slurm.checkpoint import fingerprint, hash_cache, manifest, schema
 from verl_slurm.checkpoint.data_walk import lines_of, parse_line
 from verl_slurm.checkpoint.frozen_check import check_frozen
 from verl_slurm.checkpoint.quarantine import put_back_unfinished
@@ -27,6 +28,7 @@ from verl_slurm.checkpoint.tensor_index import parse_index
 from verl_slurm.cli.steps import steps_table
 from verl_slurm.cli.story import Story, outcome, progress
 from verl_slurm.config.load import dump, parse_config
+from verl_slurm.config.schema import DataConfig
 from verl_slurm.errors import (
     UNREADABLE,
     CheckpointCorrupt,
@@ -40,14 +42,15 @@ from verl_slurm.errors import (
 from verl_slurm.events import read_events
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
+from verl_slurm.prompts.rows import prompts_of
 from verl_slurm.reward_plan import read_reward_plan, read_reward_request
 from verl_slurm.runtime_state import codec, ledger
+from verl_slurm.runtime_state.samples import read_samples
 from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
 from verl_slurm.snapshot import read_status
 from verl_slurm.step_log import last_steps, step_seconds
 from verl_slurm.submit.alerts import runs_to_save
-from verl_slurm.submit.inputs import check_row
 from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.record import has_ended, last_job, steps_done
 from verl_slurm.trainer.orchestration import Orchestration, check_or_write
@@ -83,6 +86,10 @@ def _state(data: bytes) -> object:
     state = codec.decode(data)
     # What was taken can be written again: it is whole.
     return codec.encode(state) if sum(a.nbytes for a in state.rewards.values()) < 1 << 20 else state
+
+
+def _facts(data: bytes) -> object:
+    return codec.facts(lambda at, size: memoryview(data)[at : at + size], len(data), where="here")
 
 
 def _older_state(data: bytes) -> object:
@@ -261,6 +268,24 @@ TARGETS = (
         cost=10,
         torch=True,
     ),
+    Target(name="runtime state, compared", parse=_facts, raises=_CORRUPT, specimens=of.states, cost=4),
+    Target(
+        name="runtime state, compared, sealed",
+        parse=_facts,
+        raises=_CORRUPT,
+        specimens=of.state_parts,
+        seal=of.seal_state,
+        cost=4,
+    ),
+    Target(
+        name="samples.jsonl",
+        parse=_in_run("samples.jsonl", read_samples),
+        raises=(),
+        specimens=of.samples,
+        form="json",
+        cost=2,
+    ),
+    Target(name="hash cache", parse=hash_cache.decode, raises=(ValueError,), specimens=of.hash_caches),
     Target(name="ledger", parse=_in_run(_SEGMENT, _ledger), raises=(), specimens=of.ledgers, cost=10),
     Target(
         name="ledger, sealed",
@@ -517,10 +542,23 @@ TARGETS = (
         specimens=of.trackers,
     ),
     Target(
-        name="first row of a data file",
-        parse=lambda data: check_row("a.jsonl:1", data, ("prompt", "answer")),
+        name="rows of a data file",
+        parse=lambda data: list(prompts_of(io.BytesIO(data), "a.jsonl", DataConfig())),
         raises=(DataError,),
         specimens=of.data_rows,
         form="json",
+    ),
+    Target(
+        name="an array of rows",
+        parse=lambda data: list(prompts_of(io.BytesIO(b"[" + data + b"]"), "a.json", DataConfig())),
+        raises=(DataError,),
+        specimens=of.data_rows,
+        form="json",
+    ),
+    Target(
+        name="a table of rows",
+        parse=lambda data: list(prompts_of(io.BytesIO(b"prompt,answer\n" + data), "a.csv", DataConfig())),
+        raises=(DataError,),
+        specimens=of.table_rows,
     ),
 )

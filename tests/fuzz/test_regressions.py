@@ -26,7 +26,7 @@ _JSON = ("epoch", "lead.json", "events.jsonl", "status.json", "orchestration.jso
     [
         *(
             (name, data)
-            for name in (*_JSON, "first row of a data file")
+            for name in (*_JSON, "rows of a data file")
             for data in (_NOT_UTF8, _DEEP, b"", b"[]")
         ),
         ("lead.json", specimens.lead_addresses()[0].replace(b"c0c0", b"/../")),

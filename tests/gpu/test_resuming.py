@@ -12,7 +12,7 @@ from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.loader import load_runtime_state
 from verl_slurm.paths import RunPaths
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 BF16 = "bfloat16"
 

@@ -1,5 +1,6 @@
 """The staging arena under a device's tensors: what is saved is what was there when the save began, whatever follows."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.staging import Staging
+from verl_slurm.save_path.handle import SaverProcess
 
 pytestmark = pytest.mark.torch
 
@@ -120,3 +122,55 @@ def test_how_long_a_save_holds_the_training_up_is_said(
         f"the tensors may change, durable after {1e3 * durable:.0f} ms"
     )
     assert staging.fence() == 0.0
+
+
+@pytest.mark.scenario("GPU4")
+def test_the_first_save_lets_go_of_the_tensors_before_its_writer_is_up(
+    tensors: dict[str, Tensor], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preemption may come with the first step: training waits for the copy, and not for another process's start."""
+    may_be_up, wait_ready = threading.Event(), SaverProcess.wait_ready
+
+    def late(saver: SaverProcess) -> None:
+        assert may_be_up.wait(120)
+        wait_ready(saver)
+
+    monkeypatch.setattr(SaverProcess, "wait_ready", late)
+    staging = Staging({"actor": tensors}, Collective(None))
+    watchdog = threading.Timer(60, may_be_up.set)  # else the test would hang where it fails
+    watchdog.start()
+    try:
+        expected, where = _bytes(tensors["weight"]), _new(tmp_path / "save")
+        saving = staging.begin(lambda: [where])
+        staging.fence()
+        assert not may_be_up.is_set()
+        assert staging.pinned == (device == "cuda")
+        tensors["weight"].zero_()
+        may_be_up.set()
+        saving.result()
+        assert _saved(staging, where)[0] == expected
+    finally:
+        watchdog.cancel()
+        may_be_up.set()
+        staging.close()
+
+
+@pytest.mark.scenario("GPU4")
+def test_how_long_a_first_save_takes_is_said(tensors: dict[str, Tensor], tmp_path: Path, device: str) -> None:
+    """Right after the start, after what the loading of data takes, and later ones: figures, and no limit."""
+    told = []
+    for beside_s in (0.0, 3.0):
+        staging = Staging({"actor": tensors}, Collective(None))
+        time.sleep(beside_s)  # what is loaded meanwhile; a figure of it is what is asked for
+        for turn in ("first", "second"):
+            where = _new(tmp_path / f"{turn}{beside_s}")
+            began = time.perf_counter()
+            saving = staging.begin(lambda where=where: [where])
+            waited = staging.fence()
+            saving.result()
+            told.append(
+                f"{turn} save {beside_s:.0f} s after the start: {1e3 * waited:.1f} ms until the tensors may"
+            )
+            told[-1] += f" change, durable after {1e3 * (time.perf_counter() - began):.0f} ms"
+        staging.close()
+    print(f"\n{device}:", *told, sep="\n")

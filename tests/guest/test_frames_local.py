@@ -14,7 +14,7 @@ from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 STEPS = 24
 EXAMPLES = [

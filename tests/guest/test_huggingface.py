@@ -124,6 +124,7 @@ def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path
     assert life.trainer.args.output_dir == str(run.paths.root / "out")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [

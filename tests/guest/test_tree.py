@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, Fenced
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, Fenced, PermissionRefused
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.tree import GuestSave, SavedTree, clear_work, commit_tree, require_guest, sweep_work
@@ -154,3 +155,16 @@ def test_what_dead_incarnations_left_is_swept(paths: RunPaths) -> None:
     assert len(sweep_work(paths)) == 2
     assert list(paths.work(1).parent.iterdir()) == []
     assert sweep_work(RunPaths(paths.root / "nothing")) == []
+
+
+@pytest.mark.scenario("SEC15")
+@pytest.mark.parametrize("begin", [sweep_work, lambda paths: clear_work(paths, 1)], ids=["lead", "loop"])
+def test_a_start_removes_nothing_that_a_link_in_the_place_of_work_leads_to(
+    paths: RunPaths, tmp_path: Path, begin: Callable[[RunPaths], object]
+) -> None:
+    (precious := tmp_path / "precious" / "epoch_000001").mkdir(parents=True)
+    paths.root.mkdir(exist_ok=True)
+    (paths.root / "work").symlink_to(precious.parent)
+    with pytest.raises(PermissionRefused, match="a link to"):
+        begin(paths)
+    assert precious.is_dir()

@@ -58,7 +58,8 @@ esac
 
 def prepared(root: Path, *overrides: str) -> RunPaths:
     """A run directory of one rank, nothing started."""
-    one = ("distributed.nodes=1", "distributed.dp_size=1", "daemon.requeue_delay_s=1")
+    # More steps than any test has: a start that finds all of them done would end at once.
+    one = ("distributed.nodes=1", "distributed.dp_size=1", "daemon.requeue_delay_s=1", "train.steps=2000")
     plan = plan_submission(
         ROOT / "configs/quickstart.yaml", [*QUICK, *one, *overrides, f"run_dir={root}"], cluster="local"
     )

@@ -112,13 +112,13 @@ def agent() -> None:
     if "strikes" in BENT:
         real = module.launcher_argv
 
-        def torchrun(*args: Any) -> list[str]:
+        def struck(*args: Any) -> list[str]:
             argv = real(*args)
             at = argv.index("verl_slurm.trainer")
-            assert argv[at - 2 : at] == ["-m", "--"]
-            return [*argv[: at - 2], "--", str(Path(__file__).with_name("struck_rank.py")), *argv[at + 1 :]]
+            assert argv[at - 1] == "-m"
+            return [*argv[: at - 1], str(Path(__file__).with_name("struck_rank.py")), *argv[at + 1 :]]
 
-        module.launcher_argv = torchrun
+        module.launcher_argv = struck
         sys.exit(main())
     module.launcher_argv = lambda python, config, paths, launch, scratch: [
         python,

@@ -1,4 +1,4 @@
-"""The real trainer's rank, struck at exact places of its saves; started by torchrun in place of `verl_slurm.trainer`.
+"""The real trainer's rank, struck at exact places of its saves; started in place of `verl_slurm.trainer`.
 
 `VS_HOSTILE` has under `strikes` a list of [rank, stage, act], carried out one after the other over all lives of the
 ranks, and under `marks` a file into which each is written, just before:

@@ -14,12 +14,13 @@ import pytest
 
 from tests.harness import same_weights, wait_until_gone
 from tests.local_runs import finish, lead, prepared, undisturbed, until
+from tests.processes import held
 from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 HOUR = 3600
 BEHIND_S, AHEAD_S = -600, 600
@@ -120,25 +121,19 @@ def test_a_machine_that_sleeps_for_hours_is_not_taken_for_hung_and_a_deadline_th
     process = lead(paths, environ=clocks.environ)
     until(process, "first_rollout")
     others = _below(process)
-    for other in others:
-        other.suspend()
-    process.send_signal(signal.SIGUSR2)  # 30 s to live
-    until(process, "stop=true")
-    process.send_signal(signal.SIGSTOP)
-    clocks.set(2 * HOUR, 2 * HOUR)
-    process.send_signal(signal.SIGCONT)
-    assert "deadline" in until(process, "degraded")
-    for other in others:
-        other.resume()
+    with held(others):
+        process.send_signal(signal.SIGUSR2)  # 30 s to live
+        until(process, "stop=true")
+        process.send_signal(signal.SIGSTOP)
+        clocks.set(2 * HOUR, 2 * HOUR)
+        process.send_signal(signal.SIGCONT)
+        assert "deadline" in until(process, "degraded")
     until(process, "first_rollout")  # of the next life
     others = _below(process)
     process.send_signal(signal.SIGSTOP)
-    for other in others:
-        other.suspend()
-    clocks.set(6 * HOUR, 6 * HOUR)
-    process.send_signal(signal.SIGCONT)
-    for other in others:
-        other.resume()
+    with held(others):
+        clocks.set(6 * HOUR, 6 * HOUR)
+        process.send_signal(signal.SIGCONT)
     assert finish(process) == 0
     assert told(paths, "hang", "crash") == []
     assert len(told(paths, "generation")) == 2

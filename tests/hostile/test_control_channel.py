@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl_slurm_daemon import channel, entrance
+from verl_slurm_daemon import channel
 from verl_slurm_daemon.channel import AgentLink, LeadLink, connect, serve
 
 from tests.hostile.chaos_proxy import Chaos, chaos_proxy
 from tests.hostile.lead_port import EPOCH, TOKEN, lead_port
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
 from verl_slurm.errors import WireError
+from verl_slurm.wire import connection_limits
 from verl_slurm.wire.framing import HELLO, MAX_FRAME
 from verl_slurm.wire.messages import FromAgent, NodeExited, SignalSeen, StopRequest, ToAgent
 
@@ -339,7 +340,7 @@ async def _until_closed(reader: asyncio.StreamReader) -> bytes:
 @pytest.fixture
 def many_sockets() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    entrance.make_room(2500)
+    connection_limits.make_room(2500)
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2500:
         pytest.skip("NOT RUN: this process may not have 2500 descriptors")
     yield
@@ -355,7 +356,7 @@ def test_a_thousand_silent_strangers_are_bounded_and_keep_no_agent_out(many_sock
             for _ in range(strangers):
                 quiet.append(socket.create_connection(("127.0.0.1", port.port), timeout=60))
                 assert quiet[-1].recv(40).startswith(HELLO)
-            most = entrance.ROW + 8
+            most = connection_limits.ROW + 8
             # On a machine that stood still for 5 s they are sent away as silent.
             while (seen := port.look()) and sum(seen["refused"].values()) < strangers - most:
                 pass
@@ -382,7 +383,7 @@ def test_a_thousand_silent_strangers_are_bounded_and_keep_no_agent_out(many_sock
 @pytest.mark.scenario("N04")
 def test_strangers_that_keep_coming_do_not_keep_an_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """All places were everybody's once: who came back each time he was sent away had them all, for ever."""
-    monkeypatch.setattr(entrance, "ROW", 8)
+    monkeypatch.setattr(connection_limits, "ROW", 8)
 
     async def story() -> None:
         lead = await Lead().open(links=2)

@@ -111,7 +111,9 @@ class CommandLines:
                     for call in ast.walk(function):
                         if isinstance(call, ast.Call) and _starts_a_process(call):
                             self.starts += 1
-                            for argument in call.args:
+                            # execve's last argument is the environment, which only the user's own processes read.
+                            words = call.args[:-1] if ast.unparse(call.func) == "os.execve" else call.args
+                            for argument in words:
                                 self._follow(argument, function, f"{path}:{call.lineno}")
 
     def _follow(self, node: ast.AST, function: ast.AST, where: str) -> None:

@@ -16,6 +16,7 @@ from verl_slurm_daemon.channel import AgentLink, LeadLink, connect, serve
 
 from tests.hostile.lead_port import EPOCH, ROOT, TOKEN
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
+from tests.processes import python_path
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
@@ -33,12 +34,8 @@ class Rank:
 
     def __init__(self, lab: Netlab, root: Path, rank: int) -> None:
         argv = [sys.executable, "-m", "tests.hostile.commit_worker", str(root), str(rank)]
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]),
-            "PYTHONSAFEPATH": "",
-            "GLOO_SOCKET_IFNAME": "veth",
-            "OMP_NUM_THREADS": "1",
-        }
+        only_here = {"PYTHONSAFEPATH": "", "GLOO_SOCKET_IFNAME": "veth", "OMP_NUM_THREADS": "1"}
+        env = os.environ | python_path() | only_here
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             lab.argv("a" if rank == 0 else "b", argv), cwd=ROOT, env=env, text=True, stdin=pipe, stdout=pipe
@@ -64,6 +61,7 @@ class Rank:
         self.process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.scenario("N01")
 def test_ranks_that_lose_each_other_in_a_save_commit_only_together_and_agree_when_they_meet_again(

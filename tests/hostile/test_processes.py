@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.hostile.stage import Stage, control_group
+from tests.processes import tell
 from verl_slurm.checkpoint.verify import verify
 
 EAT = signal.SIGRTMIN + 9
@@ -72,6 +73,7 @@ def whole(stage: Stage) -> list[str]:
 # ---- P02, P04: the daemon dies
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P02")
 @pytest.mark.parametrize("lives", [(3, 20, 45, 70, 95, 120)])
 def test_a_lead_that_is_killed_at_one_of_its_writes_leaves_nobody_and_the_next_goes_on(
@@ -217,8 +219,7 @@ def test_a_save_that_starves_and_is_killed_in_its_middle_leaves_the_one_before(s
             (group / "cgroup.procs").write_text(str(process.pid))
         lead.send_signal(signal.SIGUSR2)
         stage.marked("in the middle")
-        for process in everybody:  # as Slurm, at the end of the grace time
-            process.kill()
+        tell(everybody, signal.SIGKILL)  # as Slurm, at the end of the grace time
         assert stage.end() == -signal.SIGKILL
     assert whole(stage) == ["step_000001"]
     assert list(stage.paths.checkpoints.glob(".step_000002.*.tmp"))

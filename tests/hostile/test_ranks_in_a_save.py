@@ -15,7 +15,7 @@ from tests.hostile.stage import Stage, control_group
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.runtime_state import ledger
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 TWO = ("distributed.nodes=1", "distributed.dp_size=2")
 OFTEN = (

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.harness import same_weights, wait_until_gone
 from tests.local_runs import finish, lead, prepared, undisturbed, until
+from tests.processes import held, tell
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.events import read_events
@@ -27,6 +29,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return undisturbed(tmp_path_factory)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("C01")
 def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_nothing_of_the_next(
     straight: RunPaths, tmp_path: Path
@@ -47,24 +50,18 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     below = [process for process in old if process not in agents]
     assert len(ranks) >= 2
     assert len(agents) == 2
-    for process in old:
-        process.suspend()
-    winner.kill()
-    winner.wait()
-    assert winner.stdout is not None
-    winner.stdout.close()  # its agents keep the other end open
-    successor = lead(paths)
-    try:
+    with held(old):
+        winner.kill()
+        winner.wait()
+        assert winner.stdout is not None
+        winner.stdout.close()  # its agents keep the other end open
+        successor = lead(paths)
         until(successor, "generation")
-        for process in below:
-            process.resume()  # their agents stay as they are, and kill nobody
+        tell(below, signal.SIGCONT)  # their agents stay as they are, and kill nobody
         assert finish(successor) == 0
         for rank in ranks:
             _wait_for([rank.pid])  # they come to an end of their own
-    finally:
-        for process in old:
-            if process.is_running():
-                process.resume()  # the agents see that their lead is gone, and leave
+    # the agents go on now, see that their lead is gone, and leave
     wait_until_gone(str(paths.root))
 
     owner = read_epoch(paths)

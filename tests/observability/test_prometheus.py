@@ -130,7 +130,7 @@ def test_an_overdue_save_becomes_one_through_prometheus_alertmanager_and_the_rec
         overdue = Overdue(tmp_path / "overdue", run_id)
         try:
             port = free_port()
-            text = (RULES / "alertmanager.yml").read_text().replace("http://127.0.0.1:9465/alert", listening)
+            text = (RULES / "alertmanager.yml").read_text().replace("http://127.0.0.1:9470/alert", listening)
             (tmp_path / "am.yml").write_text(text.replace("/path/to/alerts.token", str(token)))
             manager = ["prometheus-alertmanager", "--config.file=am.yml", "--cluster.listen-address="]
             manager += [f"--web.listen-address=127.0.0.1:{port}", f"--storage.path={tmp_path / 'am'}"]

@@ -54,6 +54,7 @@ def test_the_tokenizer_is_read_back_as_bytes(tmp_path: Path, monkeypatch: pytest
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
+@pytest.mark.long
 def test_the_warm_started_model_has_a_reward_to_climb(tmp_path: Path) -> None:
     """Sampled as the quick start samples: right in form, seldom right in value; greedy, mostly right."""
     config = load(QUICKSTART, [])

@@ -322,7 +322,9 @@ def test_the_thread_that_syncs_ends_with_its_ledger(paths: RunPaths, batch: Batc
 
     before = threads()
     ledger = Ledger(paths, 1, 0)
-    assert threads() == before  # a reader, or one that never appends, has none
+    assert (
+        threads() <= before
+    )  # a reader, or one that never appends, has none; one of another test may end now
     ledger.append(0, 0, batch(0))
     (mine,) = threads() - before
     ledger.close()

@@ -8,7 +8,7 @@ from tests.harness import ROOT, SMALL, LiveRun, ends_like
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 SCRIPT = """#!/bin/bash
 exec /bin/bash {template} {base}/run$SLURM_ARRAY_TASK_ID

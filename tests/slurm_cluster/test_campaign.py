@@ -49,6 +49,7 @@ def _keep_whole_ledger(run: LiveRun) -> None:
     assert str(saved["name"]).startswith("step_000000_"), f"the first step was over too soon:\n{run.story()}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", _asked())
 def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
     cluster: DevCluster, tmp_path: Path, case: str

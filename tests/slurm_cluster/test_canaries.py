@@ -11,7 +11,7 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.files import private_dir, write_file
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
 @pytest.fixture

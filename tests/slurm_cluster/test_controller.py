@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like
+from tests.processes import held
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import await_saved_state, fail_daemon, preempt, restore_daemon
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
 def trains_on(run: LiveRun) -> None:
@@ -31,13 +32,13 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
     run = LiveRun(cluster, tmp_path / "run", *SMALL).submit()
     try:
         run.wait_phase("generate")
-        stopped = run.ranks()[0]
-        stopped.suspend()  # so that neither the run nor the save is done before the controller is gone
-        await_saved_state(cluster, int(run.job_id))
-        preempt(cluster, int(run.job_id), hold_s=1)
-        assert run.wait_event("cause")["cause"] == "preemption", run.story()
-        fail_daemon(cluster, "slurmctld")
-        stopped.resume()
+        with held(
+            run.ranks()[:1]
+        ):  # so that neither the run nor the save is done before the controller is gone
+            await_saved_state(cluster, int(run.job_id))
+            preempt(cluster, int(run.job_id), hold_s=1)
+            assert run.wait_event("cause")["cause"] == "preemption", run.story()
+            fail_daemon(cluster, "slurmctld")
         run.wait_event("requeue", accepted=False)
         (saved,) = (event for event in run.events("saved") if event["emergency"])
         assert run.events("verified")[-1]["name"] == saved["name"], "the save does not wait for Slurm"
@@ -48,12 +49,12 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
         run.wait_event("generation", resume=saved["name"])
 
         run.wait_event("training", after=seen)
-        stopped = run.ranks()[0]
-        stopped.suspend()
-        await_saved_state(cluster, int(run.job_id))
+        with held(run.ranks()[:1]):
+            await_saved_state(cluster, int(run.job_id))
+            fail_daemon(cluster, "slurmctld")
         for which in ("slurmctld", "munged"):
-            fail_daemon(cluster, which)
-            stopped.resume()
+            if which == "munged":
+                fail_daemon(cluster, which)
             trains_on(run)
             restore_daemon(cluster, which)
         ends_like(run, twin)

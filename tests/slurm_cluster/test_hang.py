@@ -29,6 +29,7 @@ def waits_for_a_judge_that_never_answers():
 """
 
 
+@pytest.mark.long
 def test_a_hang_is_noticed_the_stacks_tell_who_and_the_run_goes_on(
     cluster: DevCluster, tmp_path: Path
 ) -> None:

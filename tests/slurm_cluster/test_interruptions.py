@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from tests.harness import ROOT, LiveRun, ends_like
+from tests.processes import tell
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
@@ -38,6 +39,7 @@ def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
     ends_like(run, twin)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("L03")
 def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) -> None:
     # Slurm looks for limits every 30 s and warns of all that end before its next look: of a limit of one minute at
@@ -73,6 +75,7 @@ def test_a_cancelled_job_is_saved_and_stays_cancelled(run: LiveRun) -> None:
     assert facts.restarts == 0
 
 
+@pytest.mark.long
 def test_an_operators_requeue_saves_and_is_not_requeued_twice(run: LiveRun, twin: LiveRun) -> None:
     run.submit()
     run.wait_phase("update")
@@ -85,6 +88,7 @@ def test_an_operators_requeue_saves_and_is_not_requeued_twice(run: LiveRun, twin
     ends_like(run, twin)
 
 
+@pytest.mark.long
 def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it(
     run: LiveRun, twin: LiveRun
 ) -> None:
@@ -105,6 +109,7 @@ def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it
     assert status["last_interruption"]["resumed"] == saved["name"]
 
 
+@pytest.mark.long
 def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRun) -> None:
     run.submit()
     run.wait_phase("generate")
@@ -117,6 +122,7 @@ def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRu
     assert run.facts().restarts == 0
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P01")
 def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveRun, twin: LiveRun) -> None:
     run.submit()
@@ -128,6 +134,7 @@ def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveR
     assert run.facts().restarts == 0, "restarted in place, not through the queue"
 
 
+@pytest.mark.long
 def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
     run: LiveRun, twin: LiveRun
 ) -> None:
@@ -138,6 +145,7 @@ def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
     ends_like(run, twin)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P02")
 def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
     run: LiveRun, twin: LiveRun
@@ -153,6 +161,7 @@ def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
     assert run.facts().restarts == 1
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P02")
 def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: LiveRun, twin: LiveRun) -> None:
     """A process that waits for a busy disk dies late: long after the ranks of both nodes have ended."""
@@ -163,10 +172,9 @@ def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: Li
     (other,) = run.other_nodes()
     there = run.processes(batch_host)
     leads = [process for process in there if "lead" in process.cmdline()]
-    for process in leads:
-        process.send_signal(signal.SIGSTOP)
+    tell(leads, signal.SIGSTOP)
     # The other node's agent has no rank left and has said so; a lead that does not run cannot have heard it.
-    launchers = [p for p in run.processes(other) if "torch.distributed.run" in p.cmdline()]
+    launchers = [p for p in run.processes(other) if "verl_slurm_daemon.ranks" in p.cmdline()]
     run.kill([process for process in there if process not in leads])
     _, alive = psutil.wait_procs(launchers, timeout=60)
     assert not alive, run.story()
@@ -179,6 +187,7 @@ def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: Li
     assert run.facts().restarts == 1
 
 
+@pytest.mark.long
 def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: LiveRun, twin: LiveRun) -> None:
     """Its shepherd would have Slurm KILL the agents of all nodes, and nobody would be left to ask."""
     run.submit()
@@ -188,8 +197,7 @@ def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: Live
     agents = [p for p in run.processes(run.other_nodes()[0]) if "agent" in p.cmdline()]
     there = run.processes(batch_host)
     leads = [process for process in there if "lead" in process.cmdline()]
-    for process in leads:
-        process.send_signal(signal.SIGSTOP)  # it cannot start anew
+    tell(leads, signal.SIGSTOP)  # it cannot start anew
     sruns = [process for process in there if process.name() == "srun"]
     run.kill([process for process in sruns if process.parent() not in sruns])
     gone, _ = psutil.wait_procs(agents, timeout=5)
@@ -201,12 +209,13 @@ def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: Live
 
 
 @pytest.mark.scenario("L09", "L10")
+@pytest.mark.parametrize("which", ["the lead's", pytest.param("another", marks=pytest.mark.soak)])
 def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
-    run: LiveRun, twin: LiveRun, cluster: DevCluster
+    run: LiveRun, twin: LiveRun, cluster: DevCluster, which: str
 ) -> None:
     run.submit()
     run.wait_phase("generate")
-    lost = run.facts().batch_host
+    lost = run.facts().batch_host if which == "the lead's" else run.other_nodes()[0]
     assert lost is not None
     fail_node(cluster, lost)
     try:
@@ -217,6 +226,7 @@ def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
         restore_node(cluster, lost)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
     run: LiveRun, twin: LiveRun, damage: str
@@ -249,6 +259,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
     ends_like(run, twin)
 
 
+@pytest.mark.long
 def test_the_sbatch_template_runs_the_same_job_without_submitit(run: LiveRun, twin: LiveRun) -> None:
     run.cli("submit", *run.argv, "--prepare-only")
     template = ROOT / "sbatch/multi_node.sbatch"

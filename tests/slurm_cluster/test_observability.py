@@ -36,6 +36,7 @@ def page(run: LiveRun, instance: str) -> dict[tuple[str, str], float]:
     return {(s.name, "".join(s.labels.values())): s.value for f in families for s in f.samples}
 
 
+@pytest.mark.long
 def test_the_numbers_go_on_over_a_preemption_and_an_alert_makes_the_job_save(
     run: LiveRun, cluster: DevCluster, tmp_path: Path
 ) -> None:

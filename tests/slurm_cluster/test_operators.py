@@ -9,6 +9,7 @@ from tests.harness import LiveRun, ends_like
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
+@pytest.mark.long
 @pytest.mark.scenario("L07")
 def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_they_go_on(
     run: LiveRun, twin: LiveRun
@@ -113,11 +114,16 @@ def test_a_warning_of_the_time_limit_that_all_steps_get_kills_nobody_and_is_one_
 
 
 REWARD = """
+import os
+
+
 def score(prompts, responses, answers):
-    raise RuntimeError("no judge here")
+    os.write(2, b"RuntimeError: no judge here\\n")
+    os._exit(3)  # an exception would end the run at once: it is the user's own
 """
 
 
+@pytest.mark.long
 @pytest.mark.scenario("L08")
 def test_a_run_that_crashes_at_every_start_is_given_up_with_its_reason(run: LiveRun, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"

@@ -9,7 +9,7 @@ from tests.harness import SMALL, LiveRun, ends_like
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
 def preempted(run: LiveRun, cluster: DevCluster) -> str:

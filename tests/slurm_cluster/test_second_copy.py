@@ -9,7 +9,7 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.runtime_state import ledger
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
 def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevCluster, tmp_path: Path) -> None:

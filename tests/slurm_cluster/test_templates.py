@@ -12,7 +12,7 @@ from tests.harness import ROOT, SMALL, LiveRun, same_weights
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 TEMPLATES = sorted((ROOT / "sbatch").glob("*.sbatch"))
 SHORT = (*SMALL, "train.steps=2", "checkpoint.every_steps=2")

@@ -1,6 +1,7 @@
 """A rank that nobody can kill: frozen by the kernel (cgroup v1), as one that waits for a dead file server."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import psutil
 import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like
+from tests.processes import tell
 from verl_slurm.devcluster.cluster import DevCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
 class Freezer:
@@ -39,9 +41,9 @@ def freezer() -> Iterator[Freezer]:
         yield made
     finally:
         made.thaw()
-        ended = [psutil.Process(int(pid)) for pid in (group / "cgroup.procs").read_text().split()]
-        for process in ended:
-            process.kill()
+        pids = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+        ended = [process for process in psutil.process_iter() if process.pid in pids]
+        tell(ended, signal.SIGKILL)
         psutil.wait_procs(ended, timeout=10)
         group.rmdir()
 
@@ -50,9 +52,11 @@ def freezer() -> Iterator[Freezer]:
 def test_an_unkillable_rank_is_said_holds_nobody_up_and_the_next_life_resumes(
     make_cluster: Callable[..., DevCluster], freezer: Freezer, twin: LiveRun, tmp_path: Path
 ) -> None:
-    # The save before the end is given up 5 s after the TERM: it cannot come to anything.
-    cluster = make_cluster(nodes=2, kill_wait_s=120, cred_expire_s=10)
-    run = LiveRun(cluster, tmp_path / "run", *SMALL, "daemon.save_margin_s=115").submit()
+    # The save before the end is given up 5 s after the TERM: it cannot come to anything. The next life starts a
+    # KillWait after this one's end. From KILL on Slurm gives the rank 60 s (UnkillableStepTimeout) before it drains
+    # the node.
+    cluster = make_cluster(nodes=2, kill_wait_s=30, cred_expire_s=10)
+    run = LiveRun(cluster, tmp_path / "run", *SMALL, "daemon.save_margin_s=25").submit()
     try:
         run.wait_phase("update", step=1)
         (node,) = run.other_nodes()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.harness import SMALL, LiveRun, same_weights
+from tests.processes import held
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
@@ -20,13 +21,13 @@ from verl_slurm.reward_plan import read_reward_plan
 from verl_slurm.runtime_state import ledger
 from verl_slurm.step_log import last_steps
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
-STEPS, WARM_STEPS = 12, 5
+STEPS, WARM_STEPS = 8, 5
 # In another language than a rule's 0 to 1, and of another opinion.
 SOURCE = "def score(prompts, responses, answers):\n    return [40.0 + 25.0 * len(r) for r in responses]\n"
-OVERRIDES = (*SMALL, f"train.steps={STEPS}", "train.batch_size_per_device=512")
-"""Steps of seconds: Slurm needs one or two to preempt."""
+OVERRIDES = (*SMALL, f"train.steps={STEPS}", "train.batch_size_per_device=128")
+"""Steps of a second. Slurm and a command need longer than that, so the ranks are held meanwhile."""
 
 
 @pytest.fixture
@@ -57,7 +58,8 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     # While two nodes train.
     run.submit()
     run.wait_phase("generate", step=0)
-    assert "takes it at the end of a step" in ask(run, new)
+    with held(run.ranks()):
+        assert "takes it at the end of a step" in ask(run, new)
     asked = run.wait_event("reward_asked", reward=new)
     assert asked["warm_start_steps"] == WARM_STEPS
     told = run.wait_event("notice", topic="reward")["text"]
@@ -68,7 +70,8 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     # The next checkpoint knows it: it is that of a preemption in mid-step, under the warm start.
     run.wait_phase("generate", step=switch.step)
     seen = len(run.events())
-    preempt(cluster, int(run.job_id), hold_s=1)
+    with held(run.ranks()):
+        preempt(cluster, int(run.job_id), hold_s=1)
     saved = run.wait_event("saved", after=seen, emergency=True)
     run.wait_event("ended", after=seen, exit_code=25)
     before = read_manifest(run.paths.checkpoint(switch.step))
@@ -130,7 +133,7 @@ def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_sam
     judge = tmp_path / "judge.py"
     judge.write_text(SOURCE)
     new = f"python:{judge}:score"
-    run.submit("train.steps=8")
+    run.submit()
     run.wait_event("started")  # the ranks are not there yet
     ask(run, new)
     first = run.wait_event("notice", topic="reward")["text"]
@@ -138,7 +141,8 @@ def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_sam
 
     run.wait_phase("generate", step=1)
     seen = len(run.events())
-    preempt(cluster, int(run.job_id), hold_s=1)
+    with held(run.ranks()):
+        preempt(cluster, int(run.job_id), hold_s=1)
     ask(run, "rule:arithmetic")  # in the grace time, while the job completes, or when it is queued again
     run.wait_event("ended", after=seen, exit_code=25)
     second = run.wait_event("notice", after=seen, topic="reward")["text"]

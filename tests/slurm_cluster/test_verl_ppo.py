@@ -9,9 +9,11 @@ import msgspec
 import psutil
 import pytest
 
+from tests.processes import python_path
+
 pytest.importorskip("verl", reason="needs verl: make verl")
 
-from tests.harness import ROOT, LiveRun
+from tests.harness import LiveRun
 from tests.verl.grpo import MODULES, grpo_words, make_prompts, write_config
 from tests.verl.tiny import make_model
 from verl_slurm.checkpoint.verify import read_manifest
@@ -35,7 +37,7 @@ def grpo(
     cluster: DevCluster, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LiveRun]:
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", MODULES)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'daemon'}")
+    monkeypatch.setenv("PYTHONPATH", python_path()["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model, prompts = inputs
     config = write_config(tmp_path / "grpo.yaml", tmp_path / "run", grpo_words(model, prompts, 4))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.errors import ConfigError
 from verl_slurm.submit import gpus
 from verl_slurm.submit.gpus import gpu_note
 
@@ -16,23 +17,26 @@ def _torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(gpus, "version", lambda _: version)
 
 
-def test_a_torch_for_cpus_is_said_wherever_the_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_for_cpus_is_a_note_on_slurm_and_refused_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     _torch(monkeypatch, "2.13.0+cpu")
-    for cluster in ("slurm", "local"):
-        note = gpu_note(CUDA, cluster, signs=())
-        assert note is not None
-        assert "torch 2.13.0+cpu of this environment is built without CUDA" in note
-        assert "constraints/cuda.txt" in note
+    note = gpu_note(CUDA, "slurm", signs=())
+    assert note is not None
+    assert "torch 2.13.0+cpu of this environment is built without CUDA" in note
+    assert "constraints/cuda.txt" in note
+    (tmp_path / "driver").touch()
+    with pytest.raises(ConfigError, match=r"torch 2\.13\.0\+cpu, built without CUDA"):
+        gpu_note(CUDA, "local", signs=[tmp_path / "driver"])
 
 
-def test_a_machine_without_a_driver_is_said_where_the_run_is_to_stay_on_it(
+def test_a_machine_without_a_driver_is_refused_where_the_run_is_to_stay_on_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _torch(monkeypatch, "2.13.0")
     driver = tmp_path / "version"
-    note = gpu_note(CUDA, "local", signs=[driver])
-    assert note is not None
-    assert "no NVIDIA driver" in note
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        gpu_note(CUDA, "local", signs=[driver])
     assert gpu_note(CUDA, "slurm", signs=[driver]) is None, "a login node need not have one"
     driver.touch()
     assert gpu_note(CUDA, "local", signs=[driver]) is None

@@ -1,7 +1,9 @@
 """Whether a run without Slurm still lives."""
 
-import os
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -33,20 +35,30 @@ def owned(root: Path, *, pid: int, job_id: str, taken: datetime, born: str = "")
     return paths
 
 
+@pytest.fixture
+def lead_pid(tmp_path: Path) -> Iterator[int]:
+    """A process with the words of a lead of `run`."""
+    argv = [sys.executable, "-c", "input()", "lead", "--run", "run"]
+    with subprocess.Popen(argv, cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.communicate(b"\n")
+
+
 @pytest.mark.parametrize(
-    ("pid", "job", "age_s", "alive"),
+    ("there", "job", "age_s", "alive"),
     [
-        (os.getpid(), "local-7", 0, True),
-        (os.getpid(), "local-8", 0, False),
-        (999_999_999, "local-7", 0, False),
-        (os.getpid(), "local-7", 10**6, False),
+        (True, "local-7", 0, True),
+        (True, "local-8", 0, False),
+        (False, "local-7", 0, False),
+        (True, "local-7", 10**6, False),
     ],
     ids=["it lives", "another has the run", "no such process", "only the number is the same"],
 )
 def test_a_lead_that_was_started_by_hand_lives_as_long_as_its_process(
-    tmp_path: Path, pid: int, job: str, age_s: int, alive: bool
+    tmp_path: Path, lead_pid: int, there: bool, job: str, age_s: int, alive: bool
 ) -> None:
     """Of a hostfile run, say: it has no controller of submitit's, and was called gone while it ran."""
+    pid = lead_pid if there else 999_999_999
     taken = datetime.now(UTC) - timedelta(seconds=age_s)
     paths = owned(tmp_path / "run", pid=pid, job_id="local-7", taken=taken)
     submission = Submission(job_id=job, cluster="local", host=socket.gethostname())
@@ -56,12 +68,17 @@ def test_a_lead_that_was_started_by_hand_lives_as_long_as_its_process(
 
 
 @pytest.mark.scenario("K02")
-@pytest.mark.parametrize(("born", "alive"), [(birth_of(os.getpid()), True), ("another boot:1", False)])
+@pytest.mark.parametrize(
+    ("born", "alive"),
+    [("now", True), ("another boot:1", False)],
+    ids=["ours", "a former boot's"],
+)
 @pytest.mark.parametrize("off_s", [-(10**6), 10**6])
 def test_whether_a_lead_by_hand_lives_is_told_by_its_birth_and_not_by_dates(
-    tmp_path: Path, born: str, alive: bool, off_s: int
+    tmp_path: Path, lead_pid: int, born: str, alive: bool, off_s: int
 ) -> None:
     taken = datetime.now(UTC) + timedelta(seconds=off_s)
-    paths = owned(tmp_path / "run", pid=os.getpid(), job_id="local-7", taken=taken, born=born)
+    birth = birth_of(lead_pid) if born == "now" else born
+    paths = owned(tmp_path / "run", pid=lead_pid, job_id="local-7", taken=taken, born=birth)
     submission = Submission(job_id="local-7", cluster="local", host=socket.gethostname())
     assert job_state(paths, submission).over is not alive

@@ -22,8 +22,8 @@ TINY = BUILTIN_MODELS["tiny"]
         (4, 1, {"num_key_value_heads": None, "intermediate_size": 190}, "intermediate_size=190"),
         (1, 3, {}, "num_hidden_layers=2"),
         (1, 2, {"tie_word_embeddings": True}, "cannot share a weight"),
-        (2, 1, {"model_type": "gpt2"}, "one of llama, mistral, qwen2"),
-        (1, 2, {"model_type": "gpt2"}, "one of llama, mistral, qwen2"),
+        (2, 1, {"model_type": "gpt2"}, "one of llama, qwen2, mistral"),
+        (1, 2, {"model_type": "gpt2"}, "one of llama, qwen2, mistral"),
     ],
 )
 def test_what_does_not_divide_is_said_with_the_numbers(

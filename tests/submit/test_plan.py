@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.layout import LAYOUT_KEYS, keep_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
@@ -19,7 +20,6 @@ from verl_slurm.submit.inputs import (
     cache_dir,
     needs_building,
 )
-from verl_slurm.submit.plan import refuse_changes
 from verl_slurm.submit.preflight import choose_cluster, partition_complaint
 from verl_slurm.submit.rewards import RULES
 
@@ -183,7 +183,7 @@ def test_an_existing_run_keeps_the_built_in_it_was_started_with() -> None:
         ([], {}, ""),
         ([], {"state": "DOWN"}, "its state is DOWN"),
         (["distributed.nodes=5", "distributed.dp_size=5"], {}, "4 nodes in it, 5 asked for"),
-        ([], {"max_nodes": 1}, "at most 1 nodes a job, 2 asked for"),
+        ([], {"max_nodes": 1}, "at most 1 node a job, 2 asked for"),
         ([], {"max_time_s": 1800}, "at most 30 min a job, 60 asked for"),
         (["slurm.cpus_per_node=5"], {}, "8 CPUs in it, 2 x 5 asked for"),
     ],

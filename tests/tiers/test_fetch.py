@@ -65,7 +65,11 @@ def test_one_that_is_there_and_verifies_is_left_alone(
 ) -> None:
     before = save(20).stat()
     assert fetch(paths, config_of(), "step_000020", tiers=tiers).tier == ""
-    assert (paths.checkpoints / "step_000020").stat() == before
+    after = (paths.checkpoints / "step_000020").stat()
+    assert (after.st_ino, after.st_ctime_ns) == (
+        before.st_ino,
+        before.st_ctime_ns,
+    )  # reading changes st_atime
 
 
 @pytest.mark.parametrize("harm", ["longer", "shorter", "other", "missing"])
@@ -133,3 +137,18 @@ def test_a_server_that_gives_back_something_else_gives_nothing(
         fetch(paths, config_of(), "step_000010", tiers=tiers)
     assert "secret prose" not in caught.value.one_line()
     assert left(paths) == []
+
+
+@pytest.mark.scenario("FLT-H03")
+def test_what_a_tier_has_damaged_is_taken_from_the_copy_in_quarantine(
+    paths: RunPaths, save: Save, cold: TierConfig
+) -> None:
+    here = save(10)
+    tiers = opened(paths, cold)
+    assert sync(paths, config_of(), tiers=tiers).ok
+    paths.quarantine.mkdir(mode=0o700)
+    aside = here.rename(paths.quarantine / f"{here.name}.20261122T000000")
+    (aside / "metadata.json").write_bytes(b"damaged here")
+    (stored(cold, here.name) / "config.yaml").write_bytes(b"name: rUn\n")
+    assert fetch(paths, config_of(), here.name, tiers=tiers).tier == "cold"
+    assert verify(here).ok

@@ -10,10 +10,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.config.load import load_resolved
+from verl_slurm.dcp.collective import Collective
 from verl_slurm.fence import take_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.place import Place, process_group
@@ -41,33 +43,41 @@ class LimitedLine(NoDaemon):
         return Request(1, True, 0)
 
 
-def main(plan: list[tuple[str, list[tuple[int | None, str]]]]) -> None:
+Lives = list[tuple[int | None, str]]
+
+
+def live_through(root: str, lives: Lives, place: Place, device: torch.device, ranks: Collective) -> None:
+    """Every life of one run. Collective."""
+    paths = RunPaths(Path(root))
+    config = load_resolved(paths.run_yaml)
+    for at, how in lives:
+        words: list[object] = [None, None]
+        if place.rank == 0:
+            epoch = take_epoch(paths, job_id="test", restart=0).epoch
+            words = [epoch, choose_resume(paths, "auto").name or ""]
+        dist.broadcast_object_list(words)
+        loop = build_loop(
+            config,
+            paths,
+            epoch=int(str(words[0])),
+            resume=str(words[1]),
+            device=device,
+            ranks=ranks,
+            line=LimitedLine(at, how),
+            local_rank=place.local_rank,
+        )
+        try:
+            loop.run()
+        except Died:
+            loop._checkpointer.close()
+
+
+def main(plan: list[tuple[str, Lives]]) -> None:
     place = Place.from_environ(os.environ)
     first = load_resolved(RunPaths(plan[0][0]).run_yaml)
     with process_group(first, place) as (device, ranks):
         for root, lives in plan:
-            paths = RunPaths(Path(root))
-            config = load_resolved(paths.run_yaml)
-            for at, how in lives:
-                words: list[object] = [None, None]
-                if place.rank == 0:
-                    epoch = take_epoch(paths, job_id="test", restart=0).epoch
-                    words = [epoch, choose_resume(paths, "auto").name or ""]
-                dist.broadcast_object_list(words)
-                loop = build_loop(
-                    config,
-                    paths,
-                    epoch=int(str(words[0])),
-                    resume=str(words[1]),
-                    device=device,
-                    ranks=ranks,
-                    line=LimitedLine(at, how),
-                    local_rank=place.local_rank,
-                )
-                try:
-                    loop.run()
-                except Died:
-                    loop._checkpointer.close()
+            live_through(root, lives, place, device, ranks)
 
 
 if __name__ == "__main__":

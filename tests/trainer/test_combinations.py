@@ -216,12 +216,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) 
         probe.close()
         build, kept = setup.build_engine, list[Any]()
 
-        def build_once(config: RunConfig, **rest: Any) -> Any:
+        def build_once(config: RunConfig, model: Path, **rest: Any) -> Any:
             """There can be one vLLM in a process, and it has no state but the weights that every step brings."""
             if config.rollout.engine == "hf":
-                return build(config, **rest)
+                return build(config, model, **rest)
             if not kept:
-                kept.append(build(config, **rest))
+                kept.append(build(config, model, **rest))
             return kept[0]
 
         patch.setattr(setup, "build_engine", build_once)
@@ -248,6 +248,7 @@ def _best(paths: RunPaths) -> dict[str, Rank]:
     return rank_best(list_checkpoints(paths), Best.of(load.load_resolved(paths.run_yaml).checkpoint))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=_VLLM if case.vllm else []) for name, case in CASES.items()]
 )

@@ -110,7 +110,7 @@ def test_what_is_wrong_with_the_data_is_said_with_its_place(
 def test_a_missing_root_and_a_missing_tokenizer_are_data_errors(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with pytest.raises(DataError, match="no prompts"):
+    with pytest.raises(DataError, match="no such data directory"):
         PromptData(tmp_path / "none", tokenizer, DataConfig(), 0)
     with pytest.raises(DataError, match="tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)

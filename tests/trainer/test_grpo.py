@@ -9,6 +9,7 @@ The safe points of a process of this configuration, by number:
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.processes import python_path, tell
 from verl_slurm.checkpoint.describe import describe
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config import load
@@ -86,11 +88,7 @@ class Runs:
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         argv += ["-m", "tests.trainer.lives_worker"]
         argv += [json.dumps([(str(paths.root), lives) for paths, lives in plan])]
-        environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "daemon")]),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         pipe = subprocess.PIPE
         with subprocess.Popen(
             argv, cwd=REPOSITORY, env=environ, text=True, stdout=pipe, stderr=pipe
@@ -99,8 +97,7 @@ class Runs:
                 out, err = ranks.communicate(timeout=240)
             finally:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    for process in [*psutil.Process(ranks.pid).children(recursive=True)]:
-                        process.kill()
+                    tell(psutil.Process(ranks.pid).children(recursive=True), signal.SIGKILL)
         assert ranks.returncode == 0, err[-4000:]
         return out
 
@@ -141,6 +138,7 @@ def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_grpo_interrupted_at_any_safe_point_ends_with_the_same_bits(
     lived: dict[str, RunPaths], name: str
@@ -148,6 +146,7 @@ def test_grpo_interrupted_at_any_safe_point_ends_with_the_same_bits(
     _assert_nothing_changed(lived[name], lived["undisturbed"])
 
 
+@pytest.mark.long
 def test_so_does_ppo_with_several_responses_to_a_prompt_and_the_kl_in_its_loss(
     lived: dict[str, RunPaths],
 ) -> None:
@@ -203,6 +202,7 @@ def test_a_checkpoint_of_one_algorithm_is_refused_by_the_other(lived: dict[str, 
         assert expected.replace("; expected", ",").split(",")[0] in caught.value.one_line()
 
 
+@pytest.mark.long
 def test_a_run_of_two_ranks_goes_on_with_one_and_keeps_its_groups(
     runs: Runs, lived: dict[str, RunPaths]
 ) -> None:

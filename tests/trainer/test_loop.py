@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.processes import python_path, tell
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import verify
@@ -141,11 +143,7 @@ class Runs:
         module = "tests.trainer.scripted_rank" if script else "verl_slurm.trainer"
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
-        environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "daemon")]),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         environ.pop("VERL_SLURM_CONTROL", None)
         if script:
             environ["VS_TEST_SCRIPT"] = json.dumps(script)
@@ -162,8 +160,7 @@ class Runs:
 
 def _end_tree(pid: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
-            process.kill()
+        tell([*psutil.Process(pid).children(recursive=True), psutil.Process(pid)], signal.SIGKILL)
 
 
 def _final(paths: RunPaths) -> Path:
@@ -202,6 +199,7 @@ def _replayed(ended: Ended) -> int:
     return int(ended.out.partition(" journaled micro-batches")[0].rsplit(maxsplit=1)[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("phase", "number", "name"),
     [
@@ -229,6 +227,7 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
     assert _final(paths).is_dir()
 
 
+@pytest.mark.long
 def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledger(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -249,6 +248,7 @@ def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledge
     assert {step for step, _ in stats(paths).duplicates} == {1}
 
 
+@pytest.mark.long
 def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     runs: Runs, tmp_path: Path
 ) -> None:
@@ -274,6 +274,7 @@ def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
+@pytest.mark.long
 def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed: RunPaths) -> None:
     checkpoint = CheckpointConfig(
         cadence="young_daly", components=("actor",), include_optimizer=True, partial_every_steps=1
@@ -313,6 +314,7 @@ def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.long
 def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_them_in_the_open(
     runs: Runs, undisturbed: RunPaths, tmp_path: Path
 ) -> None:
@@ -351,6 +353,7 @@ def _written(paths: RunPaths) -> list[Path]:
     return [path for path in files if path.name != "schema_version.json"]
 
 
+@pytest.mark.long
 def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -364,6 +367,7 @@ def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P08")
 def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
     runs: Runs, undisturbed: RunPaths
@@ -377,6 +381,7 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.long
 def test_a_run_whose_last_save_fails_has_crashed_and_its_next_start_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -392,6 +397,7 @@ def test_a_run_whose_last_save_fails_has_crashed_and_its_next_start_ends_with_th
     _assert_nothing_changed(paths, undisturbed)
 
 
+@pytest.mark.long
 def test_by_hand_a_foreign_checkpoint_is_verified_before_it_is_opened(
     runs: Runs, undisturbed: RunPaths, tmp_path: Path
 ) -> None:
@@ -515,6 +521,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     made.close()
 
 
+@pytest.mark.long
 def test_ranks_obey_the_control_page_and_say_so(
     runs: Runs, undisturbed: RunPaths, agent: Agent, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.errors import CheckpointCorrupt, DataError, Fenced
+from verl_slurm.errors import CheckpointCorrupt, DataError, Fenced, WireError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import FinalSaveFailed
@@ -60,6 +60,16 @@ def test_a_rank_that_was_fenced_off_in_a_save_says_so(
 
 def test_a_failed_final_save_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert _end(FinalSaveFailed("x"), monkeypatch, tmp_path) == (ExitCode.INTERNAL, [])
+
+
+@pytest.mark.scenario("P14")
+def test_a_rank_that_does_not_reach_its_agent_is_a_crash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next start has another agent; refused, it would end the run for good."""
+    lost = WireError("the agent of this node does not listen", where="/tmp/verl-slurm-1-x/store.sock")
+    for error in (lost, _chained(RanksFailed("the group was not made"), lost)):
+        assert _end(error, monkeypatch, tmp_path) == (ExitCode.INTERNAL, [])
 
 
 def test_storage_that_is_unwell_is_a_crash_whoever_names_it(

@@ -110,6 +110,7 @@ def test_a_model_that_cannot_be_loaded_is_a_data_error(tmp_path: Path, tiny: Pat
     assert "model.path" in str(caught.value.remedy)
 
 
+@pytest.mark.long
 def test_sharded_over_two_ranks_everything_is_as_in_one_process(tiny: Path) -> None:
     command = [
         sys.executable,

@@ -56,12 +56,12 @@ def test_what_is_no_reward_is_refused_and_the_sample_named(returned: object, fou
     assert caught.value.exit_code is ExitCode.DATA
 
 
-def test_an_exception_is_a_crash_that_names_its_line(tmp_path: Path) -> None:
+def test_an_exception_ends_with_one_line_that_names_its_place(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def score(p, r, a):\n    return [1 / 0 for _ in r]\n")
     reward = build_reward(f"python:{tmp_path / 'r.py'}:score")
     with pytest.raises(RewardRaised, match=r"ZeroDivisionError: division by zero at .*r\.py:2") as caught:
         reward(PROMPTS, RESPONSES, ANSWERS)
-    assert caught.value.exit_code is ExitCode.INTERNAL  # another start may help
+    assert caught.value.exit_code is ExitCode.DATA
 
 
 def test_a_function_cannot_change_the_lists_of_the_training() -> None:

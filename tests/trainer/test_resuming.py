@@ -235,7 +235,7 @@ def test_a_layout_that_cannot_be_read_just_now_is_neither_refused_nor_replaced(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fail)
+        patch.setattr("verl_slurm.trainer.orchestration.read_regular", fail)
         with pytest.raises(OSError, match=os.strerror(number)):
             check_or_write(paths, layout)
     assert paths.orchestration.read_bytes() == before

@@ -188,7 +188,7 @@ def test_the_responses_to_one_prompt_differ(tiny: Path, sums_root: Path) -> None
 def test_a_model_with_a_cache_of_its_own_is_refused_before_it_samples(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_slurm.trainer.rollout.load_causal_lm", lambda path, dtype: OwnCache())
+    monkeypatch.setattr("verl_slurm.trainer.rollout.load_causal_lm", lambda path, **_: OwnCache())
     with pytest.raises(ConfigError, match=r"rollout.engine.*OwnCache.*vllm"):
         make_rollout(tiny)
 

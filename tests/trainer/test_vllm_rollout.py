@@ -1,4 +1,4 @@
-"""The real vLLM as a rollout engine. Runs in an environment that has it: `make vllm`, or inside `make test`.
+"""The real vLLM as a rollout engine. Runs in an environment that has it: `make vllm`, or inside `make test-all`.
 
 One vLLM for this whole module, because there can be one in a process.
 """
@@ -62,7 +62,12 @@ class Bench:
         rollout = msgspec.structs.replace(self.config.rollout, engine=name)
         config = msgspec.structs.replace(self.config, rollout=rollout)
         return build_engine(
-            config, eos_id=self.eos, pad_id=self.pad, device=torch.device("cpu"), ranks=Collective(None)
+            config,
+            Path(config.model.path),
+            eos_id=self.eos,
+            pad_id=self.pad,
+            device=torch.device("cpu"),
+            ranks=Collective(None),
         )
 
     @staticmethod
@@ -199,4 +204,4 @@ def test_what_vllm_cannot_sample_from_is_refused_at_the_start(bench: Bench, tiny
     model = msgspec.structs.replace(bench.config.model, path=str(tiny))
     config = msgspec.structs.replace(bench.config, distributed=distributed, model=model)
     with pytest.raises(ConfigError, match="heads of 16 on a CPU"):
-        build_engine(config, eos_id=1, pad_id=0, device=torch.device("cpu"), ranks=Collective(None))
+        build_engine(config, tiny, eos_id=1, pad_id=0, device=torch.device("cpu"), ranks=Collective(None))

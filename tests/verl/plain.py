@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tests.harness import ROOT
+from tests.processes import python_path
 from verl_slurm.verl.overrides import check_overrides
 
 __all__ = ["OURS", "VERLS", "Ended", "cpu_environ", "run_sft"]
@@ -35,10 +35,9 @@ class Ended:
 def cpu_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, and verl on CPUs, from this checkout, without a network."""
     module = "cpu_platform_08" if metadata.version("verl").startswith("0.8.") else "cpu_platform"
-    places = [str(ROOT), str(ROOT / "daemon"), environ.get("PYTHONPATH", "")]
     return {
         **environ,
-        "PYTHONPATH": ":".join(place for place in places if place),
+        **python_path(environ=environ),
         "VERL_USE_EXTERNAL_MODULES": f"tests.verl.{module}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -13,17 +13,56 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import python_path, tell
+
 pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
-from tests.harness import ROOT
+from tests.hostile.another_user import WITH_OUR_PACKAGES, python_with
+from tests.hostile.runs_of_ranks import listeners
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl import node
 from verl_slurm.verl.ray_nodes import ray_argv, ray_environment
 
-pytestmark = [pytest.mark.verl, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.verl, pytest.mark.timeout(1500)]
 
 _JOIN = "import ray; ray.init(logging_level='ERROR', log_to_driver=False); print('joined', len(ray.nodes()))"
+
+_PATIENCE = (
+    "raylet_start_wait_time_s",
+    "worker_register_timeout_seconds",
+    "gcs_server_request_timeout_seconds",
+)
+"""On a machine that is busy with other tests."""
+
+_GUARDED = """
+import ray
+ray.init(logging_level="ERROR", log_to_driver=False)
+def names():
+    import zmq
+    return zmq.Socket.bind.__name__
+print(names(), ray.get(ray.remote(names).remote()))
+"""
+
+_STRANGER = """
+import grpc
+CALLS = (
+    "NodeInfoGcsService/GetAllNodeInfo", "InternalKVGcsService/InternalKVKeys", "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Pull", "CoreWorkerService/PushTask", "CoreWorkerService/GetCoreWorkerStats",
+    "RayletDriver/Init", "ReporterService/GetTraceback",
+)
+for place in sys.argv[1:]:
+    channel, codes = grpc.insecure_channel(place), []
+    for call in CALLS:
+        try:
+            channel.unary_unary("/ray.rpc." + call)(b"", timeout=60)
+            codes.append("OK")
+        except grpc.RpcError as error:
+            codes.append(error.code().name)
+        if codes == ["UNAVAILABLE"]:
+            break
+    print(place, *sorted(set(codes)), flush=True)
+"""
 
 
 class Head:
@@ -35,14 +74,17 @@ class Head:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
+        write_file(self.scratch / "ranks.key", bytes(range(32)))
         self.environ = ray_environment(
-            os.environ | {"PYTHONPATH": f"{ROOT}"},
+            os.environ | python_path() | {"VERL_SLURM_CONTROL": str(self.scratch)},
             self.scratch / "ray.token",
             address,
             RunPaths(root),
             "test",
+            nodes=1,
         )
         del self.environ["VERL_USE_EXTERNAL_MODULES"]
+        self.environ |= {f"RAY_{name}": "900" for name in _PATIENCE}
         argv = ray_argv(
             sys.executable,
             head=address,
@@ -66,7 +108,7 @@ class Head:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=900,
         )
 
     def all(self) -> list[psutil.Process]:
@@ -87,8 +129,7 @@ def head() -> Iterator[Head]:
     made = Head(root)
     yield made
     below = made.all()
-    for process in below:
-        process.kill()
+    tell(below, signal.SIGKILL)
     _, alive = psutil.wait_procs(below, timeout=20)
     made.process.wait()
     shutil.rmtree(root)
@@ -112,6 +153,34 @@ def test_nobody_joins_without_the_token(head: Head) -> None:
         for done in pool.map(lambda environ: head.python("-c", _JOIN, **environ), strangers):
             assert done.returncode != 0
             assert "joined" not in done.stdout
+
+
+@pytest.mark.scenario("SEC01")
+def test_each_python_of_ray_starts_with_our_rendezvous(head: Head) -> None:
+    done = head.python("-c", _GUARDED)
+    assert done.stdout.split() == ["guarded_bind", "guarded_bind"], done.stderr
+
+
+@pytest.mark.scenario("SEC01")
+def test_another_user_is_refused_at_each_port_where_ray_takes_calls(head: Head) -> None:
+    """Its GCS, raylet and workers listen on all interfaces, and take pickles of those who have the token."""
+    assert head.python("-c", _JOIN).stdout == "joined 1\n"
+    doors = {
+        f"{ip if '.' in ip and ip != '0.0.0.0' else '127.0.0.1'}:{port}".replace("::ffff:", ""): words
+        for (_, ip, port), words in listeners(head.process.pid).items()
+    }
+    said = subprocess.run(
+        [*python_with("grpc"), "-c", WITH_OUR_PACKAGES + _STRANGER, *doors],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    ).stdout
+    codes = {place: set(words) for place, *words in map(str.split, said.splitlines())}
+    assert not [place for place, found in codes.items() if "OK" in found]
+    asked = [place for place, found in codes.items() if "UNAUTHENTICATED" in found]
+    assert len(asked) >= 4, "GCS, raylet twice, a worker"
 
 
 def test_slurms_signals_end_nothing_of_it(head: Head) -> None:

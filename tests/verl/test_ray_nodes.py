@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.ray_nodes import object_store_bytes, ray_argv, ray_environment, ray_token, temp_fits
 
@@ -22,8 +24,8 @@ def argv(*, is_head: bool, ranks: int = 4, cpus: int = 64, store: int | None = N
     )
 
 
-def environment(**environ: str) -> dict[str, str]:
-    return ray_environment(environ, Path("/s/ray.token"), "10.0.0.1:4001", RunPaths("/runs/a"), "a")
+def environment(nodes: int = 2, **environ: str) -> dict[str, str]:
+    return ray_environment(environ, Path("/s/ray.token"), "10.0.0.1:4001", RunPaths("/runs/a"), "a", nodes)
 
 
 def test_the_head_listens_where_the_lead_has_told_all_nodes_and_the_others_go_there() -> None:
@@ -86,3 +88,12 @@ def test_what_the_user_has_said_about_ray_and_his_loggers_stays() -> None:
 def test_a_directory_whose_sockets_would_have_names_too_long_is_known() -> None:
     assert temp_fits(Path("/tmp/verl-slurm-4194304-abcdefgh/r"))
     assert not temp_fits(Path("/run/user/1000123/verl-slurm-4194304-abcdefgh/r"))
+
+
+@pytest.mark.scenario("SEC01")
+def test_pythons_below_ray_start_with_our_rendezvous_and_on_one_node_gloo_stays_on_it() -> None:
+    first, second = environment(PYTHONPATH="/mine")["PYTHONPATH"].split(":")
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert second == "/mine"
+    assert "GLOO_SOCKET_IFNAME" not in environment()
+    assert environment(nodes=1)["GLOO_SOCKET_IFNAME"] == "lo"

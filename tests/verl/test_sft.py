@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.hostile.runs_of_ranks import require_nothing_listens_but_lead_and_gloo
 from tests.local_runs import finish, lead, until
 from tests.verl.plain import OURS, VERLS, cpu_environ, run_sft
 from tests.verl.runs import write_config
@@ -120,3 +121,10 @@ def test_steps_that_the_data_does_not_have_are_refused_at_the_start(
     assert "the data ends before the last step" in ended.output, ended.output[-3000:]
     assert "found 100 steps, and 16 in trainer.total_epochs=2" in ended.output
     assert "exitcode  : 10 " in ended.output
+
+
+@pytest.mark.scenario("SEC01")
+def test_nothing_of_verls_sft_listens_but_gloo_on_the_nodes_own_interface(
+    tmp_path: Path, sums: dict[str, object]
+) -> None:
+    require_nothing_listens_but_lead_and_gloo(prepared(tmp_path / "run", sums), cpu_environ(os.environ))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.errors import KeyRefused, PermissionRefused, WireError
+from verl_slurm.wire.connection_limits import ROW, make_room
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, has_token, parse_head, read_token, serve_http
 
 GOOD = b"GET /metrics?x=1 HTTP/1.1\r\nHost: localhost:9464\r\nAccept:  text/plain \r\n\r\n"
@@ -184,19 +185,46 @@ def test_a_bug_behind_the_port_is_a_500_without_a_word_of_it() -> None:
     assert b"secret" not in reply
 
 
-@pytest.mark.scenario("M13")
-def test_silent_strangers_hold_so_many_places_and_no_more() -> None:
-    async def talk() -> tuple[bytes, bytes]:
-        server, port = await serve_http("127.0.0.1", 0, _hello, Caps(connections=3, patience_s=30.0))
+@pytest.mark.scenario("M13", "SEC03")
+def test_the_oldest_silent_strangers_make_room_for_newer_ones() -> None:
+    async def talk() -> tuple[int, bytes]:
+        server, port = await serve_http("127.0.0.1", 0, _hello, Caps(patience_s=60.0))
         async with server:
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            refused = await _say(port, GOOD)
-            for reader, writer in silent:
-                writer.write_eof()
-                await reader.read()  # the server has let go of this one
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(ROW + 40)]
+            taken = await _say(port, GOOD)
+            cut = sum(reader.at_eof() or reader.exception() is not None for reader, _ in silent)
+            for _, writer in silent:
                 writer.close()
-            return refused, await _say(port, GOOD)
+            return cut, taken
 
-    refused, taken = asyncio.run(talk())
-    assert refused in (b"", b"reset")
+    make_room(4 * ROW)
+    cut, taken = asyncio.run(talk())
     assert taken.startswith(b"HTTP/1.1 200")
+    assert 1 <= cut <= 40
+
+
+@pytest.mark.scenario("SEC03")
+def test_the_token_has_places_of_its_own_and_no_body_of_a_stranger_is_kept() -> None:
+    token, post = "t" * 64, b"POST / HTTP/1.1\r\nContent-Length: 3\r\nAuthorization: Bearer %s\r\n\r\nabc"
+    heard: list[tuple[bool, bytes]] = []
+
+    async def hear(request: HttpRequest) -> HttpReply:
+        heard.append((request.bearer, request.body))
+        return HttpReply(200 if request.bearer else 401)
+
+    async def talk() -> list[bytes]:
+        caps = Caps(method="POST", body_bytes=5, bearers=1)
+        server, port = await serve_http("127.0.0.1", 0, hear, caps, token)
+        async with server:
+            whole = post % token.encode()
+            _, held = await asyncio.open_connection("127.0.0.1", port)
+            held.write(whole[:-1])
+            answers = [await _say(port, post % (b"x" * 64))]
+            answers.append(await _say(port, whole))  # the one place is taken by a body that does not come
+            held.close()
+            return answers
+
+    strange, full = asyncio.run(talk())
+    assert strange.startswith(b"HTTP/1.1 401")
+    assert full in (b"", b"reset")
+    assert heard == [(False, b"")]

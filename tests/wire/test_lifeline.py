@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
 from verl_slurm.wire.lifeline import CONTROL_VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ signal.pause()
 
 
 def _environ(control: str | None) -> dict[str, str]:
-    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environ = os.environ | python_path()
     environ.pop(CONTROL_VARIABLE, None)
     return environ | ({CONTROL_VARIABLE: control} if control else {})
 

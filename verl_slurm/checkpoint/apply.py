@@ -13,8 +13,8 @@ from pathlib import Path
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.retention import PrunePlan
+from verl_slurm.checkpoint.tree import open_own
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.files import fsync_path
 from verl_slurm.paths import RunPaths
 
 __all__ = ["apply_prune"]
@@ -52,15 +52,15 @@ def apply_prune(
     if not plan.assured and not any(verifier(paths.checkpoints / item.name).ok for item in plan.keep):
         return []
     removed = []
-    for name in names:
-        final = paths.checkpoints / name
-        doomed = paths.staging(final, secrets.token_hex(8))
-        epoch_check()
-        try:
-            os.rename(final, doomed)
-        except FileNotFoundError:
-            continue
-        fsync_path(paths.checkpoints)
-        shutil.rmtree(doomed)
-        removed.append(name)
+    with open_own(paths.run, paths.checkpoints) as folder:
+        for name in names:
+            doomed = paths.staging(paths.checkpoints / name, secrets.token_hex(8)).name
+            epoch_check()
+            try:
+                os.rename(name, doomed, src_dir_fd=folder, dst_dir_fd=folder)
+            except FileNotFoundError:
+                continue
+            os.fsync(folder)
+            shutil.rmtree(doomed, dir_fd=folder)
+            removed.append(name)
     return removed

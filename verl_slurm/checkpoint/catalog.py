@@ -9,6 +9,7 @@ import msgspec
 from verl_slurm.checkpoint.format import STAGING_NAME
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.checkpoint.tree import names_in
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.paths import RunPaths
@@ -29,12 +30,11 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
 
     Raises:
         OSError: the checkpoint directory cannot be read.
-
-    Called by: cli, recover, retention's callers.
+        PermissionRefused: it, or the quarantine, is a link.
     """
-    entries = [path for path in _children(paths.checkpoints) if not _is_ours(paths, path)]
+    entries = [path for path in _children(paths, paths.checkpoints) if not _is_ours(paths, path)]
     infos = [info for path in entries if (info := _classify(path, partial)) is not None]
-    for path in _children(paths.quarantine):
+    for path in _children(paths, paths.quarantine):
         if path.is_dir() and not path.is_symlink():
             step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
             infos.append(
@@ -50,11 +50,8 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
     return sorted(infos, key=lambda i: (_RANKS[i.kind], -i.step, -i.safe_point, i.name))
 
 
-def _children(directory: Path) -> list[Path]:
-    try:
-        return [directory / name for name in os.listdir(directory)]
-    except FileNotFoundError:
-        return []
+def _children(paths: RunPaths, directory: Path) -> list[Path]:
+    return [directory / name for name in names_in(paths.run, directory)]
 
 
 def _is_ours(paths: RunPaths, path: Path) -> bool:

@@ -32,7 +32,7 @@ from verl_slurm.checkpoint.format import (
 from verl_slurm.checkpoint.manifest import checkpoint_order, parse, render, sealed
 from verl_slurm.checkpoint.quarantine import move_to_quarantine, put_back, put_back_unfinished
 from verl_slurm.checkpoint.signature import sign
-from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
+from verl_slurm.checkpoint.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.files import fsync_path, private_dir, write_file
@@ -204,10 +204,8 @@ def sweep(paths: RunPaths) -> list[Path]:
     Called by: daemon, at a start, when the epoch is ours and no rank runs yet.
     """
     removed = []
-    try:
-        names = sorted(os.listdir(paths.checkpoints))
-    except FileNotFoundError:
-        return []
+    names = sorted(names_in(paths.run, paths.checkpoints))
+    names_in(paths.run, paths.quarantine)  # refuses a link: what lies behind it is not ours to put back
     put_back_unfinished(paths.checkpoints)
     for name in names:
         path = paths.checkpoints / name

@@ -5,8 +5,12 @@ the runtime state of every rank. What a guest saved (`format.Guest`) is its own 
 compared, here and without torch.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,9 +20,10 @@ from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.packages import require_packages
 from verl_slurm.paths import RunPaths
 
-__all__ = ["Comparison", "compare", "newest_checkpoint"]
+__all__ = ["Comparison", "compare", "newest_checkpoint", "torch_environment"]
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,13 +71,17 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         KeyRefused: they are encrypted, and the key is missing or another one.
         CheckpointCorrupt: one of them does not verify.
         ConfigError: they are of two kinds of loops.
-        VerlSlurmError: the comparison itself broke.
+        VerlSlurmError: the comparison itself broke, or a package is missing.
     """
     if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
         return _compare_guests(a, b, guests)
+    require_packages("torch", "numpy", wanted_by="comparing tensors")
     more = [] if key_file is None else ["--key-file", str(key_file)]
     command = [sys.executable, "-P", "-m", "verl_slurm.dcp.compare", str(a), str(b), "--json", *more]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    with torch_environment() as environment:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=environment
+        )
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)
     except msgspec.MsgspecError:
@@ -84,6 +93,17 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         num_bytes=answer.num_bytes,
         differing=answer.differing,
     )
+
+
+@contextmanager
+def torch_environment() -> Iterator[dict[str, str]]:
+    """The environment of a child that imports torch: with a compile cache of our own, removed afterwards.
+
+    torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread, so
+    that the child's memory does not depend on the machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="verl-slurm-torch-") as cache:
+        yield {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _of_a_guest(directory: Path) -> Manifest | None:

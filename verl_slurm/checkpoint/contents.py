@@ -5,25 +5,28 @@ looked at is checked, and nothing else: `verify` and `compare` read all.
 """
 
 import errno
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verl_slurm.checkpoint.chunks import entry_of
+from verl_slurm import bounded
 from verl_slurm.checkpoint.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format import GUEST_FILES, MANIFEST, REQUIRED_DIRECTORIES, Manifest
-from verl_slurm.checkpoint.manifest import strict_json
+from verl_slurm.checkpoint.format import GUEST_FILES, MANIFEST, REQUIRED_DIRECTORIES, FileEntry, Manifest
+from verl_slurm.checkpoint.reader import read_range, read_small
 from verl_slurm.checkpoint.tensor_index import INDEX, TensorIndex, parse_index
-from verl_slurm.checkpoint.tree import open_below, open_directory
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config import strict_yaml
 from verl_slurm.errors import CheckpointCorrupt, NotFound, PermissionRefused
 from verl_slurm.keys import Keyring
 
-__all__ = ["flat", "known_manifest", "read_config", "read_file", "read_indexes", "read_json"]
+__all__ = ["entry_named", "flat", "known_manifest", "read_config", "read_file", "read_indexes", "read_json"]
+
+_JSON = {
+    "metadata.json": bounded.RECORD,
+    "orchestration.json": bounded.DATA_FILES,
+    "scheduler.json": bounded.SMALL,
+}
 
 
 def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
@@ -53,57 +56,66 @@ def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
         ) from error
 
 
-def read_file(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> bytes:
+def read_file(
+    directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None, *, head: int | None = None
+) -> bytes:
     """One file's content, which is what was committed, as it was before encryption.
 
     Args:
         path: as the manifest names it.
         keys: to decrypt with.
+        head: only this many bytes from its start.
 
     Raises:
-        CheckpointCorrupt: the manifest does not name it, it is not there, or of another size or digest.
+        CheckpointCorrupt: the manifest does not name it, it is not there, of another size or digest, or larger than
+            a file of its kind may be.
         PermissionRefused: it may not be read.
         KeyRefused: it is encrypted, and there is no key or another one.
-
-    Called by: describe, difference, and the functions below.
     """
     where = directory / path
-    entry = next((entry for entry in manifest.files if entry.path == path), None)
+    entry = entry_named(manifest, path)
     if entry is None:
         raise _bad(where, "not in the manifest", "a part of every checkpoint")
+    sealed = not isinstance(entry.plain_size, msgspec.UnsetType)
+    cipher = CheckpointCipher.of(manifest, keys, where=directory) if sealed else None
     try:
-        with open_directory(directory) as root, open_below(root, path) as fd:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
-                raise _bad(where, f"mode {info.st_mode:o}, {info.st_size} bytes", f"{entry.size} bytes")
-            with os.fdopen(os.dup(fd), "rb") as file:
-                data = file.read(entry.size)
+        if head is not None:
+            return read_range(directory, entry, cipher, 0, head)
+        return read_small(directory, entry, cipher)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _closed(where) from error
         raise _bad(where, error.strerror or error, "the file that was committed") from error
-    if msgspec.structs.replace(entry_of(path, data), plain_size=entry.plain_size) != entry:
-        raise _bad(where, "another SHA-256", "the file that was committed")
-    if isinstance(entry.plain_size, msgspec.UnsetType):
-        return data
-    cipher = CheckpointCipher.of(manifest, keys, where=directory)
-    return data if cipher is None else cipher.open(entry, data)
+    except ValueError as error:
+        raise _bad(where, error, "the file that was committed") from error
 
 
-def read_indexes(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, TensorIndex]:
+def entry_named(manifest: Manifest, path: str) -> FileEntry | None:
+    """The manifest's entry of that path."""
+    return next((entry for entry in manifest.files if entry.path == path), None)
+
+
+def read_indexes(
+    directory: Path, manifest: Manifest, keys: Keyring | None = None
+) -> dict[str, TensorIndex | FileEntry]:
     """Domain → the tensors it holds, of those domains that the checkpoint has; as `read_file`.
 
-    Called by: describe, difference, cli.export.
+    Of an index that is larger than a look is worth (`bounded.SHOWN_INDEX`), its entry in the manifest.
     """
     if manifest.guest is not msgspec.UNSET:
         return {}  # whatever its directories are called
-    named = {entry.path for entry in manifest.files}
-    paths = {domain: f"{domain}/{INDEX}" for domain in REQUIRED_DIRECTORIES}
-    return {
-        domain: parse_index(read_file(directory, manifest, path, keys), where=directory / path)
-        for domain, path in paths.items()
-        if path in named
-    }
+    found: dict[str, TensorIndex | FileEntry] = {}
+    for domain in REQUIRED_DIRECTORIES:
+        path = f"{domain}/{INDEX}"
+        entry = entry_named(manifest, path)
+        if entry is None:
+            continue
+        if entry.size > bounded.SHOWN_INDEX.num_bytes:
+            found[domain] = entry
+            continue
+        data = read_file(directory, manifest, path, keys)
+        found[domain] = parse_index(data, where=directory / path, limit=bounded.SHOWN_INDEX)
+    return found
 
 
 def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> dict[str, Any]:
@@ -113,12 +125,9 @@ def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | No
         return {}
     data = read_file(directory, manifest, path, keys)
     try:
-        value = strict_json(data)
+        return bounded.decode_json(data, dict[str, Any], _JSON[path])
     except (ValueError, RecursionError) as error:
         raise _bad(directory / path, error, "JSON") from error
-    if not isinstance(value, dict):
-        raise _bad(directory / path, type(value).__name__, "a JSON object")
-    return value
 
 
 def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, object]:

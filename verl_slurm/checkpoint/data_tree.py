@@ -39,6 +39,10 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def num_bytes(self) -> int:
         return sum(f.size for f in self.files.values())
 
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file, by relative path."""
+        return {path: entry.sha256 for path, entry in self.files.items() if entry.kind != "directory"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from verl_slurm.checkpoint.contents import known_manifest, read_config, read_file, read_indexes, read_json
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, FileEntry, Manifest
 from verl_slurm.checkpoint.schema import current_schema, parse_schema
 from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.keys import Keyring
-from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
+from verl_slurm.runtime_state.format import GROUPS, RUNTIME_STATE_FILE
 
 __all__ = ["describe", "sparkline"]
 
@@ -116,8 +116,18 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
     return [{"part": name, "files": files, "bytes": size} for name, (files, size) in sorted(parts.items())]
 
 
-def _domain(name: str, index: TensorIndex) -> dict[str, Any]:
-    """Number, elements and bytes of a domain's tensors, together and by type."""
+def _domain(name: str, index: TensorIndex | FileEntry) -> dict[str, Any]:
+    """Number, elements and bytes of a domain's tensors, together and by type; of an index too large to be listed,
+    its size."""
+    if isinstance(index, FileEntry):
+        return {
+            "domain": name,
+            "tensors": None,
+            "elements": None,
+            "bytes": None,
+            "types": [],
+            "index_bytes": index.size,
+        }
     types: dict[str, list[int]] = {}
     for entry in index.tensors.values():
         row = types.setdefault(entry.dtype, [0, 0, 0])
@@ -133,9 +143,9 @@ def _domain(name: str, index: TensorIndex) -> dict[str, Any]:
     return {"domain": name, "tensors": number, "elements": elements, "bytes": size, "types": by_type}
 
 
-def _tensors(domain: str, index: TensorIndex) -> Iterable[dict[str, Any]]:
+def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, Any]]:
     """One row a tensor, by name; `pieces`: how many boxes the ranks that wrote it cut it into."""
-    for name, entry in sorted(index.tensors.items()):
+    for name, entry in sorted(index.tensors.items()) if isinstance(index, TensorIndex) else ():
         yield {
             "domain": domain,
             "name": name,
@@ -148,20 +158,26 @@ def _tensors(domain: str, index: TensorIndex) -> Iterable[dict[str, Any]]:
 
 def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
     """Position, queue and buffers of each rank; of another version's state, why it cannot be read."""
-    from verl_slurm.runtime_state.codec import decode  # numpy, only where a state is opened
+    from verl_slurm.runtime_state.codec import HEAD_BYTES, peek  # numpy, only where a state is opened
 
-    found = []
+    found: list[dict[str, Any]] = []
+    first: list[float] = []
     for entry in manifest.files:
         match = RUNTIME_STATE_FILE.fullmatch(entry.path)
         if match is None:
             continue
-        data = read_file(directory, manifest, entry.path, keys)
+        # Its head alone: 2 MB of arrays may become 2 GB.
+        data = read_file(directory, manifest, entry.path, keys, head=HEAD_BYTES)
         try:
-            state = decode(data, where=directory / entry.path)
+            state = peek(data, where=directory / entry.path)
         except CheckpointCorrupt as error:
             # Its bytes are what was committed: another version wrote them.
             found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})
             continue
+        shapes = {group: {s.name: s.shape for s in state.arrays if s.group == group} for group in GROUPS}
+        # The ranks of a run have one window; of ranks that disagree, the newest values do.
+        first = first or state.kl_window
+        window = first if state.kl_window == first else state.kl_window[-_TAIL:]
         found.append(
             {
                 "rank": state.rank,
@@ -170,23 +186,19 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
                 "index": state.index,
                 "episode_id": state.episode_id,
                 "kl_coef": state.kl_coef,
-                "kl_window": list(state.kl_window),
-                "rollouts": _rows(state.rollouts),
-                "rollout_arrays": {name: list(array.shape) for name, array in state.rollouts.items()},
+                "kl_window": window,
+                "rollouts": max((shape[0] for shape in shapes["rollouts"].values() if shape), default=0),
+                "rollout_arrays": shapes["rollouts"],
                 # Names with a dot are scores kept for a change of the reward (trainer.reward_state).
                 "reward_buffers": {
-                    name: list(array.shape)
-                    for name, array in state.rewards.items()
+                    name: shape
+                    for name, shape in shapes["rewards"].items()
                     if "." not in name and name != "switch"
                 },
-                "generators": sorted(state.rng),
+                "generators": sorted(shapes["rng"]),
             }
         )
     return found
-
-
-def _rows(arrays: dict[str, Any]) -> int:
-    return max((array.shape[0] for array in arrays.values() if array.ndim), default=0)
 
 
 def _curves(history: list[Any]) -> list[dict[str, Any]]:

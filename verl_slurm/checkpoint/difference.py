@@ -6,6 +6,7 @@ and a guest's files is `compare`'s.
 Times, epochs and parents are not compared: they are different in any two saves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from verl_slurm.checkpoint.contents import (
     read_indexes,
     read_json,
 )
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, FileEntry, Manifest
 from verl_slurm.checkpoint.schema import SchemaVersion, parse_schema
+from verl_slurm.checkpoint.tensor_index import TensorIndex
 from verl_slurm.keys import Keyring
 
 __all__ = ["SUBJECTS", "Difference", "difference"]
@@ -84,18 +86,25 @@ def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]
         "data": {"fingerprint": manifest.dataset_fingerprint, "root": layout.get("data_root")}
         | _files(layout.get("data_files")),
         "frozen": dict(manifest.frozen),
-        "tensors": {
-            f"{domain}/{name}": f"{entry.dtype} {list(entry.shape)}"
-            for domain, index in read_indexes(directory, manifest, keys).items()
-            for name, entry in index.tensors.items()
-        }
-        | _own_files(manifest),
+        "tensors": _tensors(read_indexes(directory, manifest, keys)) | _own_files(manifest),
     }
 
 
 def _position(manifest: Manifest, metadata: dict[str, object]) -> dict[str, object]:
     named = {"step": manifest.step, "safe_point": manifest.safe_point, "phase": manifest.phase}
     return named | {key: metadata.get(key) for key in ("index", "rollout_offset")}
+
+
+def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object]:
+    """Type and shape of each; of an index too large to be listed, its digest."""
+    found: dict[str, object] = {}
+    for domain, index in indexes.items():
+        if isinstance(index, FileEntry):
+            found[f"{index.path} of {index.size} bytes"] = index.sha256
+            continue
+        for name, entry in index.tensors.items():
+            found[f"{domain}/{name}"] = f"{entry.dtype} {list(entry.shape)}"
+    return found
 
 
 def _own_files(manifest: Manifest) -> dict[str, object]:

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
+from verl_slurm.checkpoint.compare import torch_environment
 from verl_slurm.checkpoint.components import require_own
 from verl_slurm.checkpoint.contents import known_manifest
 from verl_slurm.checkpoint.encryption import CheckpointCipher
@@ -35,6 +36,7 @@ from verl_slurm.errors import (
     SchemaMismatch,
     VerlSlurmError,
 )
+from verl_slurm.packages import require_packages
 
 __all__ = ["RECORD", "Exported", "Layout", "Progress", "Role", "Wish", "export"]
 
@@ -80,7 +82,7 @@ class Wish:
 class Progress:
     """How far it is, in bytes of the checkpoint; `peak`: of tensors in memory at once."""
 
-    phase: Literal["verify", "model", "write", "sync"]
+    phase: Literal["verify", "model", "load", "write", "sync"]
     done: int = 0
     total: int = 0
     peak: int = 0
@@ -135,6 +137,7 @@ def export(
     Called by: cli.export.
     """
     started = time.monotonic()
+    require_packages("torch", "transformers", "safetensors", wanted_by="export")
     # The parent's links are followed, `out` itself is not: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
     require_free(out, directory)
@@ -197,12 +200,15 @@ def _fill(
     key_file: Path | None,
 ) -> int:
     """Let the child write; returns the bytes of tensors it has in memory at once."""
+    progress(Progress(phase="load"))
     command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
     command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]
     command += ["--dtype", wish.dtype, "--weight-decay", repr(wish.weight_decay), "--roles", *wish.roles]
     command += [] if key_file is None else ["--key-file", str(key_file)]
-    with tempfile.TemporaryFile() as words:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words)
+    with torch_environment() as environment, tempfile.TemporaryFile() as words:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=environment
+        )
         assert child.stdout is not None
         last = _Line()
         total = peak = 0
@@ -242,6 +248,12 @@ def _as_error(line: _Line) -> VerlSlurmError:
 def _broken(returncode: int, words: IO[bytes]) -> VerlSlurmError:
     words.seek(0)
     lines = words.read().decode(errors="replace").strip().splitlines()
+    if returncode == -signal.SIGXCPU:
+        return DataError(
+            "the base model's config or tokenizer keeps a library busy without end",
+            found="more CPU time than any good one takes",
+            remedy="name another directory of the base model with --model DIR",
+        )
     killed = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
     hint = "more memory, or a layout of smaller files: --to hf" if returncode == -signal.SIGKILL else None
     return VerlSlurmError(

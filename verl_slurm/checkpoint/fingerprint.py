@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm import bounded
 from verl_slurm.checkpoint import hash_cache
 from verl_slurm.checkpoint.data_hash import Digests, hash_files
 from verl_slurm.checkpoint.data_tree import (
@@ -30,7 +31,6 @@ from verl_slurm.checkpoint.data_tree import (
     tree_digest,
 )
 from verl_slurm.checkpoint.data_walk import data_error, glance, lines_of, walk
-from verl_slurm.checkpoint.manifest import strict_json
 from verl_slurm.errors import CheckpointCorrupt, DatasetDrift
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
@@ -151,15 +151,14 @@ def read(paths: RunPaths) -> Fingerprint | None:
         CheckpointCorrupt: what is recorded is not whole.
     """
     try:
-        data = paths.fingerprint.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        found = msgspec.convert(strict_json(data), Fingerprint)
+        data = bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT)
+        found = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
         if found.format != FORMAT:
             raise ValueError(f"format {found.format}, expected {FORMAT}")
         if found.digest != tree_digest(found.files):
             raise ValueError("its digest is not that of its entries")
+    except FileNotFoundError:
+        return None
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointCorrupt(
             "the recorded data set fingerprint cannot be read",

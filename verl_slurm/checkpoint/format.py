@@ -81,6 +81,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from verl_slurm import bounded
+
 __all__ = [
     "CHUNK_BYTES",
     "FORMAT_VERSION",
@@ -128,7 +130,7 @@ STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp",
 
 # 100 000 files of 200 bytes of JSON each are 20 MB; the leaves of 1 TB of tensors are 17 MB.
 MAX_FILES = 100_000
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = bounded.MANIFEST.num_bytes
 MAX_PATH_CHARS = 1024
 MAX_DEPTH = 8
 
@@ -147,6 +149,7 @@ _Metrics = Annotated[
     msgspec.Meta(min_length=1, max_length=256),
 ]
 _Roles = Annotated[tuple[Literal["actor", "critic"], ...], msgspec.Meta(min_length=1, max_length=2)]
+_Text = Annotated[str, msgspec.Meta(max_length=1024)]
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -189,7 +192,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     format_version: int = FORMAT_VERSION
-    name: str
+    name: _Text
     step: _Count
     """Whole steps done."""
     safe_point: _Count
@@ -197,10 +200,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     epoch: _Count
     """The incarnation that wrote it."""
-    parent: str | None
+    parent: _Text | None
     """Name of the checkpoint its incarnation resumed from."""
-    schema_id: str
-    dataset_fingerprint: str
+    schema_id: _Text
+    dataset_fingerprint: _Text
     world_size: _Positive
     topology: Topology
     files: Annotated[tuple[FileEntry, ...], msgspec.Meta(max_length=MAX_FILES)]
@@ -208,9 +211,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of a partial checkpoint, the tensor domains it holds: nothing is resumed from it. Empty: all of them."""
     trained: _Roles | msgspec.UnsetType = msgspec.UNSET
     """The models that its run trains. Not there: actor and critic."""
-    frozen: dict[str, str] = {}
+    frozen: Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)] = {}
     """Digest of each model that does not train (reference, reward), by role."""
-    created_utc: str
+    created_utc: _Text
     """ISO 8601 with Z."""
     save_seconds: float
     """Until the first medium had it all."""
@@ -219,8 +222,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics: _Metrics | msgspec.UnsetType = msgspec.UNSET
     """Reward, losses and so on of the step it ends (`best.metrics_of`)."""
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
-    digest: str = ""
-    hmac: str | msgspec.UnsetType = msgspec.UNSET
+    digest: _Text = ""
+    hmac: _Text | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def roles(self) -> tuple[Literal["actor", "critic"], ...]:

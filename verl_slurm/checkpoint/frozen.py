@@ -39,11 +39,11 @@ def store_frozen(
 
     Called by: trainer.setup, rank 0.
     """
+    private_dir(paths.frozen)  # before anything in it is looked at: it is no link, and ours
     final = paths.frozen / seen.digest
     if final.is_dir() and not _set_aside_damaged(paths, seen.digest, seen, notice, "it is stored anew"):
         record_frozen(paths, seen)  # older copies have none
         return final
-    private_dir(paths.frozen)
     for left in paths.frozen.glob(".*.tmp"):  # of a start that died; we are the only one that may write here
         shutil.rmtree(left)
     staging = paths.frozen / f".{seen.digest}.{secrets.token_hex(8)}.tmp"

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm import bounded
 from verl_slurm.checkpoint.data_tree import FileDigest, Fingerprint, sealed
 from verl_slurm.checkpoint.info import Problem, Verdict
-from verl_slurm.checkpoint.manifest import strict_json
+from verl_slurm.checkpoint.tree import names_in
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 
@@ -32,10 +33,7 @@ _Contents = dict[str, tuple[int, str]]
 
 def frozen_digests(paths: RunPaths) -> list[str]:
     """The names of the copies that lie there, sorted. Called by: frozen, cli.scrub, the daemon's scrub, submit.room."""
-    try:
-        names = os.listdir(paths.frozen)
-    except FileNotFoundError:
-        return []
+    names = names_in(paths.run, paths.frozen)
     return sorted(n for n in names if _DIGEST.fullmatch(n) and (paths.frozen / n).is_dir())
 
 
@@ -145,7 +143,8 @@ def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Conten
 def _record(paths: RunPaths, digest: str) -> Fingerprint | None:
     """What was written down; None where that is missing, or does not have the digest."""
     try:
-        record = msgspec.convert(strict_json(_record_path(paths, digest).read_bytes()), Fingerprint)
+        data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
+        record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
         return record if sealed(record.files).digest == digest else None
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None

@@ -63,6 +63,8 @@ __all__ = [
 MAX_BYTES = 256 << 20
 _HEAD = b"verl-slurm hash cache 1\n"
 _HEX = 64
+_LEAST_LINE = 12
+"""Bytes, on average: of a file it has a letter, device, inode, size, two times and a path, of a directory its path."""
 _YOUNG_NS = 60_000_000_000
 # So many trees are remembered for commands without a run; the oldest goes.
 _KEPT = 32
@@ -181,12 +183,15 @@ def decode(data: bytes) -> HashCache:
         raise ValueError("no length")
     begin = len(length) + 1
     end = begin + int(length)
+    text = bytes(rest[begin:end])
+    if text.count(b"\0") > len(text) // _LEAST_LINE:
+        raise ValueError("lines that are too short")  # each becomes a string of 50 bytes and more
     try:
         found = msgspec.json.decode(rest[end:], type=_Body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from error
     tree = Fingerprint(digest=found.tree, files=found.files)
-    return HashCache(fingerprint=tree, text=bytes(rest[begin:end]), whole=found.whole, devices=found.devices)
+    return HashCache(fingerprint=tree, text=text, whole=found.whole, devices=found.devices)
 
 
 def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:

@@ -15,6 +15,9 @@ shared storage that nobody will finish: the sweep takes that one, and the part c
 The parts of all nodes, laid over one another, are the checkpoint. A part is written as the whole is: fsynced,
 manifest last, renamed. It counts for nothing by itself: what is brought home (`send_home` on each node, then
 `assemble`) becomes a checkpoint only after every byte of it was verified on the shared storage.
+
+Where the parts are damaged, and a copy of the same save lies damaged in quarantine, `assemble` takes from that one the
+files that verify (`fill`): one manifest serves both copies.
 """
 
 import hashlib
@@ -24,19 +27,24 @@ import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from verl_slurm import bounded
+from verl_slurm.bounded import read_regular
 from verl_slurm.checkpoint.chunks import Reading, read_checked
+from verl_slurm.checkpoint.fill import fill, set_aside_copies
 from verl_slurm.checkpoint.format import MANIFEST, STAGING_NAME, Manifest
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.tree import list_tree, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import PermissionRefused, VerlSlurmError
-from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.files import fsync_path, private_dir, require_safe_way, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 __all__ = [
+    "Assembled",
     "LocalPart",
     "assemble",
     "commit_part",
@@ -127,6 +135,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     """
     if not os.path.lexists(directory):
         return []
+    require_safe_way(directory.parent.parent, "checkpoint.local_dir")
     _require_ours(directory.parent)
     _require_ours(directory)
     parts = []
@@ -198,13 +207,15 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     target = paths.staging(paths.checkpoints / part.name, nonce)
     private_dir(paths.checkpoints)
     private_dir(target)
+    ours = {entry.path for entry in part.manifest.files} | {MANIFEST}
     with open_directory(part.path) as root:
-        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
+        names = [entry.path for entry in list_tree(root) if entry.kind == "file" and entry.path in ours]
     for name in names:
         to = target / name
         to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if name == MANIFEST:
-            write_file(to, (part.path / name).read_bytes())  # several nodes write the same one
+            # Several nodes write the same one.
+            write_file(to, read_regular(part.path / name, bounded.MANIFEST))
             continue
         shutil.copyfile(part.path / name, to, follow_symlinks=False)
         to.chmod(0o600)
@@ -214,18 +225,26 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     return target
 
 
-def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[tuple[Verdict, bool]]:
+class Assembled(NamedTuple):
+    """What became of one checkpoint whose parts came home.
+
+    Attributes:
+        good: it is a checkpoint now.
+        filled: files that came from a copy in quarantine.
+    """
+
+    verdict: Verdict
+    good: bool
+    filled: list[str]
+
+
+def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
     """Make checkpoints of the parts that came home, where they are whole; remove the rest.
 
     Saves that are being written meanwhile are not touched: no manifest's digest is their nonce.
 
     Args:
         keys: where given, what came home must be signed with one of them.
-
-    Returns:
-        For each what was found, and whether it is a checkpoint now.
-
-    Called by: daemon, when no node sends any more.
     """
     results = []
     for home in sorted(paths.checkpoints.iterdir()):
@@ -237,13 +256,20 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[tuple[Verdict
         if named is None or manifest is None or named[2] != (manifest.digest or "")[:_NONCE_HEX]:
             continue
         name = manifest.name
-        verdict = verify(home, name=name, keys=keys)
         final = paths.checkpoints / name
+        verdict = verify(home, name=name, keys=keys)
+        filled = []
+        if verdict.damaged and not os.path.lexists(final):
+            wrong = {problem.path for problem in verdict.problems}
+            copies = set_aside_copies(paths, name, read_regular(home / MANIFEST, bounded.MANIFEST))
+            filled = fill(home, [entry for entry in manifest.files if entry.path in wrong], copies)
+            if filled:
+                verdict = verify(home, name=name, keys=keys)
         good = verdict.ok and not os.path.lexists(final)
         if good:
             os.rename(home, final)
             fsync_path(paths.checkpoints)
         else:
             drop_staging(home)
-        results.append((verdict, good))
+        results.append(Assembled(verdict, good, filled))
     return results

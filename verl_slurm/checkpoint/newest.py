@@ -8,7 +8,8 @@ import os
 
 import msgspec
 
-from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES
+from verl_slurm import bounded
+from verl_slurm.checkpoint.format import MANIFEST
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
@@ -63,7 +64,8 @@ def newest_checkpoint(paths: RunPaths) -> Newest | None:
 
 def _read(path: str) -> _Manifest | None:
     try:
-        with open(path, "rb", buffering=0) as file:
-            return _DECODER.decode(file.read(MAX_MANIFEST_BYTES) or b"")
+        data = bounded.read_regular(path, bounded.MANIFEST)
+        bounded.check_json(data, bounded.MANIFEST)
+        return _DECODER.decode(data)
     except (OSError, *UNREADABLE):
         return None

@@ -7,6 +7,7 @@ and nothing else. A dry run is the first without the second.
 import os
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.best import Best
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.quarantine import is_set_aside
 from verl_slurm.checkpoint.retention import PrunePlan, plan_prune
+from verl_slurm.checkpoint.tree import open_own
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.errors import CheckpointCorrupt, NotFound
-from verl_slurm.files import fsync_path
 from verl_slurm.paths import RunPaths
 
 __all__ = ["Look", "carry_out", "look"]
@@ -79,7 +81,8 @@ def look(
             found=bad[0],
             remedy=f"verl-slurm verify {paths.root}",
         )
-    aside = [info for info in infos if info.kind == "quarantined"] if quarantine_too else []
+    # What was put there in another way is not ours to remove.
+    aside = [i for i in infos if i.kind == "quarantined" and quarantine_too and is_set_aside(i.path)]
     sizes = {info.name: info.num_bytes for info in committed}
     sizes |= {info.name: _tree_bytes(info.path) for info in aside}
     return Look(
@@ -110,16 +113,17 @@ def carry_out(paths: RunPaths, found: Look) -> list[str]:
     Called by: cli.prune.
     """
     removed = apply_prune(paths, found.plan)
-    for name in found.quarantined:
-        if Path(name).name != name:
-            raise ValueError(f"{name!r} is no name")
-        shutil.rmtree(paths.quarantine / name)
-        (paths.quarantine / f"{name}.reason.json").unlink(
-            missing_ok=True
-        )  # last: nothing lies there without one
-        removed.append(name)
-    if found.quarantined:
-        fsync_path(paths.quarantine)
+    if not found.quarantined:
+        return removed
+    with open_own(paths.run, paths.quarantine) as quarantine:
+        for name in found.quarantined:
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no name")
+            shutil.rmtree(name, dir_fd=quarantine)
+            with suppress(FileNotFoundError):
+                os.unlink(f"{name}.reason.json", dir_fd=quarantine)  # last: nothing lies there without one
+            removed.append(name)
+        os.fsync(quarantine)
     return removed
 
 

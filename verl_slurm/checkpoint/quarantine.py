@@ -5,6 +5,7 @@ so the record then says whose place it is. As long as that other one has not lef
 """
 
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.bounded import RECORD, decode_json, read_regular
 from verl_slurm.checkpoint.format import STAGING_NAME
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.files import fsync_path, private_dir, write_file
 
-__all__ = ["move_to_quarantine", "put_back", "put_back_unfinished"]
+__all__ = ["is_set_aside", "move_to_quarantine", "put_back", "put_back_unfinished"]
 
 _RECORD = ".reason.json"
 _MAX_NAME = 255
@@ -57,6 +59,13 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     return target
 
 
+def is_set_aside(path: Path) -> bool:
+    """Whether `move_to_quarantine` can have put it there: a name of its making, and the record beside it."""
+    name, _, nonce = path.name.rpartition(".")
+    ours = checkpoint_order(name) is not None and re.fullmatch(r"[0-9a-f]{8}", nonce) is not None
+    return ours and path.with_name(path.name + _RECORD).is_file()
+
+
 def put_back(aside: Path, directory: Path) -> bool:
     """Give what was set aside its name again, durably; False where that is taken, or `aside` is gone.
 
@@ -82,7 +91,7 @@ def put_back_unfinished(checkpoints: Path) -> list[Path]:
     done = []
     for note in sorted((checkpoints / "quarantine").glob(f"*{_RECORD}")):
         try:
-            record = msgspec.json.decode(note.read_bytes(), type=_Record)
+            record = decode_json(read_regular(note, RECORD), _Record, RECORD, doubles=False)
         except (OSError, *UNREADABLE):
             continue  # somebody else's
         plain = checkpoint_order(record.name) is not None and STAGING_NAME.fullmatch(record.until_gone)

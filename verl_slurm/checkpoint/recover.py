@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.components import require_full
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
@@ -18,7 +18,7 @@ from verl_slurm.checkpoint.schema import (
     SchemaVersion,
     check_schema,
     current_schema,
-    parse_schema,
+    read_schema,
 )
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, SchemaMismatch
@@ -169,7 +169,7 @@ def _use(
     migrations: Sequence[Migration],
 ) -> ResumeChoice:
     """`choice` with the verified checkpoint at `path` in it, once its schema is known to fit."""
-    saved = parse_schema((path / SCHEMA_VERSION).read_bytes(), where=path / SCHEMA_VERSION)
+    saved = read_schema(path)
     if verdict.manifest is None or saved.schema_id != verdict.manifest.schema_id:
         raise CheckpointCorrupt(
             "the manifest and the schema file disagree",

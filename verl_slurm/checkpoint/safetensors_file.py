@@ -6,23 +6,29 @@ https://github.com/huggingface/safetensors#format. There is no checksum in it: w
 
 import os
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from verl_slurm.bounded import SAFETENSORS_HEADER, decode_json
 from verl_slurm.errors import UNREADABLE
 
-__all__ = ["Header", "read_header", "safetensors_problem"]
+__all__ = ["Header", "Tensor", "read_header", "safetensors_problem"]
 
-# The limit of the safetensors library: https://github.com/huggingface/safetensors#format
-_MAX_HEADER_BYTES = 100_000_000
 _NO_HEADER = "a header that is not one of safetensors"
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """What is asked of a tensor's entry; `__metadata__` has neither."""
+
+    shape: list[int] | None = None
+    data_offsets: tuple[int, int] | None = None
 
 
 class Header(NamedTuple):
     """What the file says of itself: the entries by tensor name, and its own bytes (without the 8 before it)."""
 
-    entries: dict[str, dict[str, Any]]
+    entries: dict[str, Tensor]
     num_bytes: int
 
 
@@ -33,10 +39,11 @@ def read_header(fd: int) -> Header | str:
     if len(first) < 8:
         return f"{size} bytes, less than a header"
     (length,) = struct.unpack("<Q", first)
-    if length > min(_MAX_HEADER_BYTES, size - 8):
+    if length > min(SAFETENSORS_HEADER.num_bytes, size - 8):
         return f"a header of {length} bytes in a file of {size}"
     try:
-        return Header(msgspec.json.decode(os.pread(fd, length, 8), type=dict[str, dict[str, Any]]), length)
+        data = os.pread(fd, length, 8)
+        return Header(decode_json(data, dict[str, Tensor], SAFETENSORS_HEADER, doubles=False), length)
     except UNREADABLE:
         return _NO_HEADER
 
@@ -51,15 +58,15 @@ def safetensors_problem(fd: int) -> str:
         return header
     try:
         ends = [_end(entry) for name, entry in header.entries.items() if name != "__metadata__"]
-    except (LookupError, TypeError, ValueError):
+    except ValueError:
         return _NO_HEADER
     expected = 8 + header.num_bytes + max(ends, default=0)
     size = os.fstat(fd).st_size
     return "" if size == expected else f"{size} bytes, its header says {expected}"
 
 
-def _end(entry: dict[str, Any]) -> int:
-    start, end = entry["data_offsets"]
-    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
-        raise ValueError
+def _end(entry: Tensor) -> int:
+    start, end = entry.data_offsets or (-1, -1)
+    if not 0 <= start <= end:
+        raise ValueError("no place in the file")
     return end

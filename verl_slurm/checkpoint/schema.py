@@ -15,13 +15,14 @@ import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from verl_slurm import __version__
-from verl_slurm.checkpoint.format import FileEntry, Manifest, Topology
-from verl_slurm.checkpoint.manifest import canonical, strict_json
+from verl_slurm import __version__, bounded
+from verl_slurm.checkpoint.format import SCHEMA_VERSION, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.manifest import canonical
 from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
 from verl_slurm.runtime_state.format import ArraySpec, RecordHeader, RuntimeState, StateHeader
 
@@ -35,6 +36,7 @@ __all__ = [
     "differences",
     "migration_path",
     "parse_schema",
+    "read_schema",
     "render_schema",
     "schema_of",
     "upgrade_for",
@@ -69,8 +71,6 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     StateHeader,
     Topology,
 )
-
-_MAX_BYTES = 1 << 20
 
 
 class SchemaVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,20 +135,37 @@ def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
         CheckpointCorrupt: it does not.
     """
     try:
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"{len(data)} bytes, at most {_MAX_BYTES}")
-        schema = msgspec.convert(strict_json(data), SchemaVersion)
+        schema = bounded.decode_json(data, SchemaVersion, bounded.SMALL)
         expected = schema_of(schema.classes).schema_id
         if schema.schema_id != expected:
             raise ValueError(f"schema id {schema.schema_id}, its classes give {expected}")
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise CheckpointCorrupt(
-            "the schema file cannot be read",
-            where=where,
-            found=error,
-            remedy="resume from another checkpoint (verl-slurm checkpoints)",
-        ) from error
+        raise _unreadable(where, error) from error
     return schema
+
+
+def _unreadable(where: object, error: Exception) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "the schema file cannot be read",
+        where=where,
+        found=error,
+        remedy="resume from another checkpoint (verl-slurm checkpoints)",
+    )
+
+
+def read_schema(checkpoint: Path) -> SchemaVersion:
+    """The schema of a checkpoint that verifies.
+
+    Raises:
+        CheckpointCorrupt: see `parse_schema`; or it is larger than any.
+        OSError: the storage did not give it.
+    """
+    where = checkpoint / SCHEMA_VERSION
+    try:
+        data = bounded.read_regular(where, bounded.SMALL)
+    except bounded.TooMuch as error:
+        raise _unreadable(where, error) from None
+    return parse_schema(data, where=where)
 
 
 def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:

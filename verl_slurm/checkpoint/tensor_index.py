@@ -17,11 +17,12 @@ pickle, and nothing of it is believed before the manifest's digests were checked
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 
-from verl_slurm.checkpoint.manifest import strict_json
+from verl_slurm import bounded
 from verl_slurm.errors import CheckpointCorrupt
 
 __all__ = [
@@ -34,13 +35,14 @@ __all__ = [
     "TensorIndex",
     "parse_index",
     "render_index",
+    "slabs",
     "tensor_file",
 ]
 
 INDEX = "index.json"
 PIECE_ALIGNMENT = 64
 FILE_ALIGNMENT = 4096
-MAX_INDEX_BYTES = 256 << 20
+MAX_INDEX_BYTES = bounded.INDEX.num_bytes
 _FORMAT = 1
 _FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
 
@@ -107,16 +109,17 @@ def render_index(index: TensorIndex) -> bytes:
     return msgspec.json.encode(index, order="sorted") + b"\n"
 
 
-def parse_index(data: bytes, *, where: object) -> TensorIndex:
+def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.INDEX) -> TensorIndex:
     """The index that `data` holds, checked by itself; sizes of files are the manifest's business.
 
     Raises:
         CheckpointCorrupt: it is not as this module says.
     """
     try:
-        if len(data) > MAX_INDEX_BYTES:
-            raise ValueError(f"{len(data)} bytes, at most {MAX_INDEX_BYTES}")
-        index = msgspec.convert(strict_json(data), TensorIndex)
+        index = bounded.decode_json(data, TensorIndex, limit, doubles=False)
+        # What is as we write it has no key twice; the look for them takes as long as all the rest.
+        if render_index(index) != data:
+            bounded.refuse_doubled_keys(data)
         if index.format != _FORMAT:
             raise ValueError(f"format {index.format}, this code reads {_FORMAT}")
         for name, entry in index.tensors.items():
@@ -129,6 +132,56 @@ def parse_index(data: bytes, *, where: object) -> TensorIndex:
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         ) from error
     return index
+
+
+def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
+    """The tensor in parts of at most `num_bytes` each, in C order: each an entry of its own, in the same files.
+
+    Where they are cut depends on type and shape alone, so that two layouts of one tensor are cut alike.
+    """
+    if entry.num_bytes <= num_bytes or not entry.shape:
+        yield entry
+        return
+    row = entry.num_bytes // entry.shape[0]
+    for part in _cut(entry, max(1, num_bytes // row)):
+        if part.num_bytes <= num_bytes:
+            yield part
+        else:
+            yield from slabs(_only_row(part), num_bytes)
+
+
+def _cut(entry: TensorEntry, rows: int) -> Iterator[TensorEntry]:
+    """Along the first dimension, `rows` at a time."""
+    waiting = sorted(entry.pieces, key=lambda piece: piece.offset[0], reverse=True)
+    reached: list[Piece] = []
+    for start in range(0, entry.shape[0], rows):
+        stop = min(start + rows, entry.shape[0])
+        while waiting and waiting[-1].offset[0] < stop:
+            reached.append(waiting.pop())
+        reached = [piece for piece in reached if piece.offset[0] + piece.shape[0] > start]
+        pieces = tuple(_rows_of(piece, start, stop, DTYPE_BYTES[entry.dtype]) for piece in reached)
+        yield TensorEntry(dtype=entry.dtype, shape=(stop - start, *entry.shape[1:]), pieces=pieces)
+
+
+def _rows_of(piece: Piece, start: int, stop: int, element_bytes: int) -> Piece:
+    """What of a piece lies in the rows from `start` to `stop`: in C order, these bytes are one run of its own."""
+    low, high = max(start, piece.offset[0]), min(stop, piece.offset[0] + piece.shape[0])
+    skipped = (low - piece.offset[0]) * math.prod(piece.shape[1:]) * element_bytes
+    return Piece(
+        file=piece.file,
+        at=piece.at + skipped,
+        offset=(low - start, *piece.offset[1:]),
+        shape=(high - low, *piece.shape[1:]),
+    )
+
+
+def _only_row(entry: TensorEntry) -> TensorEntry:
+    """A tensor of one row without its first dimension."""
+    pieces = tuple(
+        Piece(file=piece.file, at=piece.at, offset=piece.offset[1:], shape=piece.shape[1:])
+        for piece in entry.pieces
+    )
+    return TensorEntry(dtype=entry.dtype, shape=entry.shape[1:], pieces=pieces)
 
 
 def _check(name: str, entry: TensorEntry) -> None:

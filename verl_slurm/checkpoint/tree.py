@@ -1,15 +1,17 @@
 """Walking and opening below a directory without ever following a link (openat, O_NOFOLLOW)."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_slurm.checkpoint.format import MAX_DEPTH
+from verl_slurm.errors import PermissionRefused
 
-__all__ = ["Entry", "list_tree", "open_below", "open_directory"]
+__all__ = ["Entry", "list_tree", "names_in", "open_below", "open_directory", "open_own"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO in the place of a file must not wait for a writer.
@@ -49,6 +51,47 @@ def open_directory(path: Path | str, *, below: int | None = None) -> Iterator[in
         yield fd
     finally:
         os.close(fd)
+
+
+@contextmanager
+def open_own(run: Path, folder: Path) -> Iterator[int]:
+    """A descriptor of a directory of a run, below which something is to be listed, moved or removed.
+
+    The way to `run` may have links, which its user typed. Below it none is followed: in a run that was handed over it
+    can lead anywhere.
+
+    Raises:
+        PermissionRefused: a name between is a link.
+        OSError: a name is missing, or not ours to read.
+    """
+    with ExitStack() as opened:
+        fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, fd)
+        way = run
+        for name in folder.relative_to(run).parts:
+            way /= name
+            try:
+                fd = opened.enter_context(open_directory(name, below=fd))
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                raise PermissionRefused(
+                    "a directory of the run is none",
+                    where=way,
+                    found=f"a link to {os.readlink(way)}" if way.is_symlink() else "something else",
+                    expected="a directory",
+                    remedy="move the real one here, or make the whole run directory the link",
+                ) from error
+        yield fd
+
+
+def names_in(run: Path, folder: Path) -> list[str]:
+    """What lies in a directory of a run; none where it is missing. Raises as `open_own`."""
+    try:
+        with open_own(run, folder) as fd:
+            return os.listdir(fd)
+    except FileNotFoundError:
+        return []
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from verl_slurm import bounded
 from verl_slurm.checkpoint.chunks import Reading, read_checked
-from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, missing_parts
+from verl_slurm.checkpoint.format import MANIFEST, Manifest, missing_parts
 from verl_slurm.checkpoint.info import Problem, ProblemKind, Verdict
 from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.signature import authenticate
@@ -105,16 +106,11 @@ def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
 
 def _read_manifest(root: int, where: object) -> Manifest:
     with open_below(root, MANIFEST) as fd:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointCorrupt(
-                "the manifest does not verify",
-                where=where,
-                found=f"mode {info.st_mode:o}, {info.st_size} bytes",
-                expected=f"a regular file of at most {MAX_MANIFEST_BYTES} bytes",
-            )
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return parse(file.read(MAX_MANIFEST_BYTES + 1), where=where)
+        try:
+            data = bounded.read_fd(fd, bounded.MANIFEST)
+        except bounded.TooMuch as error:
+            raise CheckpointCorrupt("the manifest does not verify", where=where, found=error) from None
+    return parse(data, where=where)
 
 
 def _manifest(root: int, problems: list[Problem]) -> Manifest | None:

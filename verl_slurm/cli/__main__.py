@@ -1,15 +1,28 @@
 """`verl-slurm`: the one place where an error becomes a line and an exit code."""
 
+# ruff: noqa: E402 - nothing is imported before the search path is known to be safe
+from verl_slurm.search_path import leave_working_directory
+
+leave_working_directory("verl-slurm", __name__)
+
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import click
 
-from verl_slurm.errors import PermissionRefused, VerlSlurmError
+from verl_slurm.cli.streams import OutputFailed, discard_output, use_checked_streams
+from verl_slurm.errors import OutputRefused, PermissionRefused, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.packages import PackageMissing
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -18,9 +31,68 @@ def main(args: list[str] | None = None) -> int:
     Args:
         args: without the program's name; default: `sys.argv`.
     """
+    if args is None:
+        use_checked_streams()
+    words = sys.argv[1:] if args is None else args
+    with _signals_unwind() as received:
+        code = _run_and_flush(words)
+    return 128 + received[0] if received and code == _INTERRUPTED else code
+
+
+def _run_and_flush(words: list[str]) -> int:
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except OutputFailed as failed:
+        discard_output()
+        if failed.reader_left:
+            return int(ExitCode.PIPE)
+        return _report(
+            OutputRefused(
+                "standard output cannot be written",
+                found=failed.cause.strerror,
+                remedy="free some space, or print somewhere else",
+            ),
+            words,
+        )
+
+
+@contextmanager
+def _signals_unwind() -> Iterator[list[signal.Signals]]:
+    """SIGTERM and SIGHUP do what Ctrl-C does, so that every `finally` runs: Python would die of them at once.
+
+    Yields:
+        the first of them, once it has come. The later ones are ignored: `timeout` sends two.
+    """
+    received: list[signal.Signals] = []
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        # nohup has SIGHUP ignored, and it stays so
+        former = {number: signal.SIG_DFL for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL}
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        for each in former:
+            signal.signal(each, signal.SIG_IGN)
+        received.append(signal.Signals(number))
+        # asyncio's own, while it runs: it cancels the main task
+        interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(interrupt):
+            raise KeyboardInterrupt
+        interrupt(signal.SIGINT, frame)
+
+    for number in former:
+        signal.signal(number, unwind)
+    try:
+        yield received
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _run(words: list[str]) -> int:
     from verl_slurm.cli.main import cli
 
-    words = sys.argv[1:] if args is None else args
     try:
         result = cli.main(words, prog_name="verl-slurm", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
@@ -35,7 +107,7 @@ def main(args: list[str] | None = None) -> int:
         error.show()
         return int(ExitCode.USAGE)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        return _INTERRUPTED
+        return int(ExitCode.INTERRUPTED)
     except VerlSlurmError as error:
         return _report(error, words)
     except PermissionError as error:
@@ -43,6 +115,11 @@ def main(args: list[str] | None = None) -> int:
             "permission denied", where=error.filename, remedy="check the owner and the mode of that path"
         )
         return _report(refused, words)
+    except ModuleNotFoundError as error:
+        missing = PackageMissing.for_module(error.name or "")
+        if missing is None:
+            raise
+        return _report(missing, words)
 
 
 def _report(error: VerlSlurmError, words: list[str]) -> int:

@@ -8,9 +8,11 @@ import click
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
+    from verl_slurm.errors import WireError
     from verl_slurm.wire.http import HttpReply, HttpRequest
 
 __all__ = ["alert_receiver"]
@@ -28,7 +30,7 @@ _BODY_BYTES = 256 * 1024
     required=True,
     help="A 0600 file with the token that Alertmanager brings (umask 077; openssl rand -hex 32 > FILE).",
 )
-@click.option("--port", type=Whole(0, 65535), default=9465, show_default=True, help="0: any free one.")
+@click.option("--port", type=Whole(0, 65535), default=9470, show_default=True, help="0: any free one.")
 @click.option(
     "--pause",
     "pause_s",
@@ -49,6 +51,9 @@ def alert_receiver(
     signal of an operator, `scancel --batch --signal=USR1 JOB`. It can do nothing else: without the token nothing is
     read, a run that is not named here is refused, and no alert names a command, a job or a path.
 
+    Where another user holds the port, Alertmanager shows him the token. The receiver says so, and replaces the token
+    in its file as soon as the port is its own.
+
     The rules, Alertmanager's configuration and all of the way: docs/observability.md.
 
     \b
@@ -59,33 +64,35 @@ def alert_receiver(
     from verl_slurm.run_id import run_id
     from verl_slurm.wire.http import read_token
 
-    receiver = _Receiver({run_id(run): run for run in runs}, read_token(token_file), pause_s, as_json)
+    read_token(token_file)
+    receiver = _Receiver({run_id(run): run for run in runs}, token_file, pause_s, as_json)
     asyncio.run(receiver.serve(port))
     return ExitCode.OK
 
 
 class _Receiver:
-    def __init__(self, runs: dict[str, RunPaths], token: str, pause_s: float, as_json: bool) -> None:
-        self._runs, self._token, self._pause_s, self._as_json = runs, token, pause_s, as_json
+    def __init__(self, runs: dict[str, RunPaths], token_file: Path, pause_s: float, as_json: bool) -> None:
+        self._runs, self._token_file, self._pause_s, self._as_json = runs, token_file, pause_s, as_json
         self._asked_at: dict[str, float] = {}
 
     async def serve(self, port: int) -> None:
         import asyncio
+        import secrets
         import signal
 
-        from verl_slurm.errors import WireError
-        from verl_slurm.wire.http import Caps, serve_http
+        from verl_slurm.wire.http import Caps, read_token, replace_token, serve_http
 
-        caps = Caps(method="POST", body_bytes=_BODY_BYTES, connections=8)
+        caps = Caps(method="POST", body_bytes=_BODY_BYTES, bearers=8)
+        leaked = self._token_file.with_name(self._token_file.name + ".leaked")
+        token = secrets.token_hex(32) if leaked.exists() else read_token(self._token_file)
         try:
-            server, port = await serve_http(_HOST, port, self._answer, caps)
+            server, port = await serve_http(_HOST, port, self._answer, caps, token)
         except OSError as error:
-            raise WireError(
-                "cannot listen",
-                where=f"{_HOST}:{port}",
-                found=error.strerror,
-                remedy="choose another one with --port",
-            ) from error
+            raise self._taken(port, error, leaked) from error
+        if leaked.exists():  # only now: Alertmanager reads the file for each alert, and sends what is in it
+            replace_token(self._token_file, token)
+            leaked.unlink(missing_ok=True)
+            self._note("token", f"{self._token_file}: replaced, another user may have seen the old one")
         enough = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, enough.set)
@@ -93,9 +100,35 @@ class _Receiver:
         if self._as_json:
             render.json_value({"listening": address, "runs": sorted(self._runs)})
         else:
-            render.line(f"listening at {address} for {len(self._runs)} runs")
+            render.line(f"listening at {address} for {counted(len(self._runs), 'run')}")
         async with server:
             await enough.wait()
+
+    def _taken(self, port: int, error: OSError, leaked: Path) -> "WireError":
+        import errno
+
+        from verl_slurm.errors import WireError
+        from verl_slurm.files import write_file
+        from verl_slurm.wire.listeners import listener_of
+
+        where, remedy = f"{_HOST}:{port}", "choose another one with --port"
+        if error.errno != errno.EADDRINUSE:
+            return WireError("cannot listen", where=where, found=error.strerror, remedy=remedy)
+        listener = listener_of(port)
+        found = f"the port is taken by {listener.name}"
+        if listener.stranger:
+            write_file(leaked, b"")
+            found += ", to whom Alertmanager shows the token"
+            remedy += " and in alertmanager.yml; the next receiver that can listen replaces the token"
+            if port >= 1024:
+                remedy += "; a port below 1024 cannot be taken by users"
+        return WireError("cannot listen", where=where, found=found, remedy=remedy)
+
+    def _note(self, what: str, text: str) -> None:
+        if self._as_json:
+            render.json_value({what: text})
+        else:
+            render.line(text)
 
     async def _answer(self, request: "HttpRequest") -> "HttpReply":
         import time
@@ -104,9 +137,9 @@ class _Receiver:
 
         from verl_slurm.errors import WireError
         from verl_slurm.submit.alerts import decide_saves, runs_to_save
-        from verl_slurm.wire.http import HttpReply, has_token
+        from verl_slurm.wire.http import HttpReply
 
-        if not has_token(request, self._token):
+        if not request.bearer:
             return HttpReply(401)
         if request.path != "/alert":
             return HttpReply(404)

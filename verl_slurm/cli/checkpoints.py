@@ -12,6 +12,7 @@ from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 if TYPE_CHECKING:
@@ -161,10 +162,11 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
 @click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("a", type=PLACE)
 @click.argument("b", type=PLACE)
+@click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
 @key_option("The key of both, instead of what their runs say.")
 @json_option
-def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
-    """Are checkpoints A and B the same, bit for bit? Of a run, the newest committed one is taken.
+def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json: bool) -> int:
+    """Are checkpoints A and B the same, bit for bit? Each is a checkpoint, a run (its newest), or a name with --run.
 
     Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
     first. Of what a loop that is not ours saved (docs/guests.md) the files are compared. Exit code 0 says the same,
@@ -173,7 +175,7 @@ def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
     from verl_slurm.checkpoint.compare import compare as compare_checkpoints
 
     try:
-        found = compare_checkpoints(one_checkpoint(a), one_checkpoint(b), key_file)
+        found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
     except CheckpointCorrupt as error:
         # What the comparing process said is a whole sentence already, with its remedy.
         raise CheckpointCorrupt(str(error.found or error.what)) from None
@@ -183,10 +185,14 @@ def compare(a: Path, b: Path, key_file: Path | None, as_json: bool) -> int:
         render.json_value(msgspec.to_builtins(found) | {"same": found.same})
         return ExitCode.OK if found.same else ExitCode.DIFFERENT
     if found.same:
-        what = f"{found.num_files} files" if found.num_files else f"{found.num_tensors} tensors"
+        what = (
+            f"{counted(found.num_files, 'file')}"
+            if found.num_files
+            else f"{counted(found.num_tensors, 'tensor')}"
+        )
         render.line(f"the same: {what}, {found.num_bytes / 1e6:.1f} MB, bit for bit")
     else:
-        render.line(f"DIFFERENT in {len(found.differing)} places")
+        render.line(f"DIFFERENT in {counted(len(found.differing), 'place')}")
     render.fields([("a", found.a), ("b", found.b)])
     for name in found.differing:
         render.line(f"  {name}")
@@ -259,7 +265,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
         }
         render.json_value(answer if old is None else answer | {"same": same} | changes)
     else:
-        render.line(f"{now.digest}  {root}  {len(now.files)} files, {seen.num_read} read")
+        render.line(f"{now.digest}  {root}  {counted(len(now.files), 'file')}, {seen.num_read} read")
         for kind, names in changes.items():
             for name in names:
                 render.line(f"{kind:<8} {name}")

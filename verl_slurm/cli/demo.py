@@ -7,19 +7,35 @@ import click
 import msgspec
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import exits, json_option
+from verl_slurm.cli.options import CONFIG, exits, json_option
 from verl_slurm.cli.story import Story, progress
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 
 __all__ = ["demo"]
+
+
+_SHAPE = ("distributed.", "slurm.gpus_per_node=")
+
+
+def _on_a_gpu() -> list[str]:
+    """One rank on one GPU, where this machine has one and torch was built for it; else nothing: two ranks on CPUs."""
+    from importlib.metadata import version
+
+    from verl_slurm.devcluster.machine import real_gpus
+
+    if not real_gpus() or version("torch").endswith("+cpu"):
+        return []
+    shape = ["distributed.dp_size=1", "distributed.nodes=1", "slurm.gpus_per_node=1"]
+    return ["distributed.device=cuda", *shape]
 
 
 @click.command(epilog=exits(ExitCode.PERMISSION, ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--config",
-    type=click.Path(path_type=Path, readable=False, dir_okay=False),
-    help="What is run, twice. [default: the configs/quickstart.yaml that ships with verl-slurm]",
+    type=CONFIG,
+    help="What is run, twice. [default: the shipped example quickstart]",
 )
 @click.option(
     "--dir",
@@ -42,11 +58,15 @@ def demo(
 
     Starts the embedded cluster of four nodes, submits CONFIG, waits until the job is in the middle of a step's
     generation, lets a more urgent job preempt it, shows save, verdicts, requeue and resume, runs the same once more
-    undisturbed, and compares all weights bit for bit. Without Slurm: the same on this machine alone.
+    undisturbed, and compares all weights bit for bit. Without Slurm: the same on this machine alone. With a GPU the
+    quick start runs on one; `demo distributed.device=cpu` does not.
     """
-    from verl_slurm.config.load import shipped
     from verl_slurm.demo import Teller, run_demo
+    from verl_slurm.shipped import shipped
 
+    chosen = [*words]
+    if config is None and not any(word.startswith(_SHAPE) for word in words):
+        chosen = [*_on_a_gpu(), *words]
     config = config or Path(shipped("configs/quickstart.yaml"))
     if directory is None:
         Path("runs").mkdir(exist_ok=True)
@@ -66,7 +86,7 @@ def demo(
         status=lambda status: below.show(int(status.get("step") or 0), f"   {progress(status)}"),
     )
     voice = quiet if as_json else aloud
-    result = run_demo(config, list(words), directory.resolve(), voice, without_slurm=cluster == "local")
+    result = run_demo(config, chosen, directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()
     if as_json:
         render.json_value(msgspec.to_builtins(result) | {"same": result.comparison.same})
@@ -101,8 +121,8 @@ def demo(
     if found.same:
         size = found.num_bytes / 1e6
         render.line(
-            f"PROVEN: all {found.num_tensors} tensors ({size:.1f} MB) of the two are the same, bit for bit."
+            f"PROVEN: all {counted(found.num_tensors, 'tensor')} ({size:.1f} MB) of the two are the same, bit for bit."
         )
         return ExitCode.OK
-    render.line(f"DIFFERENT in {len(found.differing)} places, the first: {found.differing[0]}")
+    render.line(f"DIFFERENT in {counted(len(found.differing), 'place')}, the first: {found.differing[0]}")
     return ExitCode.DIFFERENT

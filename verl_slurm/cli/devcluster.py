@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -10,6 +10,10 @@ import msgspec
 from verl_slurm.cli import render
 from verl_slurm.cli.options import Whole
 from verl_slurm.errors import ConfigError
+from verl_slurm.one_line import counted
+
+if TYPE_CHECKING:
+    from verl_slurm.devcluster.cluster import ClusterStatus
 
 __all__ = ["command"]
 
@@ -20,7 +24,22 @@ class _Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The whole first sentence of each: click cuts it off at 45 characters."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(limit=1000)) for name, each in self.commands.items()]
+            )
 
+
+class _Gpus(click.ParamType[int | str]):
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return "auto" if value == "auto" else Whole(min=0).convert(value, param, ctx)
+
+
+_GPUS = _Gpus()
 _DIR = click.option(
     "--dir",
     "directory",
@@ -56,7 +75,7 @@ def command() -> None:
     \b
     verl-slurm devcluster start
     eval "$(verl-slurm devcluster env)"       # squeue, sbatch, ... now mean this cluster
-    verl-slurm submit configs/quickstart.yaml
+    verl-slurm submit quickstart
     verl-slurm devcluster preempt JOB         # JOB: the number that submit printed
     verl-slurm devcluster stop                # ends everything on it, jobs too
 
@@ -106,6 +125,14 @@ def command() -> None:
     help="Life of a credential in seconds; a plain requeue waits that long. [default: Slurm's own, 120]",
 )
 @click.option(
+    "--gpus",
+    type=_GPUS,
+    default="0",
+    show_default=True,
+    help="GPUs of each node. auto: this machine's, dealt out to the nodes in turn. A number that this machine does not "
+    "have for every node: counted only, so that jobs which ask for GPUs start; they find none.",
+)
+@click.option(
     "--user-signal/--no-user-signal",
     "send_user_signal",
     default=True,
@@ -134,8 +161,8 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     _say(
         as_json,
         status,
-        f"Slurm {status.slurm_version} with {len(status.nodes)} nodes is up after {status.seconds:.1f} s "
-        f"in {status.directory}\nTo use it in this shell:  {_exports(cluster.env())}",
+        f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up after {status.seconds:.1f} s "
+        f"in {status.directory}\n{_gpus(status)}To use it in this shell:  {_exports(cluster.env())}",
     )
 
 
@@ -163,7 +190,7 @@ def _status(directory: Path | None, as_json: bool) -> None:
     status = DevCluster(directory).status()
     lines = [f"{name}  {state}" for name, state in status.nodes.items()]
     head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
-    _say(as_json, status, "\n".join([f"{head} {status.directory}", *lines]))
+    _say(as_json, status, "\n".join([f"{head} {status.directory}", *lines, _gpus(status)]))
 
 
 @command.command("preempt")
@@ -207,7 +234,11 @@ def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
     from verl_slurm.devcluster.faults import fail_node
 
     failure = fail_node(DevCluster(directory), node)
-    _say(as_json, failure, f"{node}: {len(failure.killed)} processes killed; Slurm will notice by itself")
+    _say(
+        as_json,
+        failure,
+        f"{node}: {counted(len(failure.killed), 'process')} killed; Slurm will notice by itself",
+    )
 
 
 @command.command("restore-node")
@@ -232,6 +263,15 @@ def _env(directory: Path | None, as_json: bool) -> None:
 
     env = DevCluster(directory).env()
     _say(as_json, env, _exports(env))
+
+
+def _gpus(status: "ClusterStatus") -> str:
+    """A line, or nothing without GPUs."""
+    if not status.gpus:
+        return ""
+    each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())
+    kind = "GPUs of this machine" if status.gpus_are_real else "GPUs that are counted and not there"
+    return f"{kind}: {each}\n"
 
 
 def _exports(env: dict[str, str]) -> str:

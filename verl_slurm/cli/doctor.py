@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import PLACE, Number, Whole, exits, json_option
+from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
 from verl_slurm.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["doctor"]
         ExitCode.CONFIG, ExitCode.PERMISSION, ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.UNFIT
     )
 )
-@click.option("--config", "source", type=PLACE, help="The run it is for; default: the quick start's values.")
+@click.option("--config", "source", type=CONFIG, help="The run it is for; default: the quick start's values.")
 @click.option("--partition", help="Instead of the configuration's slurm.partition.")
 @click.option("--nodes", type=Whole(1, 10_000), help="Instead of its distributed.nodes.")
 @click.option(
@@ -30,7 +30,8 @@ __all__ = ["doctor"]
     "drill",
     is_flag=True,
     help="Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
-    "do they reach one another, does it run again. About a minute, once it has started.",
+    "do they reach one another, does it run again. Once it has started it takes about 20 s, and then as long as Slurm "
+    "holds a requeued job back: 120 s, unless cred_expire in AuthInfo says otherwise.",
 )
 @click.option(
     "--preempt-by",
@@ -77,15 +78,18 @@ def doctor(
 
 
 def _config(source: Path | None, partition: str | None, nodes: int | None) -> "RunConfig":
-    from verl_slurm.config.load import load, shipped
+    from verl_slurm.config.load import load
+    from verl_slurm.shipped import shipped
     from verl_slurm.submit.inputs import absolute
+    from verl_slurm.submit.relative_paths import Places
 
     overrides = [f"slurm.partition={partition}"] if partition else []
     if nodes is not None:
         overrides.append(f"distributed.nodes={nodes}")
         if source is None:
             overrides.append(f"distributed.dp_size={nodes}")
-    return absolute(load(source or Path(shipped("configs/quickstart.yaml")), overrides), Path.cwd())
+    source = source or Path(shipped("configs/quickstart.yaml"))
+    return absolute(load(source, overrides), Places(Path.cwd(), source))
 
 
 def _look(config: "RunConfig") -> "list[Finding]":

@@ -11,6 +11,7 @@ from verl_slurm.cli.checkpoints import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.errors import DataError, NotFound
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -71,26 +72,31 @@ def export(
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
     from verl_slurm.checkpoint.components import require_own
-    from verl_slurm.checkpoint.contents import known_manifest, read_config, read_indexes
+    from verl_slurm.checkpoint.contents import entry_named, known_manifest, read_config
     from verl_slurm.checkpoint.export import Wish
     from verl_slurm.checkpoint.export import export as export_checkpoint
+    from verl_slurm.checkpoint.format import REQUIRED_DIRECTORIES
     from verl_slurm.checkpoint.run_keys import keys_for
+    from verl_slurm.checkpoint.tensor_index import INDEX
 
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
     require_own(manifest, directory)
     config = read_config(directory, manifest, keys)
+    there = {name for name in REQUIRED_DIRECTORIES if entry_named(manifest, f"{name}/{INDEX}")}
     wish = Wish(
         to=to,
         out=out,
-        roles=_roles(to, role, {*read_indexes(directory, manifest, keys)}, directory),
+        roles=_roles(to, role, there, directory),
         dtype=dtype,  # type: ignore[arg-type]  # click has held it to the choices
         model=model.resolve() if model else _base_model(directory, config.get("model.path")),
         is_first_model=model is None,
         weight_decay=_number(config.get("train.weight_decay")),
     )
     bar = render.Bar(enabled=not as_json)
+    if not as_json:
+        render.warning(f"exporting {directory.name}, {manifest.num_bytes / 1e6:.1f} MB, to {out}")
     try:
         done = export_checkpoint(directory, wish, lambda progress: _show(bar, progress), key_file=key_file)
     finally:
@@ -102,7 +108,10 @@ def export(
         [
             ("exported", f"{done.checkpoint}, {' and '.join(done.roles)}, as {done.to}"),
             ("to", done.out),
-            ("size", f"{done.num_files} files, {done.num_bytes / 1e6:.1f} MB, in {done.seconds:.1f} s"),
+            (
+                "size",
+                f"{counted(done.num_files, 'file')}, {done.num_bytes / 1e6:.1f} MB, in {done.seconds:.1f} s",
+            ),
             ("memory", f"{done.peak_bytes / 1e6:.1f} MB of tensors at once"),
         ]
     )
@@ -128,6 +137,7 @@ def _show(bar: render.Bar, progress: "Progress") -> None:
     words = {
         "verify": "verifying every byte",
         "model": "looking at the base model",
+        "load": "starting the writer, which imports torch",
         "write": "writing" + (f" ({progress.peak / 1e9:.1f} GB in memory)" if progress.peak else ""),
         "sync": "making it durable",
     }

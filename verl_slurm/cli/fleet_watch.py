@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_slurm.cli import render, story
 from verl_slurm.errors import NotFound
+from verl_slurm.one_line import counted
 
 if TYPE_CHECKING:
     from verl_slurm.submit.fleet_follow import Followed
@@ -46,7 +47,7 @@ def watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
             render.json_value({"event": "watching", "runs": len(fleet.runs), "states": counts})
         elif not as_json and (not turns or bottom.is_live):
             words = ", ".join(f"{count} {state}" for state, count in counts.most_common())
-            bottom.show(turns, f"{len(fleet.runs)} runs: {words or 'none'}")
+            bottom.show(turns, f"{counted(len(fleet.runs), 'run')}: {words or 'none'}")
         if not turns and fleet.problem:
             render.warning(fleet.problem)
         turns += 1

@@ -10,6 +10,7 @@ from verl_slurm.cli import render
 from verl_slurm.cli.checkpoints import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 
 __all__ = ["diff", "inspect"]
@@ -63,6 +64,9 @@ def inspect(
             for row in domain["types"]
         ],
     )
+    for domain in facts["domains"]:
+        if domain["tensors"] is None:
+            render.line(f"{domain['domain']}: an index of {_mb(domain['index_bytes'])} MB, not listed")
     if tensors:
         render.line()
         render.table(
@@ -210,7 +214,7 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
     render.line()
     if same:
         render.line(f"the same: {', '.join(same)}")
-    render.line(f"DIFFERENT in {len(found)} places" if found else "no difference in any of these")
+    render.line(f"DIFFERENT in {counted(len(found), 'place')}" if found else "no difference in any of these")
     render.line("values of weights and states are not compared here: verl-slurm compare A B")
     return ExitCode.DIFFERENT if found else ExitCode.OK
 

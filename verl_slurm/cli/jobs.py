@@ -16,6 +16,7 @@ from verl_slurm.paths import RunPaths
 if TYPE_CHECKING:
     from verl_slurm.slurm.facts import JobFacts
     from verl_slurm.slurm.requeue_rules import RequeueOutcome
+    from verl_slurm.submit.newest_job import Submission
 
 __all__ = ["ask_for_save", "cancel", "requeue", "way_on"]
 
@@ -37,6 +38,7 @@ def cancel(run: RunPaths, as_json: bool) -> int:
 
     job = last_job(run)
     _require_living(run)
+    _require_own(run, job, "scancel {}")
     append_event(run, "cancel_asked")
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
@@ -67,6 +69,7 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
 
     job = last_job(run)
     state = _require_living(run)
+    _require_own(run, job, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
     append_event(run, "requeue_asked")
     if job.cluster == "slurm":
         detail = (
@@ -152,6 +155,32 @@ def _require_living(run: RunPaths) -> str:
     return state.state
 
 
+def _require_own(run: RunPaths, job: "Submission", by_hand: str) -> None:
+    """Refuse a job of Slurm's that nothing but the run's journal ties to the run. (A local one is told by its words.)
+
+    Args:
+        by_hand: the command that does the same to the job `{}`.
+
+    Raises:
+        SlurmRefused: it is another job.
+        NotFound, SlurmMissing: as `SlurmClient.job`.
+    """
+    from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.liveness import runs_here
+
+    if job.cluster != "slurm":
+        return
+    facts = asyncio.run(SlurmClient().job(int(job.job_id)))
+    if not runs_here(run.root, facts):
+        raise SlurmRefused(
+            f"{run.events} names a job of which Slurm does not say that it is this run's",
+            where=job.job_id,
+            found=f"the command {facts.command} and the output {facts.std_out}",
+            expected=f"{run.root} as the command's argument, or its output in {run.logs}",
+            remedy=f"where it is this run's all the same: {by_hand.format(facts.target)}",
+        )
+
+
 def ask_for_save(run: RunPaths) -> str:
     """Have the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`).
 
@@ -175,6 +204,7 @@ def ask_for_save(run: RunPaths) -> str:
     if state.over or state.state != "RUNNING":
         return ""
     if job.cluster == "slurm":
+        _require_own(run, job, "scancel --batch --signal=USR1 {}")
         asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
     else:
         try:

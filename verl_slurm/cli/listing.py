@@ -12,6 +12,7 @@ from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.spans import ago, span
 from verl_slurm.errors import NotFound
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -67,14 +68,10 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         render.json_value([_facts(run, state, seen.get(run.root)) for run, state in told])
         return ExitCode.OK
     if not runs:
-        from verl_slurm.config.load import shipped
-
-        render.line(
-            f"no runs in {place}; start one with verl-slurm submit {shipped('configs/quickstart.yaml')}"
-        )
+        render.line(f"no runs in {place}; start one with verl-slurm submit quickstart")
         return ExitCode.OK
     if not told:
-        render.line(f"none of {len(runs)} runs in {place} is {' or '.join(states)}")
+        render.line(f"none of {counted(len(runs), 'run')} in {place} is {' or '.join(states)}")
         return ExitCode.OK
     headings, lines = runs_table(told, place.resolve(), render.width())
     render.plain_table(headings, lines, right=("step", "of", "reward", "cost"), colours=STATE_COLOURS)

@@ -1,11 +1,17 @@
 """`verl-slurm logs`: what the daemon, its agents and the ranks of a run print."""
 
+import errno
+import os
+import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
+from verl_slurm.bounded import TooMuch, open_regular
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.errors import NotFound
@@ -13,6 +19,11 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
 __all__ = ["logs"]
+
+_LINE = 1 << 20
+"""Bytes."""
+# What others than the run print. In a healthy requeue srun and slurmstepd say "error", too.
+_MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [A-Z]+ ")
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -38,8 +49,9 @@ def logs(
 
     All ranks of a node print into one file, and each start has its own: with -f, a new start's file follows the last
     line of the one before. With --node N --agent it is the log of the daemon's agent on that node. Agents keep their
-    own, because what they print is lost together with the node that the daemon runs on. With --json each line is an
-    object with its file.
+    own, because what they print is lost together with the node that the daemon runs on. Lines marked [Slurm] or
+    [submitit] are theirs: when a job is requeued or cancelled, Slurm reports the steps it ends as errors. With
+    --json each line is an object with its file.
     """
     if node is not None and rank is not None:
         raise click.UsageError("--node and --rank both name a node: give one of them")
@@ -69,11 +81,34 @@ def logs(
             show(path, line)
         return ExitCode.OK
     path = _newest(run, node, agent)
-    with path.open("rb") as file:
-        whole: Iterator[bytes] = iter(file)
-        for raw in whole if num_lines is None else deque(whole, maxlen=num_lines):
+    with _opened(path) as file:
+        if num_lines is not None:
+            file.seek(_last_lines(file, num_lines))
+        # A line without an end is shown in pieces.
+        for raw in iter(partial(file.readline, _LINE), b""):
             show(path, raw.rstrip(b"\n"))
     return ExitCode.OK
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return os.fdopen(open_regular(path), "rb")
+    except (TooMuch, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            raise
+        raise NotFound("the log is not a file", where=path, found=error) from None
+
+
+def _last_lines(file: BinaryIO, number: int) -> int:
+    """Where the last lines begin. Their places are kept and not they: they may have a MiB each."""
+    start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for so many of them
+    if start:
+        file.seek(start)
+        start += len(file.readline(_LINE))
+    starts = deque([start], maxlen=number + 1)
+    for raw in iter(partial(file.readline, _LINE), b""):
+        starts.append(starts[-1] + len(raw))
+    return starts[0]
 
 
 def _shower(follow: bool, as_json: bool) -> Callable[[Path, bytes], None]:
@@ -87,9 +122,13 @@ def _shower(follow: bool, as_json: bool) -> Callable[[Path, bytes], None]:
             if shown:
                 render.line(f"==> {path.name} <==")
             shown[:] = [path]
-        render.raw_line(line)
+        render.raw_line(_MARKS.sub(_mark, line, count=1))
 
     return show
+
+
+def _mark(found: re.Match[bytes]) -> bytes:
+    return (b"[submitit] " if found[0].startswith(b"submitit") else b"[Slurm] ") + found[0]
 
 
 def _node_of(run: RunPaths, rank: int) -> int:
@@ -134,4 +173,5 @@ def _rank_logs(run: RunPaths) -> list[Path]:
 def _lead_log(run: RunPaths) -> Path:
     from verl_slurm.submit.record import last_job
 
-    return run.logs / f"{last_job(run).job_id}_0_log.out"
+    job_id = last_job(run).job_id  # the journal's word: in a run that was handed over it may name any path
+    return run.logs / f"{job_id.replace('/', '_')}_0_log.out"

@@ -4,14 +4,15 @@ A command's module is imported when the command is used, and only then. Each mod
 (or group) under the name given here.
 """
 
-import sys
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 import click
 
 from verl_slurm import __version__
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.shipped import shipped, with_places
 
 __all__ = ["COMMANDS", "Entry", "cli"]
 
@@ -25,9 +26,12 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
+    "init": Entry("config", "init", "Write a commented configuration for your own model and data."),
+    "config": Entry("config", "config", "Every key of a configuration: type, default, meaning."),
     "submit": Entry("submit", "submit", "Check a configuration, and start the run it describes."),
     "status": Entry("runs", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
     "list": Entry("listing", "list_runs", "The runs below a directory, or the checkpoints of a run."),
+    "samples": Entry("samples", "samples", "What the policy says: prompts, responses and rewards of a step."),
     "watch": Entry("watch", "watch", "Follow a run, or many, over all requeues until they end."),
     "logs": Entry("logs", "logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("jobs", "cancel", "End a run's job for good; it will not be requeued."),
@@ -75,6 +79,7 @@ class _LazyGroup(click.Group):
         if entry is None:
             return None
         command: click.Command = getattr(import_module(f"verl_slurm.cli.{entry.module}"), entry.attribute)
+        _name_places(command)
         return command
 
     def resolve_command(
@@ -88,23 +93,25 @@ class _LazyGroup(click.Group):
             ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:  # here, because click's own answer, further up, is to exit with 1
-            import select
-
-            stdout = select.poll()
-            stdout.register(sys.stdout, 0)
-            if not any(event & select.POLLERR for _, event in stdout.poll(0)):
-                raise  # it was another pipe
-            # The reader (`| head`) has what it wanted; without this Python complains once more at exit.
-            sys.stdout = None
-            return ExitCode.OK
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
+        root = Path(shipped("configs/quickstart.yaml")).parents[1]
+        formatter.write_paragraph()
+        formatter.write_text(
+            f"Documentation, examples and batch scripts: docs/, configs/ and sbatch/ in {root}"
+        )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+def _name_places(command: click.Command) -> None:
+    """Pages and examples that the help mentions, by paths that exist where it is read."""
+    command.help = with_places(command.help or "")
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.help:
+            parameter.help = with_places(parameter.help)
 
 
 _EXITS = "\n".join(f"{int(code):>4}  {code.description}" for code in ExitCode)
@@ -121,7 +128,8 @@ def cli() -> None:
 
     \b
     See it work:    verl-slurm demo
-    Try it here:    verl-slurm submit configs/quickstart.yaml --cluster local --wait
+    Try it here:    verl-slurm submit quickstart --cluster local --wait
+    Your own run:   verl-slurm init my.yaml
     On a cluster:   verl-slurm submit my.yaml slurm.partition=gpu train.steps=500
     Then:           verl-slurm watch runs/NAME
     """

@@ -1,22 +1,31 @@
 """What several commands have in common."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+from verl_slurm.shipped import example, examples
 
-__all__ = ["PLACE", "RUN", "Number", "Whole", "exits", "json_option", "key_option"]
+__all__ = ["CONFIG", "PLACE", "RUN", "Number", "Whole", "exits", "json_option", "key_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
+    _RunParam = click.ParamType[RunPaths]
+    _ConfigParam = click.ParamType[Path]
+else:  # generic at run time in newer releases of click only
+    _RunParam = _ConfigParam = click.ParamType
 
-class _RunType(click.ParamType[RunPaths]):
+
+class _RunType(_RunParam):
     """A run directory: what `submit` printed. Turned into its absolute `RunPaths`."""
 
     name = "run"
@@ -31,6 +40,30 @@ class _RunType(click.ParamType[RunPaths]):
         return require_run(RunPaths(Path(value).resolve()))
 
 
+class _ConfigType(_ConfigParam):
+    """A YAML file, a run's directory, or the bare name of a shipped example (`quickstart`), which wins over a path."""
+
+    name = "config"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if isinstance(value, Path):
+            return value
+        if not value:
+            self.fail("an empty word is no configuration.", param, ctx)
+        shipped = example(value)
+        if shipped is not None and os.path.lexists(value) and not (ctx and ctx.resilient_parsing):
+            # Unsaid, who stands above his own run of that name would wonder.
+            click.echo(f"verl-slurm: {value} is the shipped example; what lies here is ./{value}", err=True)
+        return shipped or Path(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        names = [CompletionItem(name) for name in examples() if incomplete and name.startswith(incomplete)]
+        return names or [CompletionItem(incomplete, type="file")]
+
+
+CONFIG = _ConfigType()
 RUN = _RunType()
 # click's own look at permissions would end with a usage error; ours says whose fault it is, with its own code.
 PLACE = click.Path(path_type=Path, readable=False)

@@ -8,6 +8,7 @@ import click
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 
 __all__ = ["prune"]
@@ -100,6 +101,6 @@ def prune(
         ["name", "", "MB", "why"],
         [[name, word, round(found.sizes[name] / 1e6, 1), reason] for word, name, reason in rows],
     )
-    count = f"{len(gone)} checkpoints, {freed / 1e6:.1f} MB"
+    count = f"{counted(len(gone), 'checkpoint')}, {freed / 1e6:.1f} MB"
     render.line(f"dry run: would remove {count}" if dry_run else f"removed {count}")
     return ExitCode.OK

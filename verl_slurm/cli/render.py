@@ -14,6 +14,7 @@ import click
 
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.one_line import json_line, printable
+from verl_slurm.shipped import with_places
 
 __all__ = [
     "GAP",
@@ -31,6 +32,7 @@ __all__ = [
     "table",
     "warning",
     "width",
+    "wrapped",
 ]
 
 _NO_TERMINAL = 240
@@ -49,6 +51,17 @@ def line(text: object = "") -> None:
     print(safe(text), flush=True)
 
 
+def wrapped(text: object, *, indent: str = "") -> None:
+    """A paragraph, in lines as wide as the terminal, at most 100."""
+    import textwrap
+
+    room = min(width(), 100)
+    for part in textwrap.wrap(
+        safe(text), room, initial_indent=indent, subsequent_indent=indent, break_long_words=False
+    ):
+        line(part)
+
+
 def marked(mark: str, colour: str, text: object) -> None:
     """A line that begins with a word in colour, where there is a terminal (and no NO_COLOR)."""
     print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
@@ -62,7 +75,7 @@ def raw_line(text: bytes) -> None:
 
 def warning(text: object) -> None:
     """One line on standard error."""
-    print(f"verl-slurm: {safe(text)}", file=sys.stderr, flush=True)
+    print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
 
 
 def json_value(value: object) -> None:
@@ -73,8 +86,8 @@ def json_value(value: object) -> None:
 def error(problem: VerlSlurmError, *, as_json: bool) -> None:
     """The error as one line on standard error, and as JSON on standard output where JSON was asked for."""
     if as_json:
-        json_value({"error": problem.one_line(), "exit_code": int(problem.exit_code)})
-    print(f"verl-slurm: {problem.one_line()}", file=sys.stderr, flush=True)
+        json_value({"error": with_places(problem.one_line()), "exit_code": int(problem.exit_code)})
+    print(f"verl-slurm: {with_places(problem.one_line())}", file=sys.stderr, flush=True)
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:

@@ -1,12 +1,13 @@
 """A run's events as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
 
+import re
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 from verl_slurm.exit_codes import ExitCode
 
-__all__ = ["Story", "outcome", "progress", "tell"]
+__all__ = ["Story", "for_people", "outcome", "progress", "tell"]
 
 Event = dict[str, Any]
 _PHASES = {
@@ -27,14 +28,42 @@ _SHOWN = (
 )
 
 
-class Story:
-    """Tells the events of one run in their order, and no reason twice."""
+_PLAIN = {
+    "preemption": "Slurm takes the nodes for a more urgent job",
+    "time_limit": "the job's time is nearly up",
+    "cancel": "the job was cancelled",
+    "requeued": "somebody requeued the job in Slurm",
+    "operator": "an operator asked for a save",
+    "operator_requeue": "an operator asked for a requeue",
+}
+_RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S+ .*$")
 
-    def __init__(self) -> None:
+
+def for_people(event: Event) -> Event:
+    """`event` without the words of scontrol; those are evidence, and stay in the journal."""
+    shown = dict(event)
+    for key in ("evidence", "detail"):
+        if isinstance(text := event.get(key), str) and (plain := _RAW_FACTS.sub("", text)) != text:
+            reason = _PLAIN.get(str(event.get("cause")), "") if key == "evidence" else ""
+            shown[key] = "; ".join(part for part in (reason, plain) if part) or "Slurm says so"
+    return shown
+
+
+class Story:
+    """Tells the events of one run in their order, and no reason twice.
+
+    Args:
+        verbose: with what Slurm said, word for word.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
         self._told: set[str] = set()
+        self._verbose = verbose
 
     def tell(self, event: Event) -> str | None:
         """As `tell`. What one rank said in refusing to train, the others and the end say again."""
+        if not self._verbose:
+            event = for_people(event)
         kind, reason = event.get("event"), str(event.get("reason") or event.get("detail") or "")
         if kind in ("submitted", "started"):
             self._told.clear()
@@ -136,11 +165,11 @@ def _saved(event: Event) -> str:
 
 
 def _verified(event: Event) -> str:
-    return f"verified {event.get('name')}: {event.get('detail')}"
+    return f"verified {event.get('name')}{_because(event, 'detail')}"
 
 
 def _corrupt(event: Event) -> str:
-    return f"CORRUPT {event.get('name')}: {event.get('detail')}"
+    return f"CORRUPT {event.get('name')}{_because(event, 'detail')}"
 
 
 def _crash(event: Event) -> str:
@@ -183,6 +212,37 @@ def _gone(event: Event) -> str:
     return f"job {event.get('job_id')} is {event.get('state')} and its daemon said nothing more"
 
 
+def _notice(event: Event) -> str:
+    if event.get("text") is None:  # as former versions wrote them
+        return str(event.get("reason") or "something, and the journal does not say what")
+    return f"{event.get('topic')}: {event.get('text')}" if event.get("topic") else str(event["text"])
+
+
+def _start_failed(event: Event) -> str:
+    again = f", after {event['before']} that could not either" if event.get("before") else ""
+    return f"this start could not begin{again}{_because(event, 'detail')}"
+
+
+def _stranger(event: Event) -> str:
+    peer, total = event.get("peer"), event.get("total")
+    if event.get("reason") == "ranks":
+        return f"rank {event.get('rank')} on {event.get('node')} met a stranger and ended itself: {peer}"
+    return f"a connection from {peer} was turned away ({total} so far){_because(event)}"
+
+
+def _adopted(event: Event) -> str:
+    names = event.get("checkpoints")
+    listed = ", ".join(str(name) for name in names) if isinstance(names, list) else "checkpoints"
+    return f"{listed} taken over from {event.get('source')}"
+
+
+def _tier_failed(event: Event) -> str:
+    what, name = event.get("what") or "work", event.get("name") or ""
+    return f"{what} {name} with tier {event.get('tier')} FAILED{_because(event, 'problem')}".replace(
+        "  ", " "
+    )
+
+
 def _drift(event: Event) -> str:
     counts = [f"{len(event.get(kind) or [])} {kind}" for kind in ("added", "removed", "changed")]
     return f"goes on with changed data, as asked: {', '.join(counts)}"
@@ -212,12 +272,19 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
     "refused": _refused,
     "one_copy": lambda event: f"{event.get('name')} has ONE copy only{_because(event)}",
-    "notice": lambda event: f"{event.get('topic')}: {event.get('text')}",
-    "warning": lambda event: f"WARNING, {event.get('topic')}: {event.get('text')}",
+    "notice": _notice,
+    "warning": lambda event: f"WARNING, {_notice(event)}",
     "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
     "orphaned": _orphaned,
     "held": _held,
     "hang": lambda event: f"HANG: {event.get('detail')}",
+    "done": lambda event: f"nothing is left to do{_because(event)}",
+    "start_failed": _start_failed,
+    "stranger": _stranger,
+    "save_failed": lambda event: f"the save FAILED on rank {event.get('rank')}{_because(event)}",
+    "ignored": lambda event: f"not acted upon{_because(event)}",
+    "internal": lambda event: f"an ERROR inside the daemon{_because(event, 'error')}",
+    "link": lambda event: f"the link to {event.get('node') or 'an agent'} broke{_because(event, 'error')}",
     "stacks": lambda event: f"the stacks of {event.get('node')}'s ranks are in {event.get('log')}",
     "avoid": lambda event: f"nodes: {event.get('detail')}",
     "successor": lambda event: f"job {event.get('job_id')} is queued to follow job {event.get('after')}",
@@ -228,5 +295,14 @@ _TELLERS: dict[str, Callable[[Event], str | None]] = {
     "alert_save_asked": lambda event: "an alert asked for a save",
     "resume": lambda event: f"resume: {event.get('reason')}",
     "scrubbed": _scrubbed,
+    "adopted": _adopted,
+    "tier_copied": lambda event: f"{event.get('name')} is in tier {event.get('tier')}{_because(event)}",
+    "tier_removed": lambda event: (
+        f"{event.get('name')} was taken from tier {event.get('tier')}{_because(event)}"
+    ),
+    "tier_fetched": lambda event: f"{event.get('name')} was fetched back from tier {event.get('tier')}",
+    "tier_failed": _tier_failed,
+    "tier_unreachable": lambda event: f"tier {event.get('tier')} does not answer{_because(event)}",
+    "tiers": lambda event: f"the storage tiers{_because(event, 'detail')}",
     "second_copy": lambda event: f"second copy: {event.get('reason')}",
 }

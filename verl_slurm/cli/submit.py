@@ -9,9 +9,10 @@ import click
 import msgspec
 
 from verl_slurm.cli import render
-from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.options import CONFIG, exits, json_option
 from verl_slurm.cli.watch import tell_until_end
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _WithVerlWords(click.Command):
     )
     + "\n\nWith --wait: the run's own exit code.",
 )
-@click.argument("config", type=PLACE)
+@click.argument("config", type=CONFIG)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
 @click.option(
     "--cluster",
@@ -82,18 +83,20 @@ def submit(
 ) -> int:
     """Check CONFIG, and start the run it describes.
 
-    CONFIG is a YAML file (see configs/), or the directory of a run that is to go on. KEY=VALUE words change
-    single values, e.g. train.steps=50. Everything is checked before anything is queued: keys and types, model
-    and data, write permission, the partition.
+    CONFIG is a YAML file, the directory of a run that is to go on, or the name of a shipped example (quickstart).
+    KEY=VALUE words change single values, e.g. train.steps=50. Everything is checked before anything is queued: keys
+    and types, model and data, write permission, the partition, and Slurm's own answer to the very script.
+
+    Relative paths in CONFIG go by its directory; relative paths in KEY=VALUE words, and run_dir, by where you are.
 
     A run lives in its run directory. To submit the same configuration again goes on from the newest checkpoint
     that verifies; another configuration in the same directory is refused.
 
     \b
-    verl-slurm submit configs/quickstart.yaml
+    verl-slurm submit quickstart
     verl-slurm submit my.yaml name=big slurm.partition=gpu distributed.nodes=4 distributed.dp_size=32
     verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
-    verl-slurm submit configs/verl_grpo.yaml -- trainer.total_epochs=3   # words for verl itself
+    verl-slurm submit verl_grpo -- trainer.total_epochs=3   # words for verl itself
     """
     from verl_slurm.submit.inputs import needs_building
     from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
@@ -124,8 +127,10 @@ def submit(
         render.warning(note)
     if as_json:
         extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
-        render.json_value(msgspec.to_builtins(done) | extra)
+        render.json_value(msgspec.to_builtins(done) | {"inputs": dict(plan.inputs)} | extra)
     elif done.job_id is None:
+        for name, taken in plan.inputs:
+            render.warning(f"{name}: {taken}")
         render.line(f"prepared {done.run_dir}; submit it with")
         render.line(shlex.join(_sbatch_words(plan, paths)))
     else:
@@ -133,7 +138,8 @@ def submit(
         kind = "a new run" if done.new_run else "goes on"
         render.fields(
             [
-                ("job", f"{done.job_id} {where}, {plan.config.distributed.nodes} nodes, {kind}"),
+                ("job", f"{done.job_id} {where}, {counted(plan.config.distributed.nodes, 'node')}, {kind}"),
+                *plan.inputs,
                 ("run directory", done.run_dir),
                 ("follow it", f"verl-slurm watch {done.run_dir}"),
                 ("its state", f"verl-slurm status {done.run_dir}"),
@@ -158,6 +164,7 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
                 "run_dir": str(plan.run_dir),
                 "new_run": plan.new_run,
                 "resumes_from": plan.resumes_from,
+                "inputs": dict(plan.inputs),
                 "checked": _checked(plan),
                 "notes": plan.notes,
                 "script": text,
@@ -166,7 +173,9 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
         return
     for note in plan.notes:
         render.warning(note)
-    render.warning(f"dry run: nothing was made or queued; checked and good: {'; '.join(_checked(plan))}")
+    render.warning("dry run: nothing is made or queued. Checked:")
+    for what in _checked(plan):
+        render.warning(f"  good  {what}")
     render.warning(_beginning(plan))
     render.warning(f"run directory {plan.run_dir}")
     for part in text.rstrip("\n").split("\n"):
@@ -194,7 +203,7 @@ def _beginning(plan: "SubmissionPlan") -> str:
 
 def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
     """What queues a run that was prepared."""
-    from verl_slurm.config.load import shipped
+    from verl_slurm.shipped import shipped
     from verl_slurm.slurm.batch import batch_script, sbatch_options
 
     template = shipped(f"sbatch/{batch_script(plan.config)}")

@@ -14,14 +14,14 @@ from verl_slurm.paths import RunPaths
 __all__ = ["tell_until_end", "watch"]
 
 
-def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool) -> int:
+def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
     """Tell a run's story from byte `offset` of its journal until it ends; its exit code."""
     from verl_slurm.submit.follow import follow_run
 
     if as_json:
         return follow_run(paths, offset, render.json_value)
     bottom = render.Progress()
-    teller = story.Story()
+    teller = story.Story(verbose=verbose)
 
     def on_event(event: dict[str, Any]) -> None:
         text = teller.tell(event)
@@ -44,12 +44,14 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool) -> int:
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND) + "\n\nOtherwise the exit code with which the run ended.")
 @click.argument("places", metavar="RUN...", type=PLACE, nargs=-1, required=True)
+@click.option("-v", "--verbose", is_flag=True, help="With Slurm's own words as evidence of each cause.")
 @json_option
-def watch(places: tuple[Path, ...], as_json: bool) -> int:
+def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     """Follow RUN from its first event until it ends, over all its requeues.
 
     Prints what the daemon wrote down (starts, causes, saves, verdicts, requeues), then each event as it happens
-    and the step it is at. Ctrl-C ends the watching, not the run. With --json each event is one line.
+    and the step it is at. Of a run that was submitted again after an end, the newest job decides when the run has
+    ended, and with which code. Ctrl-C ends the watching, not the run. With --json each event is one line.
 
     With several runs, or a directory that holds some, each event from now on is told with its run's name, until none
     lives any more; runs that come into the directory meanwhile are followed, too. The exit code is then 0, or the
@@ -72,7 +74,7 @@ def watch(places: tuple[Path, ...], as_json: bool) -> int:
         return watch_fleet(roots, as_json=as_json)
     run = require_run(RunPaths(roots[0]))
     last_job(run)
-    return tell_until_end(run, 0, as_json=as_json)
+    return tell_until_end(run, 0, as_json=as_json, verbose=verbose)
 
 
 def _holds_runs(place: Path) -> bool:

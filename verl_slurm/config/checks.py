@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl_slurm.config.algorithm_checks import algorithm_complaints
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.data_checks import data_complaints
 from verl_slurm.config.guest_checks import guest_complaints
 from verl_slurm.config.observability_checks import observability_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
@@ -16,6 +17,7 @@ from verl_slurm.config.schema import ContainerConfig, RunConfig
 from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.config.train_checks import train_complaints
 from verl_slurm.errors import ConfigError
+from verl_slurm.one_line import counted
 
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
 
@@ -73,7 +75,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     parts: list[Callable[[RunConfig], Iterable[Complaint]]]
     parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
     if not config.trainer.is_guest:
-        parts[3:3] = [_batches, rollout_complaints, train_complaints]
+        parts[3:3] = [data_complaints, _batches, rollout_complaints, train_complaints]
     found = [complaint for part in parts for complaint in part(config)]
     found += observability_complaints(config.observability)
     return [*found, *tier_complaints(config.tiers)]
@@ -117,7 +119,7 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
     if shape.world_size % shape.nodes:
         yield Complaint(
             "distributed.nodes",
-            f"{shape.world_size} ranks on {shape.nodes} nodes",
+            f"{counted(shape.world_size, 'rank')} on {counted(shape.nodes, 'node')}",
             "the same number of ranks on every node",
             "make dp_size * tp_size * pp_size a multiple of distributed.nodes",
         )

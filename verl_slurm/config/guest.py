@@ -39,10 +39,10 @@ class GuestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`native`: ours, as `model`, `data`, `rollout` and `train` describe it. `verl`: the package `verl`, unpatched, as
     the section `verl` describes it. `command`: any program that calls `verl_slurm.run()` (docs/guests.md)."""
     entry: Literal["ppo", "sft"] = "ppo"
-    """verl: `ppo` is `verl.trainer.main_ppo` on Ray (PPO, GRPO and the like), `sft` its SFT trainer under torchrun."""
+    """verl: `ppo` is `verl.trainer.main_ppo` on Ray (PPO, GRPO and the like), `sft` its SFT trainer."""
     command: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     """command: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. It runs under
-    torchrun, `distributed.dp_size` ranks over all nodes. A relative file is relative to where `submit` is run."""
+    torchrun, `distributed.dp_size` ranks over all nodes. A relative file goes by the directory of the YAML."""
 
     @property
     def is_guest(self) -> bool:

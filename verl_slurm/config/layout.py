@@ -10,6 +10,7 @@ import msgspec
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
+from verl_slurm.one_line import counted
 
 __all__ = ["LAYOUT_KEYS", "keep_step", "require_same_step"]
 
@@ -84,7 +85,7 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
         )
     if wrong:
         raise ConfigError(
-            f"the run has {former} ranks so far, and with {now} a step would be another one",
+            f"the run has {counted(former, 'rank')} so far, and with {now} a step would be another one",
             where=where,
             found=", ".join(f"{key}={given}" for key, given, _ in wrong),
             expected=", ".join(f"{key}={value}" for key, _, value in wrong),

@@ -5,7 +5,6 @@ known one. Nothing here touches the disk except reading the one file.
 """
 
 import difflib
-import os
 import re
 import typing
 from collections.abc import Mapping
@@ -15,14 +14,17 @@ from types import MappingProxyType
 
 import msgspec
 
+from verl_slurm.bounded import CONFIG, TooMuch, read_regular
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks import check
 from verl_slurm.config.guest import flattened
+from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
+from verl_slurm.shipped import examples
 
-__all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config", "shipped"]
+__all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config"]
 
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
@@ -31,7 +33,11 @@ _PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
 
 
 def load(
-    path: Path | str, overrides: typing.Sequence[str] = (), verl: typing.Sequence[str] = ()
+    path: Path | str,
+    overrides: typing.Sequence[str] = (),
+    verl: typing.Sequence[str] = (),
+    *,
+    complete: bool = False,
 ) -> RunConfig:
     """Read, override, check.
 
@@ -40,6 +46,7 @@ def load(
         overrides: words like `train.steps=50`, `slurm.partition=null`, `slurm.extra={constraint: a100}`;
             a later one wins over an earlier one, and all of them over the file.
         verl: words of verl's own (Hydra's), `trainer.save_freq=5`; they win over the file's section `verl`.
+        complete: model, data and reward must be named, as for a run that is to train.
 
     Returns:
         The whole configuration, defaults filled in. Relative paths are left as they are written.
@@ -49,11 +56,16 @@ def load(
             do not go together (`checks.check`).
     """
     path = Path(path)
-    return parse_config(_read(path), str(path), overrides, verl)
+    return parse_config(_read(path), str(path), overrides, verl, complete=complete)
 
 
 def parse_config(
-    raw: bytes, source: str, overrides: typing.Sequence[str] = (), verl: typing.Sequence[str] = ()
+    raw: bytes,
+    source: str,
+    overrides: typing.Sequence[str] = (),
+    verl: typing.Sequence[str] = (),
+    *,
+    complete: bool = False,
 ) -> RunConfig:
     """`load` without the file: `raw` is its content, `source` its name in errors."""
     data, lines = strict_yaml.parse(raw, source)
@@ -68,6 +80,8 @@ def parse_config(
         data["verl"] = flattened(ours | dict(_verl_word(word) for word in verl))
     _refuse_unknown(data, places, source)
     config = _convert(data, places, source)
+    if complete and not config.trainer.is_guest:
+        _require_named(data, source)
     check(config, source)
     return config
 
@@ -97,24 +111,6 @@ def dump(config: RunConfig) -> bytes:
     return strict_yaml.dump(msgspec.to_builtins(config))
 
 
-def shipped(name: str) -> str:
-    """The absolute path of a file of the checkout, or of what pip installed of it; where there is neither, `name`."""
-    above, installed = Path(__file__).resolve().parents[2], f"share/verl-slurm/{name}"
-    places = [
-        above / name,
-        above / installed,
-    ]  # the checkout; `pip install --target`, which records other places
-    if not any(place.is_file() for place in places):
-        from importlib import metadata
-
-        try:
-            files = metadata.files("verl-slurm") or []
-        except metadata.PackageNotFoundError:
-            return name
-        places = [Path(file.locate()) for file in files if file.as_posix().endswith(installed)]
-    return next((os.path.realpath(place) for place in places if place.is_file()), name)
-
-
 @cache
 def known_keys() -> Mapping[str, object]:
     """Every dotted key of a config with its type annotation, sections left out."""
@@ -131,15 +127,14 @@ def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, objec
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(strict_yaml.MAX_BYTES + 1)
+        return read_regular(path, CONFIG, follow=True)
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, _siblings(path), n=1)
         raise ConfigError(
             "no such configuration",
             where=path,
             expected=f"perhaps {path.parent / near[0]}" if near else None,
-            remedy=f"give the path of a YAML file, e.g. {shipped('configs/quickstart.yaml')}",
+            remedy=f"give the path of a YAML file, or the name of an example: {', '.join(examples())}",
         ) from None
     except PermissionError as error:
         raise PermissionRefused(
@@ -148,11 +143,11 @@ def _read(path: Path) -> bytes:
             found=error.strerror,
             remedy="ask its owner, or copy it to a place of yours",
         ) from None
-    except OSError as error:
+    except (OSError, TooMuch) as error:
         raise ConfigError(
             "the configuration cannot be read",
             where=path,
-            found=error.strerror,
+            found=error.strerror if isinstance(error, OSError) else error,
             remedy="give the path of a readable YAML file",
         ) from None
 
@@ -237,10 +232,9 @@ def _is_section(annotation: object) -> bool:
 
 def _refuse_unknown(data: dict[str, Value], places: dict[str, str], source: str) -> None:
     for key, value in data.items():
-        inner = (
-            [f"{key}.{name}" for name in value] if isinstance(value, dict) and key in _sections() else [key]
-        )
-        for dotted in inner:
+        # Of a section that does not exist its first key says best what was meant: `optimizer: {lr: 1e-4}`.
+        inside = isinstance(value, dict) and value and (key in _sections() or key not in known_keys())
+        for dotted in [f"{key}.{name}" for name in value] if isinstance(value, dict) and inside else [key]:
             _require_known(dotted, places.get(dotted, source))
 
 
@@ -253,24 +247,34 @@ def _require_known(dotted: str, place: str) -> None:
     raise ConfigError(
         "no such key",
         where=place if place.endswith(dotted) else f"{place}: {dotted}",
-        expected=_nearest(dotted, list(keys)),
-        remedy=f"see {shipped('verl_slurm/config/schema.py')} for all keys",
+        expected=" or ".join(nearest_keys(dotted, keys, _sections())) or None,
+        remedy="`verl-slurm config` lists all keys with their meaning",
     )
 
 
-def _nearest(dotted: str, keys: list[str]) -> str | None:
-    if "." not in dotted and (
-        close := difflib.get_close_matches(dotted, sorted(_sections()), n=1, cutoff=0.75)
-    ):
-        return close[0]
-    last = dotted.rpartition(".")[2]
-    # A right name in the wrong section (`steps` at the top) is the commoner slip, then a slip of the pen.
-    same = [key for key in keys if key.rpartition(".")[2] == last]
-    close = same or difflib.get_close_matches(dotted, keys, n=1, cutoff=0.6)
-    if not close:
-        tails = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in keys], n=1, cutoff=0.6)
-        close = [key for key in keys if tails and key.rpartition(".")[2] == tails[0]]
-    return " or ".join(close[:2]) if close else None
+_NAMED = {
+    "model.path": "a Hugging Face model directory, or builtin:tiny",
+    "model.reward": "python:FILE.py:FUNCTION, classifier:DIR or rule:arithmetic",
+    "data.root": "a directory with prompts, or builtin:arithmetic",
+}
+"""Keys that decide what is trained: their defaults, those of the quick start, are never taken in silence."""
+
+
+def _require_named(data: dict[str, Value], source: str) -> None:
+    missing = []
+    for dotted in _NAMED:
+        section, _, key = dotted.partition(".")
+        inside = data.get(section)
+        if not isinstance(inside, dict) or key not in inside:
+            missing.append(dotted)
+    if missing:
+        raise ConfigError(
+            "the configuration does not say what to train",
+            where=source,
+            found=f"no {', no '.join(missing)}",
+            expected="; ".join(f"{key}: {_NAMED[key]}" for key in missing),
+            remedy=f"add {'it' if len(missing) == 1 else 'them'}, or write KEY=VALUE after the file",
+        )
 
 
 def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> RunConfig:

@@ -19,6 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from verl_slurm.bounded import SOURCE, read_regular
 from verl_slurm.errors import ConfigError, DataError
 
 __all__ = ["FORMS", "RewardSpec", "check_function", "parse_reward", "source_file"]
@@ -102,8 +103,8 @@ def check_function(spec: RewardSpec, file: Path) -> None:
         ConfigError: no such function, or one that cannot be called as it will be.
     """
     try:
-        tree = ast.parse(file.read_bytes(), str(file))
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        tree = ast.parse(read_regular(file, SOURCE, follow=True), str(file))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         remedy = "mend it, or set model.reward"
         raise DataError(
             "the reward's source cannot be read", where=file, found=error, remedy=remedy
@@ -166,5 +167,7 @@ def _refusal(spec: RewardSpec, found: str, expected: str) -> ConfigError:
         where=f"model.reward: {spec}",
         found=found,
         expected=expected,
-        remedy="see `python -c 'import MODULE'` in the job's environment, or set model.reward",
+        remedy="set model.reward to python:FILE.py:FUNCTION of a file that all nodes see"
+        if spec.is_file
+        else f"see `python -c 'import {spec.name}'` in the job's environment, or set model.reward",
     )

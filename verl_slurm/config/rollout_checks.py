@@ -13,6 +13,7 @@ from typing import Any
 from verl_slurm.config.complaint import Complaint
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
+from verl_slurm.one_line import counted
 
 __all__ = [
     "check_engine",
@@ -48,7 +49,7 @@ def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
     elif shape.ranks_per_node % size:
         yield Complaint(
             _TP,
-            f"{size}, and {shape.ranks_per_node} ranks on a node",
+            f"{size}, and {counted(shape.ranks_per_node, 'rank')} on a node",
             "a divisor of the ranks of one node: they share each layer's work",
             f"lower {_TP}, or raise distributed.dp_size",
         )

@@ -13,6 +13,7 @@ from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.tiers import TierConfig
 
 __all__ = [
+    "Attention",
     "CheckpointConfig",
     "DaemonConfig",
     "DataConfig",
@@ -33,6 +34,9 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
+Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, closed: the manner of every section."""
 
@@ -48,20 +52,36 @@ class ModelConfig(_Section, frozen=True):
     or `python:FILE.py:FUNCTION` for a function of (prompts, responses, answers) that returns one float each
     (config/reward_spec.py). `verl-slurm update-reward` replaces it while the run goes on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    attn_implementation: Attention = "auto"
+    """What computes attention in the trained models and in rollouts by `hf`. `auto`: torch's scaled dot product (sdpa),
+    and `eager` for a family that has none (docs/models.md). `flash_attention_2` needs GPUs, the package flash_attn and
+    bfloat16. The model directory's config.json has no say in it."""
 
 
 class DataConfig(_Section, frozen=True):
-    """The prompts. A root of `*.jsonl` files, one object a line."""
+    """The prompts: a directory of JSON Lines, JSON, CSV, Parquet or Arrow files (docs/data.md)."""
 
     root: str = "builtin:arithmetic"
     """A directory, or `builtin:arithmetic`: a few thousand sums that the project builds."""
+    files: str | None = None
+    """Which files of it, as a glob relative to `root`, e.g. `data/train-*.parquet` or `**/*.jsonl`. null: the data
+    files directly in it, where they are of one kind and one split."""
+    limit: Positive | None = None
+    """Only the first so many rows, in the order of the files. null: all."""
     prompt_key: str = "prompt"
-    answer_key: str = "answer"
+    """The prompt: text, or a list of {role, content}. Dots lead into nested columns."""
+    answer_key: str | None = "answer"
+    """What the reward is given beside the response, e.g. `reward_model.ground_truth`. null: there are no answers."""
+    chat_template: str = "auto"
+    """For prompts that are lists of {role, content}. `auto`: the tokenizer's own template. `none`: refuse such prompts.
+    A path: that Jinja template. Prompts that are text are used as they are."""
     max_prompt_tokens: Positive = 16
     shuffle: bool = True
     eval_root: str | None = None
     """Held-out prompts, a root of the same form (or `builtin:arithmetic`: the sums kept apart). What stands in both
     does not train."""
+    eval_files: str | None = None
+    """Which files of `eval_root`, as `files`."""
     eval_fraction: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)] = 0.0
     """Instead: the share of the prompts of `root` that is held out, chosen by a hash of each prompt's text. They do not
     train, whether they are evaluated or not."""
@@ -84,6 +104,9 @@ class RolloutConfig(_Section, frozen=True):
     """Largest mean difference, over a step's tokens, of the log probabilities that the engine sampled with and those
     that the actor gives the same tokens (nats). Above it the run stops: the engine had other weights, or computes
     something else. null: 0.002 where both compute in float32, 0.02 in bfloat16 (trainer/sampler_gap.py)."""
+    keep_samples: NonNegative = 16
+    """Responses of each step whose text stays readable (`verl-slurm samples`): half the best, half the worst by reward,
+    of those that data-parallel rank 0 sampled. 0: none."""
     tensor_parallel_size: Positive = 1
     """vllm: ranks, of one node, that sample together, each with its share of every layer."""
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0.0, le=0.95)] = 0.4
@@ -244,7 +267,8 @@ class CheckpointConfig(_Section, frozen=True):
     """For `young_daly`: hours between interruptions that lose work, believed before any are measured. It weighs
     as much as one interruption seen in that time."""
     resume_from: str | None = "auto"
-    """`auto`: the newest checkpoint of this run that verifies. A path: that one. null: from the start."""
+    """`auto`: the newest checkpoint of this run that verifies. A path: that one (verl's own trainers
+    unpickle theirs, so it must be of people you trust). null: from the start."""
     keep_last: Positive = 3
     """Checkpoints that stay, the newest. With 1, two stay all the same, because the newest is not relied upon
     before it has been read back; and while a save is written there is room needed for one more."""

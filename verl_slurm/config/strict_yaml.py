@@ -15,11 +15,14 @@ from typing import NamedTuple, Union
 
 import yaml
 
+from verl_slurm import bounded
 from verl_slurm.errors import ConfigError
 
 __all__ = ["MAX_BYTES", "Document", "dump", "parse", "parse_value"]
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = bounded.CONFIG.num_bytes
+_MAX_VALUES = 20_000
+"""Lines, commas and brackets: PyYAML takes 60 microseconds and 600 bytes for each; a run has some 300."""
 _MAX_DEPTH = 8
 _NULL = re.compile(r"(?:|~|null)")
 _BOOL = re.compile(r"true|false")
@@ -65,6 +68,14 @@ def parse(raw: bytes, source: str) -> Document:
             expected=f"at most {MAX_BYTES}",
             remedy="check that this is the right file",
         )
+    if (values := sum(map(raw.count, (b"\n", b"\r", b",", b"[", b"{")))) > _MAX_VALUES:
+        raise ConfigError(
+            "the configuration is too large",
+            where=source,
+            found=f"{values} lines, commas and brackets",
+            expected=f"at most {_MAX_VALUES}",
+            remedy="check that this is the right file",
+        )
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -84,7 +95,7 @@ def parse(raw: bytes, source: str) -> Document:
             where=source,
             found=type(data).__name__,
             expected="`key: value` lines",
-            remedy="start from the configs/quickstart.yaml that ships with verl-slurm",
+            remedy="`verl-slurm init FILE` writes one to start from",
         )
     return Document(data, lines)
 
@@ -151,7 +162,7 @@ def _compose(text: str, source: str) -> yaml.Node | None:
         raise ConfigError(
             "the configuration is not valid YAML",
             where=place,
-            found=error.problem or error.context,
+            found=(error.problem or error.context or "").removeprefix("found "),
             remedy="mend that line",
         ) from None
     except yaml.YAMLError as error:

@@ -8,29 +8,29 @@ parents. Both directories are verified first.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
 from verl_slurm.checkpoint.reader import CheckpointReader
 from verl_slurm.checkpoint.run_keys import keys_for
-from verl_slurm.checkpoint.tensor_index import TensorIndex
+from verl_slurm.checkpoint.tensor_index import TensorEntry, slabs
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp.loader import read_index, read_whole
+from verl_slurm.dcp.loader import WholeReader
+from verl_slurm.dcp.tensors import Tensors
 from verl_slurm.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import Keyring
-from verl_slurm.runtime_state.codec import decode
+from verl_slurm.runtime_state.codec import facts
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 __all__ = ["Comparison", "compare", "main"]
 
-# Tensors are read in groups of about this many bytes: two whole checkpoints need not fit into memory.
-_GROUP_BYTES = 1 << 30
+_GROUP_BYTES = 32 << 20
+"""Tensors are compared in slabs and groups of so many bytes at most: how large one is, a stranger may have said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
     differing = [f"{domain}/ (only in one)" for domain in sorted(domains[0] ^ domains[1])]
     num_tensors = num_bytes = 0
     for domain in sorted(domains[0] & domains[1]):
-        left_index, right_index = read_index(a, domain, keys_a), read_index(b, domain, keys_b)
-        mine, other = left_index.tensors, right_index.tensors
+        left, right = WholeReader(a, domain, keys_a), WholeReader(b, domain, keys_b)
+        mine, other = left.index.tensors, right.index.tensors
         differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]
         common = sorted(mine.keys() & other.keys())
         alike = [
@@ -93,40 +93,48 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
             if (mine[name].dtype, mine[name].shape) == (other[name].dtype, other[name].shape)
         ]
         differing += [f"{domain}/{name} (shape or type)" for name in common if name not in set(alike)]
-        for group in _groups(left_index, alike):
-            left, right = _read(a, domain, group, keys_a), _read(b, domain, group, keys_b)
-            for name in group:
-                num_tensors += 1
-                num_bytes += left[name].nbytes
-                if not _same_bytes(left[name], right[name]):
-                    differing.append(f"{domain}/{name}")
+        num_tensors += len(alike)
+        num_bytes += sum(mine[name].num_bytes for name in alike)
+        unlike = {
+            names[slab]
+            for names, ours, theirs in _groups((name, mine[name], other[name]) for name in alike)
+            for slab in _unlike(left.read_entries(ours), right.read_entries(theirs))
+        }
+        differing += [f"{domain}/{name}" for name in alike if name in unlike]
     differing += _compare_small(a, b, CheckpointReader(a, keys_a), CheckpointReader(b, keys_b))
     return Comparison(
         a=str(a), b=str(b), num_tensors=num_tensors, num_bytes=num_bytes, differing=tuple(differing)
     )
 
 
-def _groups(index: TensorIndex, names: list[str]) -> Iterator[list[str]]:
-    group: list[str] = []
+_Slabs = dict[str, TensorEntry]
+
+
+def _groups(
+    pairs: Iterable[tuple[str, TensorEntry, TensorEntry]],
+) -> Iterator[tuple[dict[str, str], _Slabs, _Slabs]]:
+    """Slabs of both sides to be read at once; the first says of which tensor each is."""
+    names: dict[str, str] = {}
+    left: _Slabs = {}
+    right: _Slabs = {}
     size = 0
-    for name in names:
-        group.append(name)
-        size += index.tensors[name].num_bytes
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    for name, mine, other in pairs:
+        for ours, theirs in zip(slabs(mine, _GROUP_BYTES), slabs(other, _GROUP_BYTES), strict=True):
+            if size + ours.num_bytes > _GROUP_BYTES:
+                yield names, left, right
+                names, left, right, size = {}, {}, {}, 0
+            slab = str(len(names))
+            names[slab], left[slab], right[slab] = name, ours, theirs
+            size += ours.num_bytes
+    yield names, left, right
 
 
-def _read(directory: Path, domain: str, names: list[str], keys: Keyring | None) -> dict[str, np.ndarray]:
-    # As bytes: numpy has no bfloat16, and bytes are what is compared.
-    tensors = read_whole(directory, domain, names, keys)
-    return {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
-
-
-def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:
-    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+def _unlike(left: Tensors, right: Tensors) -> Iterator[str]:
+    for slab, mine in left.items():
+        # As bytes: torch has no comparison of its own that tells NaN from NaN and 0.0 from -0.0.
+        ours, theirs = (tensor.reshape(-1).view(torch.uint8) for tensor in (mine, right[slab]))
+        if not torch.equal(ours, theirs):
+            yield slab
 
 
 def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointReader) -> Iterator[str]:
@@ -138,24 +146,15 @@ def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointRea
         if not ((a / name).exists() and (b / name).exists()):
             yield f"{name} (only in one)"
             continue
-        left, right = (
-            decode(reader.read(name), where=side / name) for side, reader in ((a, in_a), (b, in_b))
+        mine, other = (
+            facts(reader.window(name), reader.plain_size(name), where=side / name)
+            for side, reader in ((a, in_a), (b, in_b))
         )
-        for field in left.__struct_fields__:
-            mine, other = getattr(left, field), getattr(right, field)
-            if not isinstance(mine, dict):
-                if mine != other:
-                    yield f"{name}/{field}"
-                continue
-            for key in sorted(mine.keys() | other.keys()):
-                if not (key in mine and key in other and _same_value(mine[key], other[key])):
-                    yield f"{name}/{field}/{key}"
-
-
-def _same_value(left: bytes | np.ndarray, right: bytes | np.ndarray) -> bool:
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return _same_bytes(left, right)
-    return bool(left == right) if type(left) is type(right) else False
+        yield from (
+            f"{name}/{fact}"
+            for fact in sorted(mine.keys() | other.keys())
+            if mine.get(fact) != other.get(fact)
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from verl_slurm.checkpoint.chunks import Wanted, read_checked
 from verl_slurm.checkpoint.reader import CheckpointReader
-from verl_slurm.checkpoint.tensor_index import INDEX, Piece, TensorIndex, parse_index
+from verl_slurm.checkpoint.tensor_index import (
+    DTYPE_BYTES,
+    INDEX,
+    Piece,
+    TensorEntry,
+    TensorIndex,
+    parse_index,
+)
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.dcp.boxes import Overlap, dtype_name, local_part, overlap
 from verl_slurm.dcp.collective import Collective
@@ -60,7 +67,7 @@ def load_tensors(
     known = _names_anywhere(domains, ranks)
     for domain, tensors in domains.items():
         _check(directory / domain, indexes[domain], tensors, known[domain])
-    parts = [part for domain in domains for part in _parts(domain, indexes[domain], domains[domain])]
+    parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     ranks.together("reading tensors", lambda: read_parts(reader, parts))
 
 
@@ -104,11 +111,16 @@ class WholeReader:
 
     def read(self, names: Collection[str] | None = None) -> Tensors:
         """As `read_whole`."""
-        tensors: Tensors = {}
-        for name in self.index.tensors if names is None else names:
-            entry = self.index.tensors[name]
-            tensors[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        read_parts(self.reader, _parts(self._domain, self.index, tensors))
+        wanted = self.index.tensors if names is None else names
+        return self.read_entries({name: self.index.tensors[name] for name in wanted})
+
+    def read_entries(self, entries: Mapping[str, TensorEntry]) -> Tensors:
+        """Name → tensor, of entries of this index or parts of them (`slabs`); as `read_whole`."""
+        tensors: Tensors = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for name, entry in entries.items()
+        }
+        read_parts(self.reader, _parts(self._domain, entries, tensors))
         return tensors
 
 
@@ -181,13 +193,23 @@ class Part:
 
 def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
     where = reader.directory / domain / INDEX
-    return parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
+    index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
+    claimed: dict[str, int] = {}
+    for entry in index.tensors.values():
+        for piece in entry.pieces:
+            size = piece.numel * DTYPE_BYTES[entry.dtype]
+            claimed[piece.file] = claimed.get(piece.file, 0) + size
+    for file, num_bytes in claimed.items():
+        # Pieces that share their bytes would let a small file stand for any number of large tensors.
+        if num_bytes > max(0, reader.plain_size(f"{domain}/{file}")):
+            raise _unfit(where, f"pieces of {num_bytes} bytes in {file}", "the file that they lie in")
+    return index
 
 
-def _parts(domain: str, index: TensorIndex, tensors: Tensors) -> Iterator[Part]:
+def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) -> Iterator[Part]:
     for name, tensor in tensors.items():
         local, box = local_part(tensor)
-        for piece in index.tensors[name].pieces:
+        for piece in entries[name].pieces:
             common = overlap(piece, box, local.element_size())
             if common is not None and piece.numel:
                 target = local.detach()[common.target] if common.target else local.detach()

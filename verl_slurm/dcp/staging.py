@@ -67,9 +67,11 @@ class Staging:
         self.pinned = False
         """Whether the GPU copies straight into the arena; known once it is warm."""
         self._saver = SaverProcess(self._arena, hashers=hashers, encryption=encryption)
-        # One thread, so that the arena is warm before its first use and one save follows the other.
+        # One thread, so that the arena is warm before its first use and one save follows the other. It begins now,
+        # beside whatever is loaded after the models: a run may be preempted before its first periodic save.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._warm = self._thread.submit(self._warm_up)
+        self._saver_is_ready = False
         self._copied = threading.Event()
         self._copied.set()
 
@@ -107,6 +109,7 @@ class Staging:
                 self._copy(ready)
             finally:
                 copied.set()
+            self._wait_for_saver()
             where = [str(directory) for directory in directories()]
             files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
             self._saver.write(files, where, sealing(), on_done, hurry=hurry)
@@ -132,16 +135,26 @@ class Staging:
         self._arena.close()
 
     def _warm_up(self) -> None:
-        self._saver.wait_ready()
-        self._arena.fault_in()  # the pages are there; this maps them into this process, too
+        # The saver does the same meanwhile: whichever comes to a page first makes it, the other one maps it.
+        self._arena.fault_in()
         if self._device is not None:
             self.pinned = pin(self._arena, self._device)
+
+    def _wait_for_saver(self) -> None:
+        """Not before the copy: training waits for that one only."""
+        if self._saver_is_ready:
+            return
+        try:
+            self._saver.wait_ready()
+        except Exception as error:
+            raise SaverDied(f"the saver never came up: {error}") from error
+        self._saver_is_ready = True
 
     def _copy(self, ready: "torch.cuda.Event | None") -> None:
         try:
             self._warm.result()
         except Exception as error:
-            raise SaverDied(f"the saver never came up: {error}") from error
+            raise SaverDied(f"the arena could not be made ready: {error}") from error
         if not self._live:
             return  # a rank that holds replicas only: other ranks write them
         with torch.no_grad():

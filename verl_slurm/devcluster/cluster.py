@@ -2,10 +2,11 @@
 
 ```
 DIR/                 0700, default ~/.cache/verl-slurm/devcluster
-  slurm.conf         (and cgroup.conf where the version needs it)
-  state.json lock    which processes are ours; one command at a time
+  slurm.conf         (and cgroup.conf, gres.conf)
+  state.json lock    what was started; one command at a time
   munge/             key, socket: our own, never the machine's
   state/ spool/ run/ slurmctld's state, each slurmd's spool, pid files
+  gpus/              names of GPUs that are counted and not there
   log/               what the daemons say
 ```
 
@@ -17,16 +18,43 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from verl_slurm.devcluster.conf import ClusterLayout, ClusterOptions, cgroup_conf, node_names, slurm_conf
-from verl_slurm.devcluster.machine import EXTRA_PATH, find_programs, free_ports, slurm_version, user_name
-from verl_slurm.devcluster.processes import Known, boot_id, end_all, known, list_members, node_log_name
+from verl_slurm.devcluster.conf import (
+    ClusterLayout,
+    ClusterOptions,
+    cgroup_conf,
+    deal_gpus,
+    gres_conf,
+    node_names,
+    slurm_conf,
+)
+from verl_slurm.devcluster.machine import (
+    EXTRA_PATH,
+    find_programs,
+    free_ports,
+    real_gpus,
+    slurm_version,
+    user_name,
+)
+from verl_slurm.devcluster.processes import (
+    Daemons,
+    Known,
+    boot_id,
+    end_all,
+    find_daemons,
+    known,
+    list_members,
+    node_log_name,
+)
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
 from verl_slurm.errors import ConfigError, SlurmRefused
 from verl_slurm.files import private_dir, write_file
@@ -38,7 +66,7 @@ __all__ = ["ClusterStatus", "DevCluster", "default_directory"]
 _MAX_DIRECTORY_BYTES = 108 - 1 - len("/spool/node16/node16_4294967295.4294967295")
 _START_S = 30.0
 _POLL_S = 0.05
-_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log")
+_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus")
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +82,10 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     slurm_version: str | None = None
     nodes: dict[str, str] = {}
     """Node name to Slurm's state (`idle`, `alloc`, `down*`, ...); `slurmd dead` where its process is gone."""
+    gpus: dict[str, int] = {}
+    """Node name to the GPUs that Slurm grants there."""
+    gpus_are_real: bool = False
+    """False: Slurm counts them, and there are none."""
     seconds: float = 0.0
     """How long the command took."""
     left: list[int] = []
@@ -88,6 +120,10 @@ class DevCluster:
         """This process's environment, aimed at this cluster, for Slurm's commands."""
         return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}", **self.env()}
 
+    def daemons(self) -> Daemons:
+        """Those that live now."""
+        return find_daemons(self.directory, self.slurm_conf)
+
     # ---- start
 
     def start(self, options: ClusterOptions | None = None) -> ClusterStatus:
@@ -104,8 +140,7 @@ class DevCluster:
         self._check_directory()
         private_dir(self.directory)
         with locked(self.directory):
-            state = read_state(self.directory)
-            if state is not None and state.is_running():
+            if self.daemons().can_answer:
                 return self.status()
             self._end_everything()
             try:
@@ -149,26 +184,28 @@ class DevCluster:
             # less than there is: slurmd drains a node that has less than it claims
             memory_mb=max(64, psutil.virtual_memory().total // 2**20 * 9 // 10),
             ports=free_ports(options.nodes + 1),
+            gpus=deal_gpus(options, real_gpus(), self.directory / "gpus"),
         )
+        for file in (file for files in layout.gpus.values() for file in files):
+            if not self._is_real(file):
+                write_file(Path(file), b"")
         write_file(self.slurm_conf, slurm_conf(options, layout).encode())
-        cgroups = cgroup_conf(version)
-        if cgroups is not None:
-            write_file(self.directory / "cgroup.conf", cgroups.encode())
+        write_file(self.directory / "cgroup.conf", cgroup_conf(version).encode())
+        write_file(self.directory / "gres.conf", gres_conf(layout).encode())
+        write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
         state = ClusterState(
             boot_id=boot_id(),
             name=layout.name,
             slurm_version=version_text,
             options=options,
-            munged=self._first_munged(),
+            gpus=layout.gpus,
         )
-        # written after each start: whatever goes wrong from here on, `stop` knows what there is to end
         write_state(self.directory, state)
-        state = msgspec.structs.replace(state, slurmctld=self.start_slurmctld())
-        write_state(self.directory, state)
+        self.start_munged()
+        self.start_slurmctld()
         for node in node_names(options.nodes):
-            state = msgspec.structs.replace(state, slurmd={**state.slurmd, node: self.start_slurmd(node)})
-            write_state(self.directory, state)
-        self._await_idle(state)
+            self.start_slurmd(node)
+        self._await_idle(options)
 
     def _daemon_env(self) -> dict[str, str]:
         """A small environment of our own: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
@@ -178,8 +215,9 @@ class DevCluster:
             **self.env(),
         }
 
-    def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> Known:
-        """Run a program that puts itself into the background, and find its process."""
+    def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> None:
+        """Run a program that puts itself into the background, and wait until it says that it is there."""
+        pid_file.unlink(missing_ok=True)
         with open(self.directory / "log" / "start.log", "ab") as output:
             done = subprocess.run(
                 argv,
@@ -199,7 +237,7 @@ class DevCluster:
             except (OSError, ValueError):
                 process = None
             if process is not None and process.is_running():
-                return process
+                return
             time.sleep(_POLL_S)
         raise self._did_not_start(Path(argv[0]).name, log)
 
@@ -216,14 +254,9 @@ class DevCluster:
             remedy="read that log; `verl-slurm devcluster stop` cleans up",
         )
 
-    def _first_munged(self) -> Known:
-        write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
-        return self.start_munged()
-
-    def start_munged(self) -> Known:
-        """Start munged with the key that there is. The caller holds the lock and keeps the state file."""
+    def start_munged(self) -> None:
+        """Start munged with the key that there is. The caller holds the lock."""
         munge = self.directory / "munge"
-        (munge / "pid").unlink(missing_ok=True)
         log = self.directory / "log" / "munged.log"
         argv = [
             find_programs()["munged"],
@@ -236,35 +269,34 @@ class DevCluster:
             f"--log-file={log}",
             "--num-threads=2",
         ]
-        return self._spawn(argv, munge / "pid", log)
+        self._spawn(argv, munge / "pid", log)
 
-    def start_slurmctld(self) -> Known:
-        """Start slurmctld on the state that there is. The caller holds the lock and keeps the state file."""
+    def start_slurmctld(self) -> None:
+        """Start slurmctld on the state that there is. The caller holds the lock."""
         log = self.directory / "log" / "slurmctld.log"
         pid_file = self.directory / "run" / "slurmctld.pid"
-        pid_file.unlink(missing_ok=True)
         argv = [find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
-        return self._spawn(argv, pid_file, log)
+        self._spawn(argv, pid_file, log)
 
-    def start_slurmd(self, node: str) -> Known:
-        """Start one node's slurmd. The caller holds the lock and keeps the state file."""
+    def start_slurmd(self, node: str) -> None:
+        """Start one node's slurmd. The caller holds the lock."""
         log = self.directory / "log" / node_log_name(node)
         pid_file = self.directory / "run" / f"slurmd.{node}.pid"
-        pid_file.unlink(missing_ok=True)
         argv = [find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
-        return self._spawn(argv, pid_file, log)
+        self._spawn(argv, pid_file, log)
 
-    def _await_idle(self, state: ClusterState) -> None:
+    def _await_idle(self, options: ClusterOptions) -> None:
         """Slurm has no event for "a node has registered"; ask until all have, a bounded number of times."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             nodes = self.node_states()
-            if len(nodes) == state.options.nodes and set(nodes.values()) == {"idle"}:
+            if len(nodes) == options.nodes and set(nodes.values()) == {"idle"}:
                 return
-            if not state.is_running():
+            daemons = self.daemons()
+            if not daemons.can_answer:
                 raise self._did_not_start("slurmctld", self.directory / "log" / "slurmctld.log")
-            for node, process in state.slurmd.items():
-                if not process.is_running():
+            for node in node_names(options.nodes):
+                if node not in daemons.slurmd:
                     log = self.directory / "log" / node_log_name(node)
                     raise self._did_not_start(f"slurmd of {node}", log)
             time.sleep(_POLL_S)
@@ -297,12 +329,13 @@ class DevCluster:
         """What is running and how Slurm sees its nodes. Changes nothing."""
         began = time.monotonic()
         state = read_state(self.directory) if self.directory.is_dir() else None
-        running = state is not None and state.is_running()
+        daemons = self.daemons()
+        running = state is not None and daemons.can_answer
         nodes: dict[str, str] = {}
         if state is not None and running:
             nodes = self.node_states()
-            for node, process in state.slurmd.items():
-                if not process.is_running():
+            for node in node_names(state.options.nodes):
+                if node not in daemons.slurmd:
                     nodes[node] = f"{nodes.get(node, 'unknown')} (slurmd dead)"
         return ClusterStatus(
             running=running,
@@ -310,8 +343,14 @@ class DevCluster:
             slurm_conf=str(self.slurm_conf),
             slurm_version=None if state is None else state.slurm_version,
             nodes=nodes,
+            gpus={} if state is None else {name: len(files) for name, files in state.gpus.items()},
+            gpus_are_real=state is not None
+            and any(self._is_real(file) for file in sum(state.gpus.values(), ())),
             seconds=round(time.monotonic() - began, 2),
         )
+
+    def _is_real(self, gpu: str) -> bool:
+        return Path(gpu).parent != self.directory / "gpus"
 
     # ---- stop
 
@@ -331,14 +370,17 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[Known]:
-        """The ladder: slurmctld first, so that nothing new is started; then nodes, jobs; munged last.
+        """The ladder: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
 
         All by SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
         """
-        state = read_state(self.directory)
-        if state is not None:
-            end_all([] if state.slurmctld is None else [state.slurmctld])
-            end_all(state.slurmd.values())
+        with _uninterrupted():
+            return self._end_members()
+
+    def _end_members(self) -> list[Known]:
+        daemons = self.daemons()
+        end_all([] if daemons.slurmctld is None else [daemons.slurmctld])
+        end_all(daemons.slurmd.values())
         left: list[Known] = []
         # a dying step may still fork: look again until nothing is found
         for _ in range(20):
@@ -347,8 +389,16 @@ class DevCluster:
                 left = []
                 break
             left = end_all(members)
-        if state is not None:
-            left += end_all([state.munged])
         if not left:
             write_state(self.directory, None)
         return left
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C waits until the body is done: it would leave half a cluster."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)

@@ -1,16 +1,18 @@
 """The embedded cluster's configuration, as text. Pure: options in, slurm.conf out.
 
-What differs between Slurm versions (run on 22.05.8; what is said of newer ones was read, not run):
+What differs between Slurm versions (run on 22.05.8 and 24.11.5):
 
 * up to 22.05 the early warning at a preemption is `SlurmctldParameters=preempt_send_user_signal`, from
   23.02 it is `PreemptParameters=send_user_signal`; the other spelling is a fatal parse error.
-* from 24.05 slurmd touches cgroups even with `proctrack/linuxproc` unless cgroup.conf says
-  `CgroupPlugin=disabled`, a value that older versions refuse.
+* slurmd loads a cgroup plugin even where `proctrack/linuxproc` uses none of it, and the v2 plugin needs systemd or a
+  cgroup of its own: most containers have neither. From 24.05 `CgroupPlugin=disabled` loads none. Older versions refuse
+  that word; their v1 plugin touches nothing until something asks it to.
 
 Everything that is a default in all of them (auth/munge, no accounting, no task plugin) is left out: plugin
 names come and go between versions, defaults do not.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +24,8 @@ __all__ = [
     "ClusterLayout",
     "ClusterOptions",
     "cgroup_conf",
+    "deal_gpus",
+    "gres_conf",
     "node_names",
     "slurm_conf",
 ]
@@ -31,6 +35,7 @@ PREEMPTIBLE = "preemptible"
 URGENT = "urgent"
 
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=16)]
+_GpuCount = Annotated[int, msgspec.Meta(ge=0, le=16)]
 _Seconds = Annotated[int, msgspec.Meta(ge=0, le=3600)]
 
 
@@ -53,6 +58,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A node that is silent this long is DOWN (Slurm looks every third of it, at least)."""
     cred_expire_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] | None = None
     """None: Slurm's own default (120 s), which is what delays a plain requeue. Tests take it short."""
+    gpus: _GpuCount | Literal["auto"] = 0
+    """Of each node. `auto`: those of the machine, dealt out to the nodes in turn. A number: as many on every node,
+    real ones where the machine has that many in all, else counted (`deal_gpus`)."""
     send_user_signal: bool = True
     """Warn the batch process (`--signal=B:..`) at a preemption; without it the steps get TERM at once."""
 
@@ -68,6 +76,8 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int
     ports: tuple[int, ...]
     """slurmctld's, then one a node."""
+    gpus: dict[str, tuple[str, ...]] = {}
+    """Node name to the files of its GPUs."""
 
     @property
     def munge_socket(self) -> Path:
@@ -81,6 +91,35 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
 def node_names(count: int) -> list[str]:
     """node1, node2, ..."""
     return [f"node{number}" for number in range(1, count + 1)]
+
+
+def deal_gpus(options: ClusterOptions, real: Sequence[str], counted: Path) -> dict[str, tuple[str, ...]]:
+    """Which node has which GPUs, by their files. No two nodes share one.
+
+    Args:
+        options: of these, the number of nodes and `gpus`.
+        real: the device files of the machine's GPUs, e.g. /dev/nvidia0.
+        counted: a directory. Slurm wants a file for each GPU that it grants; those that are not there have one here,
+            which is nothing but a name: CUDA_VISIBLE_DEVICES is not set for them.
+    """
+    names = node_names(options.nodes)
+    if options.gpus == "auto":
+        each = {name: tuple(real[number :: options.nodes]) for number, name in enumerate(names)}
+    elif options.gpus * options.nodes <= len(real):
+        each = {
+            name: tuple(real[number :: options.nodes][: options.gpus]) for number, name in enumerate(names)
+        }
+    else:
+        each = {name: tuple(f"{counted}/{name}-gpu{n}" for n in range(options.gpus)) for name in names}
+    return {name: files for name, files in each.items() if files}
+
+
+def gres_conf(layout: ClusterLayout) -> str:
+    """The text of gres.conf; empty without GPUs."""
+    lines = [
+        f"NodeName={name} Name=gpu File={file}\n" for name, files in layout.gpus.items() for file in files
+    ]
+    return "".join(lines)
 
 
 def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
@@ -138,10 +177,13 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         lines.append(f"SlurmctldParameters={','.join(slurmctld_parameters)}")
     if preempt_parameters:
         lines.append(f"PreemptParameters={','.join(preempt_parameters)}")
+    if layout.gpus:
+        lines.append("GresTypes=gpu")
     for name, port in zip(node_names(options.nodes), layout.ports[1:], strict=True):
+        gpus = f" Gres=gpu:{len(layout.gpus[name])}" if name in layout.gpus else ""
         lines.append(
             f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} "
-            f"CPUs={options.cpus_per_node} RealMemory={layout.memory_mb} State=UNKNOWN"
+            f"CPUs={options.cpus_per_node} RealMemory={layout.memory_mb}{gpus} State=UNKNOWN"
         )
     lines.append(
         f"PartitionName={PREEMPTIBLE} Nodes=ALL Default=YES PriorityTier=1 "
@@ -155,6 +197,6 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cgroup_conf(version: tuple[int, int]) -> str | None:
-    """The text of cgroup.conf, or None where there must be none."""
-    return "CgroupPlugin=disabled\n" if version >= (24, 5) else None
+def cgroup_conf(version: tuple[int, int]) -> str:
+    """The text of cgroup.conf."""
+    return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"

@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.conf import PREEMPTIBLE, URGENT
+from verl_slurm.devcluster.conf import PREEMPTIBLE, URGENT, node_names
 from verl_slurm.devcluster.processes import end_all, list_members
-from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
+from verl_slurm.devcluster.state import ClusterState, locked, read_state
 from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
@@ -64,7 +64,7 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 def _state(cluster: DevCluster) -> ClusterState:
     state = read_state(cluster.directory) if cluster.directory.is_dir() else None
-    if state is None or not state.is_running():
+    if state is None or not cluster.daemons().can_answer:
         raise NotFound(
             "no embedded cluster is running",
             where=cluster.directory,
@@ -170,11 +170,12 @@ async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> i
 
 
 def _known_node(state: ClusterState, node: str) -> None:
-    if node not in state.slurmd:
+    names = node_names(state.options.nodes)
+    if node not in names:
         raise NotFound(
             "the cluster has no such node",
             where=node,
-            expected=f"one of {', '.join(state.slurmd)}",
+            expected=f"one of {', '.join(names)}",
             remedy="verl-slurm devcluster status",
         )
 
@@ -185,12 +186,13 @@ def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
     Raises:
         NotFound: no cluster, no such node.
     """
-    state = _state(cluster)
-    _known_node(state, node)
+    _known_node(_state(cluster), node)
     with locked(cluster.directory):
         killed: dict[int, None] = {}
-        end_all([state.slurmd[node]], wait_s=1.0)
-        killed[state.slurmd[node].pid] = None
+        # first slurmd, so that it starts nothing more
+        slurmd = [process for name, process in cluster.daemons().slurmd.items() if name == node]
+        end_all(slurmd, wait_s=1.0)
+        killed.update((process.pid, None) for process in slurmd)
         # what was just being forked shows in the next look
         for _ in range(20):
             members = list_members(cluster.directory, cluster.slurm_conf, node)
@@ -211,13 +213,10 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
         NotFound: no cluster, no such node.
         SlurmRefused: it did not come back in time.
     """
-    _state(cluster)
+    _known_node(_state(cluster), node)
     with locked(cluster.directory):
-        state = _state(cluster)
-        _known_node(state, node)
-        if not state.slurmd[node].is_running():
-            slurmds = {**state.slurmd, node: cluster.start_slurmd(node)}
-            write_state(cluster.directory, msgspec.structs.replace(state, slurmd=slurmds))
+        if node not in cluster.daemons().slurmd:
+            cluster.start_slurmd(node)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         now = cluster.node_states().get(node, "unknown")
@@ -261,8 +260,11 @@ def fail_daemon(cluster: DevCluster, which: Daemon) -> None:
         NotFound: no cluster is running.
     """
     with locked(cluster.directory):
-        state = _state(cluster)
-        end_all([process for process in (state.munged if which == "munged" else state.slurmctld,) if process])
+        _state(cluster)
+        daemons = cluster.daemons()
+        end_all(
+            [process for process in (daemons.munged if which == "munged" else daemons.slurmctld,) if process]
+        )
 
 
 def restore_daemon(cluster: DevCluster, which: Daemon, *, timeout_s: float = 30.0) -> None:
@@ -273,13 +275,14 @@ def restore_daemon(cluster: DevCluster, which: Daemon, *, timeout_s: float = 30.
         SlurmRefused: it does not come up, or does not answer in time.
     """
     with locked(cluster.directory):
-        state = read_state(cluster.directory)
-        if state is None:
+        if read_state(cluster.directory) is None:
             raise NotFound(
                 "no such embedded cluster", where=cluster.directory, remedy="verl-slurm devcluster start"
             )
-        process = cluster.start_munged() if which == "munged" else cluster.start_slurmctld()
-        write_state(cluster.directory, msgspec.structs.replace(state, **{which: process}))
+        if which == "munged":
+            cluster.start_munged()
+        else:
+            cluster.start_slurmctld()
     deadline = time.monotonic() + timeout_s
     while not cluster.node_states():
         if time.monotonic() > deadline:

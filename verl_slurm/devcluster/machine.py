@@ -1,4 +1,4 @@
-"""What this machine has: Slurm's programs and their version, who we are, free ports."""
+"""What this machine has: Slurm's programs and their version, GPUs, free ports; who we are."""
 
 import os
 import pwd
@@ -7,10 +7,11 @@ import re
 import shutil
 import socket
 import subprocess
+from pathlib import Path
 
 from verl_slurm.errors import SlurmMissing
 
-__all__ = ["EXTRA_PATH", "find_programs", "free_ports", "slurm_version", "user_name"]
+__all__ = ["EXTRA_PATH", "find_programs", "free_ports", "real_gpus", "slurm_version", "user_name"]
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "scontrol", "sbatch", "srun")
 # Debian puts the daemons where an ordinary user's PATH does not look
@@ -49,6 +50,14 @@ def slurm_version(slurmctld: str) -> tuple[tuple[int, int], str]:
             remedy="reinstall the package slurm-wlm",
         )
     return (int(match[1]), int(match[2])), match[0]
+
+
+def real_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The device files of NVIDIA's GPUs, by number."""
+    found = {
+        int(m[1]): path for path in devices.iterdir() if (m := re.fullmatch(r"nvidia([0-9]+)", path.name))
+    }
+    return [str(found[number]) for number in sorted(found)]
 
 
 def user_name() -> str:

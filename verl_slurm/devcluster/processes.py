@@ -1,11 +1,13 @@
 """Which processes belong to a cluster, and how to end exactly those.
 
-A pid alone names nobody: it is reused. A process is known here by its pid AND the time it started (field 22
-of /proc/PID/stat, in clock ticks since boot) AND the boot itself.
+A pid alone is not an identity: it is reused. A process is known here by its pid AND the time it started (field 22
+of /proc/PID/stat, in clock ticks since boot).
 
-Slurm's own processes are known by name and by the log file in our directory that they hold open. Their
-environment is no help: slurmstepd's title ("slurmstepd: [12.batch]") overwrites it. Job processes are known
-by what slurmstepd puts into theirs, SLURMD_NODENAME together with our SLURM_CONF, and by their ancestry.
+The daemons are known by name and command line, which has a path in our directory. Their pids are written down nowhere:
+from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. slurmstepd and slurmscriptd, whose
+titles overwrite command line and environment, are known by the log file in our directory that they hold open. Job
+processes are known by what slurmstepd puts into their environment, SLURMD_NODENAME together with our SLURM_CONF, and
+by their ancestry.
 A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is left alone, and so is a
 `tail -f` of a log.
 """
@@ -20,9 +22,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-__all__ = ["Known", "boot_id", "end_all", "known", "list_members", "node_log_name"]
+__all__ = ["Daemons", "Known", "boot_id", "end_all", "find_daemons", "known", "list_members", "node_log_name"]
 
-_DAEMONS = frozenset({"munged", "slurmctld", "slurmd", "slurmstepd"})
+_LOGGERS = frozenset({"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd"})
 _POLL_S = 0.02
 
 
@@ -37,6 +39,20 @@ class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether this very process is there and not a zombie."""
         stat = _stat(self.pid)
         return stat is not None and stat[1] == self.started_ticks and stat[0] not in "ZX"
+
+
+class Daemons(msgspec.Struct, frozen=True, kw_only=True):
+    """The daemons of one cluster that live now."""
+
+    munged: Known | None = None
+    slurmctld: Known | None = None
+    slurmd: dict[str, Known] = {}
+    """By node name; a failed node is absent."""
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether the cluster answers at all; single nodes may be down."""
+        return self.munged is not None and self.slurmctld is not None
 
 
 def boot_id() -> str:
@@ -69,10 +85,38 @@ def _environment(pid: int) -> dict[str, str]:
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
-def _is_daemon(pid: int, logs: Path, node: str | None) -> bool:
-    """Whether it is munged, slurmctld, slurmd or a slurmstepd that writes one of our logs (of that node)."""
+def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
+    """Look at every process of the machine. While a daemon replaces itself, the old process or the new one."""
+    munged: Known | None = None
+    slurmctld: Known | None = None
+    slurmd: dict[str, Known] = {}
+    for pid in psutil.pids():
+        name, argv = _command(pid)
+        if name not in _LOGGERS or (process := known(pid)) is None or not process.is_running():
+            continue
+        if name == "munged" and f"--key-file={directory / 'munge' / 'key'}" in argv:
+            munged = process
+        elif name == "slurmctld" and argv[1:] == ["-f", str(slurm_conf)]:
+            slurmctld = process
+        elif name == "slurmd" and argv[1:2] == ["-N"] and argv[3:] == ["-f", str(slurm_conf)]:
+            slurmd[argv[2]] = process
+    return Daemons(munged=munged, slurmctld=slurmctld, slurmd=slurmd)
+
+
+def _command(pid: int) -> tuple[str, list[str]]:
+    """Name and command line; empty for a process that is gone."""
     try:
-        if Path(f"/proc/{pid}/comm").read_text().strip() not in _DAEMONS:
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "", []
+    return name, os.fsdecode(line).removesuffix("\0").split("\0")
+
+
+def _logs_to(pid: int, logs: Path, node: str | None) -> bool:
+    """Whether it is one of Slurm's or munge's that writes one of our logs (of that node)."""
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() not in _LOGGERS:
             return False
         for fd in os.listdir(f"/proc/{pid}/fd"):
             target = Path(os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)"))
@@ -94,7 +138,11 @@ def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> 
     Never this process, nor one of its ancestors.
     """
     spared = {os.getpid()} | {parent.pid for parent in psutil.Process().parents()}
-    members: set[int] = set()
+    daemons = find_daemons(directory, slurm_conf)
+    # a daemon that has not opened its log yet counts as well
+    everywhere = [*daemons.slurmd.values(), daemons.slurmctld, daemons.munged]
+    ours = everywhere if node is None else [daemons.slurmd.get(node)]
+    members = {process.pid for process in ours if process is not None}
     for pid in psutil.pids():
         if pid in spared:
             continue
@@ -106,7 +154,7 @@ def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> 
             and on_node is not None
             and (node is None or on_node == node)
         )
-        if is_job or _is_daemon(pid, directory / "log", node):
+        if is_job or _logs_to(pid, directory / "log", node):
             members.add(pid)
             members.update(_descendants(pid) - spared)
     found = (known(pid) for pid in sorted(members))

@@ -1,7 +1,7 @@
-"""The cluster's state file: which processes are its own. Written before they matter, read by every command.
+"""The cluster's state file: what was started. Written before the first daemon, read by every command.
 
-`DIR/state.json`, 0600, replaced atomically. A file of another boot names processes that cannot live any
-more; it is read as "not running".
+`DIR/state.json`, 0600, replaced atomically. A file of another boot is read as "not running". Which processes are the
+cluster's is not in it: processes.py looks.
 """
 
 import fcntl
@@ -13,31 +13,22 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.processes import Known, boot_id
+from verl_slurm.devcluster.processes import boot_id
 from verl_slurm.errors import UNREADABLE, VerlSlurmError
 from verl_slurm.files import write_file
 
 __all__ = ["ClusterState", "locked", "read_state", "write_state"]
 
 
-class ClusterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One started cluster.
-
-    Called by: cluster.py, faults.py.
-    """
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    """One started cluster. Fields of other versions (there were pids once) are passed over."""
 
     boot_id: str
     name: str
     slurm_version: str
     options: ClusterOptions
-    munged: Known
-    slurmctld: Known | None = None
-    slurmd: dict[str, Known] = {}
-    """By node name; a failed node's process is dead but stays listed."""
-
-    def is_running(self) -> bool:
-        """Whether the cluster can answer; single nodes may be down."""
-        return self.munged.is_running() and self.slurmctld is not None and self.slurmctld.is_running()
+    gpus: dict[str, tuple[str, ...]] = {}
+    """Node name to the files of its GPUs."""
 
 
 def _path(directory: Path) -> Path:

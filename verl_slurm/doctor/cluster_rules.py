@@ -39,7 +39,7 @@ def judge_cluster(
     """
     findings = [_version(conf), _requeue(conf, partition)]
     findings += judge_deadlines(conf, partition, config, save)
-    findings += [_lost_node(conf), _memory_of_jobs(conf)]
+    findings += [_lost_node(conf), _memory_of_jobs(conf), _neighbours(config)]
     return findings
 
 
@@ -164,6 +164,26 @@ def _memory_of_jobs(conf: Mapping[str, str]) -> Finding:
             "`verl-slurm status` then tells the end from the run's own journal",
         )
     return good("memory of jobs", f"MinJobAge {age} s")
+
+
+def _neighbours(config: RunConfig) -> Finding:
+    """Whether other users may be on the job's nodes while its ranks talk: docs/security.md."""
+    if config.slurm.extra.get("exclusive"):
+        return good("neighbours", "slurm.extra.exclusive: no other job is on the job's nodes")
+    if config.trainer.on_ray:
+        return warn(
+            "neighbours",
+            "other users may share the job's nodes; ports of Ray, of verl's reward and rollout servers (HTTP) and of "
+            "NCCL are open there. Ray asks for a token, the servers and NCCL do not",
+            "slurm.extra: {exclusive: true}, or a partition that gives out whole nodes (docs/security.md)",
+        )
+    if config.distributed.device == "cuda":
+        return warn(
+            "neighbours",
+            "other users may share the job's nodes, and NCCL does not ask who connects to its sockets",
+            "slurm.extra: {exclusive: true}, or a partition that gives out whole nodes (docs/security.md)",
+        )
+    return good("neighbours", "other users may share the job's nodes; each rank proves itself to its peers")
 
 
 def kill_wait_s(conf: Mapping[str, str]) -> int:

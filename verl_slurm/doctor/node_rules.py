@@ -8,6 +8,7 @@ import msgspec
 from verl_slurm.doctor.findings import Finding, bad, good, warn
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.places import judge_place
+from verl_slurm.one_line import counted
 
 __all__ = ["DrillRecord", "judge_drill", "judge_nodes"]
 
@@ -44,7 +45,7 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
     ]
     offsets = {r.node: r.clock_offset_s for r in reports if r.clock_offset_s is not None}
     if offsets and not any(r.problem for r in reports):
-        findings.append(good("ports", f"{len(offsets) + 1} nodes reach one another"))
+        findings.append(good("ports", f"{counted(len(offsets) + 1, 'node')} reach one another"))
     far = {node: offset for node, offset in offsets.items() if abs(offset) > _SKEW_S}
     if far:
         told = ", ".join(f"{node} {offset:+.1f} s" for node, offset in far.items())

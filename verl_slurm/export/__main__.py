@@ -9,6 +9,7 @@ no other directory is opened here by mistake. Standard output holds JSON lines: 
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +24,16 @@ from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
 from verl_slurm.export.hf import plan_shards, write_hf
 from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
+from verl_slurm.export.model_dir import take_small_files
 from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
 from verl_slurm.export.source import Source, cast_bytes
 
 __all__ = ["answer", "main", "parser"]
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_MODEL = ".model"
+"""In the staging directory while this works: what was taken of the base model."""
 
 
 def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
@@ -38,9 +43,13 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     dtype = _DTYPES[options.dtype]
     source = Source(options.checkpoint, report=lambda done: say({"done": done}), keys=keys)
     skeletons: dict[Role, Skeleton] = {}
+    model = options.staging / _MODEL
+    model.mkdir(mode=0o700)
+    take_small_files(options.model, model)
     for role in options.roles:
-        skeletons[role] = build_skeleton(options.model, role)
-        check_fit(skeletons[role], source.entries(role), where=options.checkpoint / role)
+        entries = source.entries(role)
+        skeletons[role] = build_skeleton(model, role, len(entries), where=options.model)
+        check_fit(skeletons[role], entries, where=options.checkpoint / role)
     roles: list[Role] = list(skeletons)
     total = sum(entry.num_bytes for role in roles for entry in source.entries(role).values())
     if options.to == "hf":
@@ -49,7 +58,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
         shards = plan_shards(source, role, skeletons[role], dtype)
         peak = max(sum(cast_bytes(entries[name], dtype) for name in names) for names in shards.values())
         say({"total": total, "peak": peak})
-        write_hf(source, role, skeletons[role], options.model, options.staging, dtype=dtype)
+        write_hf(source, role, skeletons[role], model, options.staging, dtype=dtype, where=options.model)
     else:
         total += moments_bytes(source, roles)
         say({"total": total, "peak": largest_file(source, roles, dtype)})
@@ -61,6 +70,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
             dtype=dtype,
             weight_decay=options.weight_decay,
         )
+    shutil.rmtree(model)
 
 
 def parser() -> argparse.ArgumentParser:

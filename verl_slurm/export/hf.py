@@ -13,7 +13,6 @@ A tied weight is written once, under its first name; config.json says that it is
 
 import errno
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -23,7 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
+from verl_slurm.bounded_work import bounded_work
 from verl_slurm.errors import CheckpointCorrupt, DataError
+from verl_slurm.export.model_dir import TOKENIZER_FILES
 from verl_slurm.export.skeleton import Role, Skeleton
 from verl_slurm.export.source import Source, cast_dtype
 
@@ -32,13 +33,9 @@ __all__ = ["SHARD_BYTES", "plan_shards", "write_hf"]
 SHARD_BYTES = 5_000_000_000
 """Of one safetensors file: Hugging Face's own old default, small enough for any loader and object store."""
 
+_TOKENIZER_BYTES = 3 << 29
+"""For a tokenizer.json of 35 MB and what is imported for it."""
 _INDEX = "model.safetensors.index.json"
-# Whatever a tokenizer of transformers may consist of. Copied, not saved anew: a round trip may rewrite them.
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
-)
 
 
 def plan_shards(
@@ -65,12 +62,14 @@ def write_hf(
     *,
     dtype: torch.dtype | None,
     shard_bytes: int = SHARD_BYTES,
+    where: Path | None = None,
 ) -> None:
     """Fill the directory `out`.
 
     Args:
-        model_dir: the base model, for generation config and tokenizer.
+        model_dir: small files of the base model (`model_dir.take_small_files`).
         dtype: of floating-point weights; None: as saved.
+        where: the base model as an error names it.
 
     Raises:
         DataError: the base model has no tokenizer that loads.
@@ -78,7 +77,7 @@ def write_hf(
         OSError: the storage refused.
     """
     # First what may be refused, then what takes long.
-    _copy_tokenizer(model_dir, out)
+    _copy_tokenizer(model_dir, out, where or model_dir)
     _write_configs(source, role, skeleton, model_dir, out, dtype)
     shards = plan_shards(source, role, skeleton, dtype, shard_bytes)
     total = 0
@@ -102,30 +101,32 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
-def _copy_tokenizer(model_dir: Path, out: Path) -> None:
+def _copy_tokenizer(model_dir: Path, out: Path, where: Path) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(model_dir), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        with bounded_work(_TOKENIZER_BYTES):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(model_dir), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
         raise DataError(
             "the base model has no tokenizer that loads",
-            where=model_dir,
-            found=error,
+            where=where,
+            found=f"{type(error).__name__}: {error}",
             remedy="name a directory with the tokenizer's files with --model DIR",
         ) from error
     vocabulary = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
-    there = [name for name in sorted({*_TOKENIZER_FILES, *vocabulary}) if (model_dir / name).is_file()]
+    there = [name for name in sorted({*TOKENIZER_FILES, *vocabulary}) if (model_dir / name).is_file()]
     if vocabulary.isdisjoint(there):
         # transformers makes an empty tokenizer of the right class then, and says nothing.
         raise DataError(
             "the base model has no tokenizer",
-            where=model_dir,
+            where=where,
             expected=" or ".join(sorted(vocabulary)),
             remedy="name a directory with the tokenizer's files with --model DIR",
         )
     for name in there:
-        shutil.copyfile(model_dir / name, out / name)
+        # Copied, not saved anew: a round trip may rewrite them.
+        (out / name).write_bytes((model_dir / name).read_bytes())
 
 
 def _write_configs(

@@ -5,6 +5,8 @@ the parameters, which AdamW's own state dict counts by) is the model's to say. N
 weight is read, and no code of the model directory is run.
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,21 +15,37 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+from verl_slurm.bounded import read_model_config
+from verl_slurm.bounded_work import bounded_work
+from verl_slurm.causal_lm import ValueModel
 from verl_slurm.checkpoint.tensor_index import TensorEntry
 from verl_slurm.dcp.tensors import model_tensors
 from verl_slurm.errors import DataError
 
-__all__ = ["AUTO_CLASSES", "Role", "Skeleton", "build_skeleton", "check_fit"]
+__all__ = ["Role", "Skeleton", "build_skeleton", "check_fit"]
 
 Role = Literal["actor", "critic"]
 
-AUTO_CLASSES: dict[str, Any] = {"actor": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
-"""As `trainer.models` builds them: the critic is the policy's backbone with one label a token."""
+
+_LAYERS = re.compile(r"^(num|n)_\w*layer|layers$|layer_types$|^depth")
+_PARTS = re.compile(r"^(num|n)_\w*(expert|block|head|stage)")
+"""Numbers of a config that become modules, or lists of its own; a list counts by its length."""
+_SIZES, _MOST_SIZE = re.compile(r"(dim|size|position_embeddings|n_positions|n_ctx)$"), 1 << 24
+"""A dimension of a tensor, or a number of positions: the largest vocabularies have 260,000 words, the longest contexts
+10,485,760 tokens. Tables of positions are made on the CPU."""
+_FRACTION = "partial_rotary_factor"
+"""Of a head, and so at most 1: multiplied with it, it is the length of a table."""
+_MOST_ITEMS = 1 << 14
+"""Of a list: transformers checks the type of each at every assignment, which took minutes for 400,000."""
+_FEW_LAYERS, _FEW_PARTS = 64, 1024
+"""So many may be in any config: of a model with shared layers, or with its experts fused in one tensor."""
+_SKELETON_BYTES, _TENSOR_BYTES = 256 << 20, 64 << 10
+"""For the modules of a model, which take some 10 KB a tensor, and for what is imported for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """Called by: export.hf, export.layouts.
+    """The names, shapes and order of a model's tensors.
 
     Attributes:
         config: of Hugging Face, `architectures` and (for the critic) the number of labels set.
@@ -42,27 +60,36 @@ class Skeleton:
     parameters: tuple[str, ...]
 
 
-def build_skeleton(model_dir: Path, role: Role) -> Skeleton:
+def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path) -> Skeleton:
     """What the model of `role` must hold, by the config in `model_dir`.
+
+    Args:
+        num_tensors: that the checkpoint has of it: a model of more layers than that is another one.
+        where: what to name in an error.
 
     Raises:
         DataError: no config there, or of no model that Hugging Face knows.
     """
     expected = "a Hugging Face model directory with config.json"
     remedy = "name the directory of the base model with --model DIR"
-    if not (model_dir / "config.json").is_file():
-        raise DataError("there is no model config", where=model_dir, expected=expected, remedy=remedy)
     try:
-        config = AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-        if role == "critic":
-            config.num_labels = 1
-        with torch.device("meta"):
-            model: nn.Module = AUTO_CLASSES[role].from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        _require_size_of(model_dir, num_tensors)
+        with bounded_work(_SKELETON_BYTES + _TENSOR_BYTES * num_tensors):
+            config = AutoConfig.from_pretrained(
+                str(model_dir), local_files_only=True, trust_remote_code=False
+            )
+            if role == "critic":
+                config.num_labels = 1
+            model = _empty(AutoModelForCausalLM, config)
+            if role == "critic":
+                model = ValueModel(model)
+            architecture = type(model).__name__ if role == "actor" else _critic_class(model, config)
+    except Exception as error:  # of any class: transformers checks little of what it reads
+        found = f"{type(error).__name__}: {error}"
         raise DataError(
-            "the model config cannot be used", where=model_dir, found=error, expected=expected, remedy=remedy
+            "the model config cannot be used", where=where, found=found, expected=expected, remedy=remedy
         ) from error
-    config.architectures = [type(model).__name__]
+    config.architectures = [architecture]
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return Skeleton(
@@ -71,6 +98,51 @@ def build_skeleton(model_dir: Path, role: Role) -> Skeleton:
         aliases={name: first[parameter] for name, parameter in every if name != first[parameter]},
         parameters=tuple(name for name, _ in model.named_parameters()),
     )
+
+
+def _empty(auto_class: Any, config: Any) -> nn.Module:
+    with torch.device("meta"):
+        # Eager: the only attention that needs neither a kernel nor a look for one.
+        model: nn.Module = auto_class.from_config(
+            config, trust_remote_code=False, attn_implementation="eager"
+        )
+    return model
+
+
+def _critic_class(model: nn.Module, config: Any) -> str:
+    """Hugging Face's class with the critic's very tensors; where there is none, that of the transformer alone."""
+    if type(config) in AutoModelForTokenClassification._model_mapping:
+        theirs = _empty(AutoModelForTokenClassification, config)
+        if model_tensors(theirs).keys() == model_tensors(model).keys():
+            return type(theirs).__name__
+    return type(next(iter(model.children()))).__name__
+
+
+def _require_size_of(model_dir: Path, num_tensors: int) -> None:
+    """Refuse a config of more layers or experts than the checkpoint has tensors, before anything is made of it.
+
+    Raises:
+        ValueError: it is one.
+    """
+    for key, value in _numbers(read_model_config(model_dir)):
+        # A layer has two tensors at the very least.
+        layers, parts = _LAYERS.search(key), _PARTS.search(key)
+        most = max(num_tensors // 2, _FEW_LAYERS) if layers else max(num_tensors, _FEW_PARTS)
+        too_large = (_SIZES.search(key) and value > _MOST_SIZE) or (key == _FRACTION and value > 1)
+        if too_large or ((layers or parts) and value > most):
+            raise ValueError(f"{key} is {value}, beyond any model of the checkpoint's {num_tensors} tensors")
+
+
+def _numbers(said: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
+    for key, value in said.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, int | float):
+            yield key, value
+        elif isinstance(value, list):
+            if len(value) > _MOST_ITEMS:
+                raise ValueError(f"{key} has {len(value)} items, at most {_MOST_ITEMS}")
+            yield key, len(value)
 
 
 def check_fit(skeleton: Skeleton, found: dict[str, TensorEntry], *, where: object) -> None:

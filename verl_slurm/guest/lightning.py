@@ -38,6 +38,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from verl_slurm.bounded import RECORD, read_regular
 from verl_slurm.dcp import rng
 from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, VerlSlurmError
 from verl_slurm.files import private_dir, write_file
@@ -318,7 +319,7 @@ def _place_name(rank: int) -> str:
 
 def _read_place(path: Path) -> _Place:
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=_Place)
+        return msgspec.msgpack.decode(read_regular(path, RECORD), type=_Place)
     except (OSError, ValueError) as error:
         raise CheckpointCorrupt(
             "the place of this rank cannot be read",

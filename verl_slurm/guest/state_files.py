@@ -6,9 +6,10 @@ guest/common.pt         rank 0: path → tensor, of what is the same on every ra
 guest/sharded/          torch.distributed.checkpoint: `.metadata` and `__3_0.distcp`, where there are DTensors
 ```
 
-The `.pt` files are read with `weights_only=True`. DCP's `.metadata` is a pickle; it is opened only in a checkpoint that
-was verified before (by the lead, or by `by_hand`), as is everything else here. dcp_to_torch_save of torch turns
-`guest/sharded` into one file for other tools.
+All is read from a checkpoint that was verified before (by the lead, or by `by_hand`); without a key that finds
+accidents alone. So the `.pt` files are read with `weights_only=True`, and DCP's `.metadata`, a pickle, by
+`sharded_files`, and only where this loop has DTensors. dcp_to_torch_save of torch turns `guest/sharded` into one file
+for other tools; it unpickles.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
@@ -27,6 +28,7 @@ from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective, RanksFailed
+from verl_slurm.guest.sharded_files import ShardedFiles
 from verl_slurm.guest.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
 
 __all__ = ["load_state", "restore_rng", "write_state"]
@@ -104,9 +106,9 @@ def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generat
     mine, common, sharded = ranks.together(
         "reading the state", lambda: _read_all(objects, directory, ranks.rank)
     )
-    if (directory / _SHARDED).exists():
+    if any(ranks.max([len(sharded)])):
+        reader = ranks.together("reading the state", lambda: ShardedFiles(directory / _SHARDED))
         try:
-            reader = FileSystemReader(directory / _SHARDED)
             load_sharded(sharded, storage_reader=reader, process_group=ranks.group)
         except CheckpointException as error:
             raise _failed("reading the sharded state failed", error) from error

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.bounded import CONFIG, read_regular
 from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint import fingerprint
 from verl_slurm.checkpoint.best import metrics_of
@@ -29,7 +30,7 @@ from verl_slurm.checkpoint.format import (
     path_problem,
 )
 from verl_slurm.checkpoint.schema import current_schema, render_schema
-from verl_slurm.checkpoint.tree import list_tree, open_directory
+from verl_slurm.checkpoint.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.fence import require_epoch
@@ -165,22 +166,24 @@ def clear_work(paths: RunPaths, epoch: int) -> Path:
     Called by: guests, one rank, before the first save of a generation.
     """
     work = paths.work(epoch)
+    names_in(paths.run, work.parent)  # refuses a link: what it leads to is not ours to remove
     shutil.rmtree(work, ignore_errors=True)
     private_dir(work)
     return work
 
 
 def sweep_work(paths: RunPaths) -> list[Path]:
-    """Remove what guests of dead incarnations had not brought to a commit; returns it. Never raises for what stays.
+    """Remove what guests of dead incarnations had not brought to a commit; returns it. No error for what stays.
 
     A former life that still writes there finds its directory gone, and could not have committed anyhow.
 
-    Called by: daemon.lead at a start, when the epoch is ours and no rank runs yet.
+    At a start, when the epoch is ours and no rank runs yet.
+
+    Raises:
+        PermissionRefused: the directory is a link.
     """
-    try:
-        found = sorted((paths.root / "work").iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    work = paths.root / "work"
+    found = [work / name for name in sorted(names_in(paths.run, work))]
     for path in found:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -212,8 +215,10 @@ def _small_files(paths: RunPaths, save: GuestSave) -> dict[str, bytes]:
         "guest": save.guest,
         "metrics": metrics_of(save.metrics),
     }
+    # run.yaml is what the next start is to do, and may have been edited since this one read it.
+    config = paths.trained_with if paths.trained_with.exists() else paths.run_yaml
     small = (
-        paths.run_yaml.read_bytes(),
+        read_regular(config, CONFIG),
         msgspec.json.format(msgspec.json.encode(metadata), indent=1) + b"\n",
         render_schema(current_schema()),
     )

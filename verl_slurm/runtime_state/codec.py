@@ -1,9 +1,19 @@
 """RuntimeState to bytes and back; never pickle. The format is specified in `format.py`."""
 
+import msgspec
 import numpy as np
 
 from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.runtime_state.container import Blob, Upgrade, pack, specify, unpack
+from verl_slurm.runtime_state.container import (
+    HEAD_BYTES,
+    Blob,
+    Upgrade,
+    digests,
+    pack,
+    specify,
+    unpack,
+    unpack_header,
+)
 from verl_slurm.runtime_state.format import (
     GROUPS,
     HISTORY_ROWS,
@@ -12,8 +22,9 @@ from verl_slurm.runtime_state.format import (
     RuntimeState,
     StateHeader,
 )
+from verl_slurm.runtime_state.frames import Read
 
-__all__ = ["decode", "encode"]
+__all__ = ["HEAD_BYTES", "decode", "encode", "facts", "peek"]
 
 
 def encode(state: RuntimeState) -> bytes:
@@ -62,20 +73,11 @@ def decode(data: bytes, *, where: object = "runtime state", upgrade: Upgrade | N
     Called by: dcp.loader, with a file of a verified checkpoint.
     """
     header, groups = unpack(data, StateHeader, where=where, upgrade=upgrade)
-    arrays: dict[str, Arrays] = {"rollouts": {}, "rewards": {}}
-    for group, blobs in groups.items():
-        if group not in GROUPS:
-            raise _refused(where, f"array group {group!r}", f"one of {', '.join(GROUPS)}")
-        if group == "rng":
-            continue
-        for name, blob in blobs.items():
-            if not isinstance(blob, np.ndarray):
-                raise _refused(where, f"{group}.{name} of dtype bytes", "an array")
-            arrays[group][name] = blob
-    if header.version != RUNTIME_STATE_VERSION:
-        raise _refused(where, f"version {header.version}", f"version {RUNTIME_STATE_VERSION}")
-    if header.rank >= header.world_size:
-        raise _refused(where, f"rank {header.rank} of {header.world_size}", "a rank below the world size")
+    _check(header, where)
+    arrays: dict[str, Arrays] = {
+        group: {name: blob for name, blob in groups.get(group, {}).items() if isinstance(blob, np.ndarray)}
+        for group in ("rollouts", "rewards")
+    }
     return RuntimeState(
         version=header.version,
         rank=header.rank,
@@ -93,6 +95,48 @@ def decode(data: bytes, *, where: object = "runtime state", upgrade: Upgrade | N
         rewards=arrays["rewards"],
         rng=groups.get("rng", {}),
     )
+
+
+def peek(head: bytes, *, where: object) -> StateHeader:
+    """What a runtime-state file says of itself, from its first HEAD_BYTES. Its arrays may take 2 GiB; none is read.
+
+    Raises:
+        CheckpointCorrupt: it is not canonical, or of another version.
+    """
+    header = unpack_header(head, StateHeader, where=where)
+    _check(header, where)
+    return header
+
+
+def facts(read: Read, num_bytes: int, *, where: object) -> dict[str, object]:
+    """All that a runtime-state file holds, to be compared: name → value, of an array its dtype, shape and SHA-256.
+
+    Needs some MB, whatever its arrays take.
+
+    Raises:
+        CheckpointCorrupt: as `decode`.
+    """
+    header, groups = digests(read, num_bytes, StateHeader, where=where)
+    _check(header, where)
+    # As bytes: NaN is the same as itself there, and 0.0 another than -0.0.
+    found: dict[str, object] = {
+        name: msgspec.msgpack.encode(getattr(header, name))
+        for name in StateHeader.__struct_fields__
+        if name not in ("arrays", "frames")
+    }
+    return found | {f"{group}/{name}": fact for group in groups for name, fact in groups[group].items()}
+
+
+def _check(header: StateHeader, where: object) -> None:
+    if header.version != RUNTIME_STATE_VERSION:
+        raise _refused(where, f"version {header.version}", f"version {RUNTIME_STATE_VERSION}")
+    if header.rank >= header.world_size:
+        raise _refused(where, f"rank {header.rank} of {header.world_size}", "a rank below the world size")
+    for spec in header.arrays:
+        if spec.group not in GROUPS:
+            raise _refused(where, f"array group {spec.group!r}", f"one of {', '.join(GROUPS)}")
+        if spec.group != "rng" and spec.dtype == "bytes":
+            raise _refused(where, f"{spec.group}.{spec.name} of dtype bytes", "an array")
 
 
 def _refused(where: object, found: str, expected: str) -> CheckpointCorrupt:

@@ -3,6 +3,7 @@
 Bytes in, structs and arrays out; knows nothing of files, steps or ranks.
 """
 
+import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import (
+    CHUNK_ITEMS,
     DTYPES,
     FREE_BYTES,
     MAX_ARRAYS,
@@ -24,10 +26,19 @@ from verl_slurm.runtime_state.format import (
     NAME,
     ArraySpec,
 )
-from verl_slurm.runtime_state.frames import FrameReader, FrameWriter, compress, decompress
+from verl_slurm.runtime_state.frames import FrameReader, FrameWriter, Read, compress, decompress
 from verl_slurm.runtime_state.planes import join, rounded, small_planes, split, used_bits
 
-__all__ = ["Blob", "Upgrade", "pack", "specify", "unpack"]
+__all__ = [
+    "HEAD_BYTES",
+    "Blob",
+    "Upgrade",
+    "digests",
+    "pack",
+    "specify",
+    "unpack",
+    "unpack_header",
+]
 
 Header = TypeVar("Header", bound=msgspec.Struct)
 Blob = bytes | np.ndarray
@@ -38,6 +49,9 @@ _START = struct.Struct("<II8sI")
 _START_MAGIC, _PADDING_MAGIC = 0x184D2A5B, 0x184D2A5C
 _NAME = b"VSLRTST2"
 _PADDING = struct.Struct("<II")
+_MAX_PADDING = _PADDING.size + MAX_CONTENT_BYTES // MAX_EXPANSION
+HEAD_BYTES = MAX_HEADER_BYTES + (64 << 10)
+"""What `unpack_header` needs of a file: the header, compressed, is not much longer than it is."""
 _DTYPE_NAMES = {np.dtype(name): name for name in DTYPES if name != "bytes"}
 """numpy takes longer to say a name than to hash the type."""
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()} | {"bytes": 1}
@@ -132,26 +146,82 @@ def unpack(
         view = memoryview(data)
         begin = _end_of_header(view)
         header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type, upgrade)
-        specs = cast(list[ArraySpec], header.arrays)  # type: ignore[attr-defined]
-        sizes = cast(list[int], header.frames)  # type: ignore[attr-defined]
-        _check_padding(view[begin + sum(sizes) :], len(data) - begin - sum(sizes))
-        _check_specs(specs, min(limit, FREE_BYTES + MAX_EXPANSION * len(data)))
-        reader = FrameReader(view, begin, sizes)
+        specs, reader = _content(header, lambda at, size: view[at : at + size], begin, len(data), limit)
         groups: dict[str, dict[str, Blob]] = {}
         for spec in specs:
             groups.setdefault(spec.group, {})[spec.name] = _array(spec, reader)
         reader.close()
-    except (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError) as error:
-        # ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes.
-        # Any of them means the same thing here.
-        raise CheckpointCorrupt(
-            "runtime state cannot be read",
-            where=where,
-            found=error,
-            expected="a container as runtime_state/format.py specifies",
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
-        ) from error
+    except _UNREADABLE as error:
+        raise _unreadable(error, where) from error
     return header, groups
+
+
+def digests(
+    read: Read, num_bytes: int, header_type: type[Header], *, where: object
+) -> tuple[Header, dict[str, dict[str, tuple[str, tuple[int, ...], str]]]]:
+    """A container's header, and by group and name each array's dtype, shape and SHA-256.
+
+    Needs one frame and CHUNK_ITEMS items, whatever the arrays take.
+
+    Args:
+        read: gives bytes of the container.
+        num_bytes: of the container.
+
+    Raises:
+        CheckpointCorrupt: it is not as `format.py` says.
+    """
+    try:
+        head = read(0, min(num_bytes, HEAD_BYTES))
+        begin = _end_of_header(head)
+        header = _header(decompress(head[_START.size : begin], MAX_HEADER_BYTES), header_type, None)
+        specs, reader = _content(header, read, begin, num_bytes, MAX_CONTENT_BYTES)
+        groups: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = {}
+        for spec in specs:
+            digest, left = hashlib.sha256(), math.prod(spec.shape)
+            while left:
+                part = np.empty(min(left, CHUNK_ITEMS), np.uint8 if spec.dtype == "bytes" else spec.dtype)
+                join(part, spec.bits, reader.take)
+                digest.update(part.data)
+                left -= part.size
+            groups.setdefault(spec.group, {})[spec.name] = spec.dtype, tuple(spec.shape), digest.hexdigest()
+        reader.close()
+    except _UNREADABLE as error:
+        raise _unreadable(error, where) from error
+    return header, groups
+
+
+def unpack_header(head: bytes, header_type: type[Header], *, where: object) -> Header:
+    """The header of a container, its arrays described and not read: for a look.
+
+    Args:
+        head: the first bytes of the container, HEAD_BYTES of them are always enough.
+
+    Raises:
+        CheckpointCorrupt: it is not as `format.py` says.
+    """
+    try:
+        view = memoryview(head)
+        packed = view[_START.size : _end_of_header(view)]
+        header = _header(decompress(packed, MAX_HEADER_BYTES), header_type, None)
+        _check_specs(cast(list[ArraySpec], header.arrays), MAX_CONTENT_BYTES)  # type: ignore[attr-defined]
+    except _UNREADABLE as error:
+        raise _unreadable(error, where) from error
+    return header
+
+
+# ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes.
+# Any of them means the same thing here.
+_UNREADABLE = (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError)
+
+
+def _unreadable(error: Exception, where: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "runtime state cannot be read",
+        where=where,
+        found=error,
+        expected="a container as runtime_state/format.py specifies",
+        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+    )
 
 
 def _end_of_header(data: memoryview) -> int:
@@ -161,6 +231,20 @@ def _end_of_header(data: memoryview) -> int:
     if (magic, length, name) != (_START_MAGIC, _START.size - 8, _NAME):
         raise ValueError("it does not begin as a container of version 2")
     return _START.size + int(size)
+
+
+def _content(
+    header: Header, read: Read, begin: int, num_bytes: int, limit: int
+) -> tuple[list[ArraySpec], FrameReader]:
+    """The arrays that `header` describes, checked as far as can be before one is read, and what reads them."""
+    specs = cast(list[ArraySpec], header.arrays)  # type: ignore[attr-defined]
+    sizes = cast(list[int], header.frames)  # type: ignore[attr-defined]
+    end = begin + sum(sizes)
+    if not 0 <= num_bytes - end <= _MAX_PADDING:
+        raise ValueError("the frames do not end where the data does")
+    _check_padding(read(end, num_bytes - end), num_bytes - end)
+    _check_specs(specs, min(limit, FREE_BYTES + MAX_EXPANSION * num_bytes))
+    return specs, FrameReader(read, begin, sizes)
 
 
 def _check_padding(rest: memoryview, size: int) -> None:

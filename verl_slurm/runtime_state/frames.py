@@ -5,14 +5,17 @@ needs the result and one frame, whatever a file claims to be.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import zstandard
 
 from verl_slurm.runtime_state.format import MAX_FRAME_BYTES
 
-__all__ = ["FrameReader", "FrameWriter", "compress", "decompress"]
+__all__ = ["FrameReader", "FrameWriter", "Read", "compress", "decompress"]
+
+Read = Callable[[int, int], memoryview]
+"""Offset and size → these bytes, or fewer where there are no more."""
 
 # The journal is written between two micro-batches; higher levels cost more than they save.
 _LEVEL = 1
@@ -85,13 +88,13 @@ class FrameReader:
     """Takes pieces from frames one after the other.
 
     Args:
-        data: what holds the frames.
+        read: offset and size → these bytes of what holds the frames.
         start: offset of the first one.
-        sizes: bytes of each frame in `data`.
+        sizes: bytes of each frame.
     """
 
-    def __init__(self, data: memoryview, start: int, sizes: Sequence[int]) -> None:
-        self._data, self._at, self._sizes = data, start, iter(sizes)
+    def __init__(self, read: Read, start: int, sizes: Sequence[int]) -> None:
+        self._read, self._at, self._sizes = read, start, iter(sizes)
         self._content = np.empty(0, np.uint8)
         self._used = 0
         self._unpacker = zstandard.ZstdDecompressor(max_window_size=0)
@@ -108,7 +111,7 @@ class FrameReader:
             size = next(self._sizes, None)
             if size is None:
                 raise ValueError("the content ends in the middle")
-            content = decompress(self._data[self._at : self._at + size], MAX_FRAME_BYTES, self._unpacker)
+            content = decompress(self._read(self._at, size), MAX_FRAME_BYTES, self._unpacker)
             self._at += size
             self._content, self._used = np.frombuffer(content, np.uint8), 0
         if self._used + count > len(self._content):

@@ -10,6 +10,8 @@ Associated data are epoch, rank, step and micro-batch: a record in another place
 open. Its offset is not bound, since compaction moves records; a record that is missing, or one at the end that
 was cut off, is not noticed here either and need not be: what the journal lacks is generated again, the same.
 
+Samples (`samples.py`) are sealed in the same way, at the rank 2^32 - 1.
+
 With a key configured a record that is not sealed counts as damage: whoever can write the file could have made it.
 """
 

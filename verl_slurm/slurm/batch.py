@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.search_path import clean_environment
 
 __all__ = [
     "batch_script",
@@ -99,9 +100,8 @@ def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
 
 
 def submission_environment(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:
-    """What sbatch is started with: `environ`, without those.
-
-    Called by: submit.executor, submit.fire_drill, the daemon's successor.
-    """
+    """What sbatch is started with: `environ` without those, and no import from the working directory."""
     gone = set(unwanted_environment(list(environ), config))
-    return {name: value for name, value in environ.items() if name not in gone}
+    kept = clean_environment({name: value for name, value in environ.items() if name not in gone})
+    # submitit starts its local controller by `python -m` without -P, which would look in the working directory first.
+    return kept | {"PYTHONSAFEPATH": "1"}

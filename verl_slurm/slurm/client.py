@@ -5,10 +5,11 @@ Measured on 22.05.8 (cluster of 4 slurmds on one machine): `scontrol show job` 8
 """
 
 import asyncio
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
@@ -42,8 +43,18 @@ _READ_BACK_PAUSE_S = 0.1
 _DELAY_SLACK_S = 5
 _SETTLE_S = 8.0
 """After Slurm's yes to a requeue: for the start time and reading back together. TERM has come, and KillWait runs."""
+_OWN_DELAY_S = 120
+"""What Slurm waits before it starts a requeued job again (cred_expire, by default)."""
+_AHEAD = "this node's clock is far ahead: Slurm's own delay holds"
 _ASIDE_S = 3.0
 """For a question without whose answer one can do: at a preemption's end, KillWait runs."""
+
+Now = Callable[[], datetime]
+"""What time it is for slurmctld."""
+
+
+def _today() -> datetime:
+    return datetime.now(UTC)
 
 
 class SlurmClient:
@@ -208,16 +219,19 @@ class SlurmClient:
         except (SlurmMissing, NotFound):
             return False
 
-    async def forbid_requeue(self, job_id: int) -> str:
-        """Have Slurm never start the job again by itself; what it said against it, empty: done.
+    async def forbid_requeue(self, job: JobFacts) -> str:
+        """Set Requeue=0, so that Slurm does not start the job again by itself, and read it back.
 
-        Called by: SlurmAllocation.withdraw.
+        Returns:
+            What Slurm said against it; empty: done.
         """
         try:
-            done = await self.run(commands.forbid_requeue((await self.job(job_id)).target))
+            done = await self.run(commands.forbid_requeue(job.target))
+            if done.exit_code != 0:
+                return done.stderr.strip() or f"exit code {done.exit_code}"
+            return "Requeue is still 1" if (await self.job(job.job_id)).requeue else ""
         except (SlurmMissing, NotFound) as error:
             return error.one_line()
-        return "" if done.exit_code == 0 else done.stderr.strip() or f"exit code {done.exit_code}"
 
     async def expand(self, node_list: str) -> list[str]:
         """`node[1-2]` → `[node1, node2]`, in Slurm's order."""
@@ -303,7 +317,9 @@ class SlurmClient:
                 remedy="sinfo -N",
             )
 
-    async def requeue(self, job_id: int, delay_s: int, *, own_restarts: int) -> RequeueOutcome:
+    async def requeue(
+        self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today
+    ) -> RequeueOutcome:
         """End this run of the job and have it run again about `delay_s` from now.
 
         The state is read just before: a job that its user has cancelled is never requeued. Then two commands
@@ -313,8 +329,9 @@ class SlurmClient:
 
         Args:
             job_id: the job.
-            delay_s: seconds until it may start.
+            delay_s: seconds until it may start. Where the job is still COMPLETING by then, Slurm takes its own delay.
             own_restarts: SLURM_RESTART_COUNT of the running incarnation.
+            now: slurmctld's clock; a node's may be minutes off.
 
         Raises:
             SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
@@ -334,15 +351,40 @@ class SlurmClient:
                     return RequeueOutcome(kind="unconfirmed", detail=said)
                 disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
                 return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
-        outcome = await self._shorten(facts, delay_s, kind, own_restarts)
+        outcome = await self._settle(facts, delay_s, kind, own_restarts, now)
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
-    async def _shorten(
+    async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
+        """Have a requeued job start `delay_s` from now; the time that was asked for, None: it was not asked.
+
+        scontrol turns a time that is past for its node into that node's present. Where the node is so far ahead that
+        Slurm's own delay ends sooner, that one is left.
+
+        Raises:
+            SlurmMissing: no answer.
+            SlurmRefused: Slurm said no.
+        """
+        start = datetime.fromtimestamp(math.ceil(now().timestamp()) + delay_s, UTC)
+        ahead_s = (_today() - now()).total_seconds()
+        if ahead_s > max(delay_s, _OWN_DELAY_S):
+            return None
+        done = await self.run(commands.update_start_time(job.target, start), _ASIDE_S)
+        if done.exit_code != 0:
+            raise SlurmRefused(
+                "Slurm did not take the start time",
+                where=job.target,
+                found=done.stderr.strip(),
+                remedy="it starts after Slurm's own delay",
+            )
+        return start
+
+    async def _settle(
         self,
         job: JobFacts,
         delay_s: int,
         kind: Literal["requeued", "already_requeued"],
         own_restarts: int,
+        now: Now,
     ) -> RequeueOutcome:
         """Set the start time and read it back; again while Slurm has a later one, and `_SETTLE_S` at most."""
         said = ""
@@ -351,32 +393,32 @@ class SlurmClient:
         for step in range(_READ_BACK_STEPS):
             if step:
                 await asyncio.sleep(_READ_BACK_PAUSE_S)
-            left = until - time.monotonic()
-            if left <= 0:
+            if until - time.monotonic() <= 0:
                 break
-            asked_at = datetime.now(UTC)
+            start: datetime | None = None
             try:
                 # a slurmctld that hangs here must leave time to see whether the requeue was taken
-                done = await self.run(commands.update_start_time(job.target, delay_s), left / 2)
-                said = done.stderr.strip()
+                start = await self.set_start(job, delay_s, now)
+                said = "" if start is not None else _AHEAD
+            except (SlurmMissing, SlurmRefused) as error:
+                said = error.one_line()
+            try:
                 facts = await self.job(job.job_id, until - time.monotonic())
             except (SlurmMissing, NotFound) as error:
                 said = error.one_line()
                 continue
             if facts.restarts <= own_restarts:
                 continue
-            latest = asked_at + timedelta(seconds=delay_s + _DELAY_SLACK_S)
-            if facts.eligible_time is not None and asked_at < facts.eligible_time <= latest:
+            eligible, slack = facts.eligible_time, timedelta(seconds=_DELAY_SLACK_S)
+            kept = start is not None and eligible is not None and now() < eligible <= start + slack
+            if kept or said == _AHEAD:
                 return RequeueOutcome(
-                    kind=kind,
-                    detail=f"JobState={facts.state} Reason={facts.reason} Restarts={facts.restarts}",
-                    start_time=facts.eligible_time,
-                    delay_kept=True,
+                    kind=kind, detail=_shown(facts, said), start_time=eligible, delay_kept=kept
                 )
         if facts is None or facts.restarts <= own_restarts:
             return RequeueOutcome(kind="unconfirmed", detail=said or "Restarts did not rise")
-        return RequeueOutcome(
-            kind=kind,
-            detail=f"JobState={facts.state} Reason={facts.reason} Restarts={facts.restarts} {said}".strip(),
-            start_time=facts.eligible_time,
-        )
+        return RequeueOutcome(kind=kind, detail=_shown(facts, said), start_time=facts.eligible_time)
+
+
+def _shown(facts: JobFacts, said: str) -> str:
+    return f"JobState={facts.state} Reason={facts.reason} Restarts={facts.restarts} {said}".strip()

@@ -6,6 +6,7 @@ typed and validated (`environment.py`), so none can be an option: numbers are in
 
 import re
 from collections.abc import Iterable
+from datetime import datetime
 
 __all__ = [
     "JOB",
@@ -116,9 +117,12 @@ def forbid_requeue(job: str) -> list[str]:
     return ["scontrol", "update", f"JobId={_checked(JOB, job)}", "Requeue=0"]
 
 
-def update_start_time(job: str, delay_s: int) -> list[str]:
-    """Not before `delay_s` from now."""
-    return ["scontrol", "update", f"JobId={_checked(JOB, job)}", f"StartTime=now+{delay_s}"]
+def update_start_time(job: str, start: datetime) -> list[str]:
+    """Not before `start`, a time of slurmctld's clock.
+
+    As seconds since 1970 (`uts`): scontrol reads `now+10` by its node's clock and a date by its time zone (22.05.8).
+    """
+    return ["scontrol", "update", f"JobId={_checked(JOB, job)}", f"StartTime=uts{int(start.timestamp())}"]
 
 
 def update_excluded(job: str, nodes: str) -> list[str]:

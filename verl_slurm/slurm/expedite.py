@@ -8,7 +8,7 @@ What Slurm's source has (25.11, job_mgr.c; release notes: "Expedited Requeue"), 
 * while it waits so (JobState=EXPEDITING) its user cannot change it: neither a start time nor nodes to avoid.
 * a batch process that leaves with an error is requeued if an Epilog failed; if none did, the job is HELD instead of
   FAILED, and up to 25.11.2 also one that leaves with 0. So a lead that ends for good says `Requeue=0` first
-  (`SlurmAllocation.withdraw`).
+  (`SlurmAllocation.withdraw`), as before every end for good.
 
 It takes a new enough sbatch and `SlurmctldParameters=enable_expedited_requeue`; without the latter the job is refused.
 Both are read; no version is compared.

@@ -62,6 +62,9 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int
     user_id: int
     std_out: str | None
+    command: str | None = None
+    """The batch script and its arguments, with blanks between."""
+    work_dir: str | None = None
     excluded: str | None = None
     """Nodes that it stays away from, in Slurm's bracket form."""
     array_task: str | None = None

@@ -163,6 +163,8 @@ def _job(fields: dict[str, str]) -> JobFacts:
         num_nodes=int(fields["NumNodes"].partition("-")[0]),
         user_id=int(user[1]),
         std_out=_optional(fields.get("StdOut", "")),
+        command=_optional(fields.get("Command", "")),
+        work_dir=_optional(fields.get("WorkDir", "")),
         excluded=_optional(fields.get("ExcNodeList", "")),
         failed_node=_optional(fields.get("FailedNode", "")),
         expedited=fields.get("ExpeditedRequeue") == "Yes",

@@ -63,9 +63,7 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
     if not facts.is_running and not not_wanted:
         return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
     if not facts.requeue:
-        return RequeueOutcome(
-            kind="forbidden", detail="Requeue=0 (submitted with --no-requeue): submit again to go on"
-        )
+        return RequeueOutcome(kind="forbidden", detail="Slurm may not requeue this job (Requeue=0)")
     return None
 
 

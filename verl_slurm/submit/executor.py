@@ -21,12 +21,13 @@ import msgspec
 
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import SlurmMissing, SlurmRefused
+from verl_slurm.errors import SlurmMissing
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
+from verl_slurm.submit.slurm_verdict import refusal
 
 __all__ = ["local_command", "main", "render_script", "submit_job"]
 
@@ -91,12 +92,7 @@ def submit_job(plan: SubmissionPlan) -> str:
     except msgspec.MsgspecError:
         answer = _Answer(error=_last_line(done.stderr) or f"submitit ended with exit code {done.returncode}")
     if answer.error or not answer.job_id:
-        raise SlurmRefused(
-            "the job was not accepted",
-            where=plan.config.slurm.partition,
-            found=answer.error,
-            remedy="mend the slurm section of the configuration; `sinfo -s` shows what there is",
-        )
+        raise refusal(plan.config, answer.error)
     return answer.job_id
 
 

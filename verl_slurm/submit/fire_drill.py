@@ -129,8 +129,13 @@ def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str |
 
 
 async def _queue(client: SlurmClient, words: list[str]) -> int:
-    remedy = "mend the slurm section of the configuration; a run would be refused as well"
-    return await client.submit(words, "the job of the fire drill", remedy=remedy)
+    remedy = "change the slurm section of the configuration; a run would be refused as well"
+    queueing = asyncio.ensure_future(client.submit(words, "the job of the fire drill", remedy=remedy))
+    try:
+        return await asyncio.shield(queueing)
+    except asyncio.CancelledError:
+        await _end(client, await queueing)  # Ctrl-C does not stop sbatch
+        raise
 
 
 async def _start(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.checkpoint.newest import Newest, newest_checkpoint
-from verl_slurm.errors import SlurmMissing
+from verl_slurm.errors import NotFound, SlurmMissing
 from verl_slurm.events import Event, read_last_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.outages import Outages
@@ -226,11 +226,34 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
+    here = _cluster_here() if any(_cluster_of(run) for run in at_slurm) else ""
     for run in at_slurm:
+        if here and (other := _cluster_of(run)) and other != here:
+            seen[run.root] = Seen(
+                None, detail=f"it is of Slurm cluster {other}, and this is {here}: ask there"
+            )
+            continue
         number = job_number(run.job.job_id) if run.job is not None else None
         state, reason = states.get(-1 if number is None else number, ("", ""))
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
+
+
+def _cluster_of(run: Glance) -> str:
+    """The Slurm cluster that the run's newest job started on; empty: it did not say, or has not started."""
+    same_job = run.job is not None and run.status.get("job_id") == run.job.job_id
+    return str(run.status.get("slurm") or "") if same_job else ""
+
+
+def _cluster_here() -> str:
+    import asyncio
+
+    from verl_slurm.slurm.client import SlurmClient
+
+    try:
+        return asyncio.run(SlurmClient().config()).get("ClusterName", "")
+    except (SlurmMissing, NotFound):
+        return ""
 
 
 def _local(run: Glance, job: Submission) -> Seen:
@@ -253,6 +276,8 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         return outcome_of(run.word or {})
     if seen is not None and seen.alive is False:
         return "gone"
+    if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
+        return f"on {run.status.get('slurm')}"
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
         return "queued" if seen.state == "PENDING" else "suspended"
     kind, state = (run.word or {}).get("event"), str(run.status.get("state") or "")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.events import Event, parse_event
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.mounts import is_remote
@@ -144,22 +145,26 @@ class FleetWatch:
 
     def _read(self, run: Followed) -> int:
         told = 0
-        try:
-            with RunPaths(run.root).events.open("rb") as file:
-                file.seek(run.offset)
-                lines = file.read().split(b"\n")[:-1]
-        except FileNotFoundError:
-            run.state, run.alive = "removed", False
-            return 1
-        for line in lines:
-            run.offset += len(line) + 1
-            event = parse_event(line)
-            if event is not None:
-                run.state = state_after(event, run.state)
-                self._judge(run, event)
-                self._on_event(run, event)
-                told += 1
-        return told
+        while True:
+            try:
+                with os.fdopen(open_regular(RunPaths(run.root).events), "rb") as file:
+                    file.seek(run.offset)
+                    data = file.read(JOURNAL.num_bytes)
+            except (FileNotFoundError, TooMuch):
+                run.state, run.alive = "removed", False
+                return told + 1
+            lines = data.split(b"\n")[:-1]
+            for line in lines:
+                run.offset += len(line) + 1
+                event = parse_event(line)
+                if event is not None:
+                    run.state = state_after(event, run.state)
+                    self._judge(run, event)
+                    self._on_event(run, event)
+                    told += 1
+            if len(data) < JOURNAL.num_bytes:
+                return told
+            run.offset += 0 if lines else len(data)  # no event is as long as that
 
     def _judge(self, run: Followed, event: Event) -> None:
         if event["event"] in ("submitted", "started", "successor"):

@@ -5,7 +5,10 @@ observer looks every two seconds. The silence time-out is no polling of the file
 can know whether the run still lives is asked.
 """
 
+import itertools
 import logging
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -15,8 +18,9 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 from watchdog.observers.polling import PollingObserver
 
+from verl_slurm.bounded import TooMuch, open_regular
 from verl_slurm.errors import SlurmMissing
-from verl_slurm.events import Event, parse_event
+from verl_slurm.events import Event, parse_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.mounts import is_remote
 from verl_slurm.paths import RunPaths
@@ -27,6 +31,8 @@ from verl_slurm.submit.record import last_job
 __all__ = ["follow_lines", "follow_newest", "follow_run"]
 
 _POLL_S = 2.0
+_MOST = 4 << 20
+"""Bytes that are read at once; a longer line comes in pieces."""
 # watchdog calls it an error when an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 Wake = Callable[[], None]
@@ -114,15 +120,18 @@ def follow_newest(
     observer.start()
     path, offset = newest(), 0
     if path is not None and num_lines is not None:
-        lines = _read_lines(path, 0)
-        offset = sum(len(line) + 1 for line in lines[: max(len(lines) - num_lines, 0)])
+        starts = deque([0], maxlen=num_lines + 1)  # of the last lines, and where the next one begins
+        while lines := _read_lines(path, starts[-1]):
+            starts.extend(itertools.accumulate((len(line) + 1 for line in lines), initial=starts.pop()))
+        offset = starts[0]
     try:
         while True:
             later = newest()  # before the last look at the former: nobody writes in that any more
             if path is not None:
-                for line in _read_lines(path, offset):
-                    offset += len(line) + 1
-                    yield path, line
+                while lines := _read_lines(path, offset):
+                    for line in lines:
+                        offset += len(line) + 1
+                        yield path, line
             if later != path:
                 if path is not None and (rest := _read_rest(path, offset)):
                     yield path, rest  # its writer was killed in the middle of a line
@@ -151,8 +160,8 @@ def follow_run(
         on_status: gets the content of status.json whenever it has changed.
 
     Returns:
-        The run's exit code: that of the last lead, or what the scheduler says where a lead died without a
-        word.
+        The run's exit code: that of the last lead of its newest job, or what the scheduler says where a lead died
+        without a word. An end that another submission follows in the journal is told, and is not the run's.
 
     Called by: submit --wait, watch.
     """
@@ -175,7 +184,7 @@ def follow_run(
                 _CANCEL_S if event["event"] == "cancel_asked" else _SILENCE_S[last_job(paths).cluster]
             )
             code = _ended(event)
-            if code is not None and code is not ExitCode.REQUEUED:
+            if code is not None and code is not ExitCode.REQUEUED and not _began_again(paths, event):
                 settle(paths, last_job(paths))
                 return code
             continue
@@ -196,6 +205,17 @@ def _hand_status(paths: RunPaths, on_status: Callable[[Event], None]) -> None:
         on_status(status)
 
 
+def _began_again(paths: RunPaths, ended: Event) -> bool:
+    """Whether the journal has a later job or start behind this end: a run may be submitted again after any end."""
+    again = False
+    for event in read_events(paths):
+        if event == ended:
+            again = False
+        elif event["event"] in ("submitted", "successor", "started"):
+            again = True
+    return again
+
+
 def _ended(event: Event) -> ExitCode | None:
     if event.get("event") != "ended":
         return None
@@ -203,15 +223,17 @@ def _ended(event: Event) -> ExitCode | None:
 
 
 def _read_lines(path: Path, offset: int) -> list[bytes]:
-    return _read_rest(path, offset).split(b"\n")[:-1]
+    data = _read_rest(path, offset)
+    lines = data.split(b"\n")[:-1]
+    return lines or ([data[:-1]] if len(data) == _MOST else [])
 
 
 def _read_rest(path: Path, offset: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             file.seek(offset)
-            return file.read()
-    except FileNotFoundError:
+            return file.read(_MOST)
+    except (FileNotFoundError, TooMuch):  # as `read_events` has it: what is no file has no lines
         return b""
 
 

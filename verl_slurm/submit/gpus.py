@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.errors import ConfigError
 from verl_slurm.submit.plan import Cluster
 
 __all__ = ["gpu_note"]
@@ -16,13 +17,14 @@ _SIGNS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/de
 def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SIGNS) -> str | None:
     """What speaks against `distributed.device: cuda`; None: nothing that is known here.
 
-    A note, and no refusal: the nodes may have another environment than the machine that submits. The ranks refuse at
-    their start (trainer.place).
+    On Slurm a note, and no refusal: the nodes may have another environment than the machine that submits. The ranks
+    refuse at their start (trainer.place). On this machine it is known, and refused.
 
     Args:
         signs: files of which one is there where an NVIDIA driver is.
 
-    Called by: submit.submission.
+    Raises:
+        ConfigError: `--cluster local`, and no driver or a torch without CUDA.
     """
     if config.distributed.device != "cuda":
         return None
@@ -30,11 +32,19 @@ def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SI
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
+    no_driver = not any(sign.exists() for sign in signs)
+    if cluster == "local" and (torch.endswith("+cpu") or no_driver):
+        raise ConfigError(
+            "this machine cannot give the ranks a GPU",
+            where="distributed.device=cuda",
+            found="no NVIDIA driver" if no_driver else f"torch {torch}, built without CUDA",
+            remedy="set distributed.device=cpu, or submit where there are GPUs"
+            if no_driver
+            else "pip install -c constraints/cuda.txt torch, or set distributed.device=cpu",
+        )
     if torch.endswith("+cpu"):
         return (
             f"distributed.device=cuda, and torch {torch} of this environment is built without CUDA: "
             "ranks that run in it will refuse; pip install -c constraints/cuda.txt torch"
         )
-    if cluster == "local" and not any(sign.exists() for sign in signs):
-        return "distributed.device=cuda, and this machine has no NVIDIA driver: the ranks will refuse"
     return None

@@ -14,8 +14,10 @@ import msgspec
 
 import verl_slurm
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import UNREADABLE, ConfigError, DataError
+from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.packages import require_packages
 from verl_slurm.paths import CHECKPOINT_NAME
+from verl_slurm.submit.relative_paths import Places
 from verl_slurm.submit.rewards import absolute_reward
 from verl_slurm.verl.inputs import inputs_of
 
@@ -26,9 +28,7 @@ __all__ = [
     "build_builtins",
     "built_before",
     "cache_dir",
-    "check_data",
     "check_names",
-    "check_row",
     "needs_building",
 ]
 
@@ -69,56 +69,66 @@ def _cache_base() -> Path:
     return Path(base) / "verl-slurm" / "builtin"
 
 
-def absolute(config: RunConfig, base: Path) -> RunConfig:
-    """The config with every path made absolute against `base`, and the run's name put into `run_dir`.
+def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
+    """The config with every path made absolute, and the run's name put into `run_dir`.
 
     `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. Of a guest's command its
     first word is a path, if it ends like one; of verl's words, data files and models that are there.
+
+    Args:
+        places: what relative paths are relative to; a directory: all to this one.
+
+    Raises:
+        ConfigError: a path that means two files (`relative_paths`).
     """
-
-    def path(text: str) -> str:
-        return os.path.abspath(base / Path(text).expanduser())
-
-    replace = msgspec.structs.replace
+    places = places if isinstance(places, Places) else Places(places)
+    path, replace = places.path, msgspec.structs.replace
     model, data, checkpoint = config.model, config.data, config.checkpoint
     if not model.path.startswith(_BUILTIN):
-        model = replace(model, path=path(model.path))
+        model = replace(model, path=path("model.path", model.path))
+    base = places.base_of_reward(model.reward)
     model = replace(model, reward=absolute_reward(model.reward, base))
     if not data.root.startswith(_BUILTIN):
-        data = replace(data, root=path(data.root))
+        data = replace(data, root=path("data.root", data.root))
     if data.eval_root is not None and not data.eval_root.startswith(_BUILTIN):
-        data = replace(data, eval_root=path(data.eval_root))
+        data = replace(data, eval_root=path("data.eval_root", data.eval_root))
+    if data.chat_template not in ("auto", "none"):
+        data = replace(data, chat_template=path("data.chat_template", data.chat_template))
     wanted = checkpoint.resume_from
     if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
-        checkpoint = replace(checkpoint, resume_from=path(wanted))
-    run_dir = path(config.run_dir.replace("{name}", config.name))
+        checkpoint = replace(checkpoint, resume_from=path("checkpoint.resume_from", wanted))
+    run_dir = places.output(config.run_dir.replace("{name}", config.name))
     trainer = config.trainer
     if trainer.command and trainer.command[0].endswith(".py"):
-        trainer = replace(trainer, command=(path(trainer.command[0]), *trainer.command[1:]))
-    verl = _absolute_of_verl(config, base)
+        program = path("trainer.command", trainer.command[0])
+        trainer = replace(trainer, command=(program, *trainer.command[1:]))
+    verl = _absolute_of_verl(config, places)
     return replace(
         config, trainer=trainer, verl=verl, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir
     )
 
 
-def _absolute_of_verl(config: RunConfig, base: Path) -> dict[str, Any]:
+def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
     """verl's words, relative paths of data and models that exist made absolute: its workers stand somewhere else."""
     if config.trainer.backend != "verl":
         return config.verl
     words = dict(config.verl)
     keys = {one.key for one in inputs_of(config.trainer.entry, config.verl) if not one.is_default}
     for name in [name for name in words if name.lstrip("+") in keys]:
-        value = words[name]
+        value, key = words[name], f"verl.{name.lstrip('+')}"
         if isinstance(value, list):
-            words[name] = [_if_there(one, base) for one in value]
+            words[name] = [_if_there(key, one, places) for one in value]
         else:
-            words[name] = _if_there(value, base)
+            words[name] = _if_there(key, value, places)
     return words
 
 
-def _if_there(value: Any, base: Path) -> Any:
+def _if_there(key: str, value: Any, places: Places) -> Any:
     relative = isinstance(value, str) and value and not value.startswith(("/", "~", "[")) and "$" not in value
-    return os.path.abspath(base / value) if relative and (base / value).exists() else value
+    if not relative:
+        return value
+    found = places.path(key, value)
+    return found if os.path.exists(found) else value
 
 
 def check_names(config: RunConfig) -> None:
@@ -184,6 +194,7 @@ def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
 
 
 def _build(kind: str, spec: str) -> str:
+    require_packages("torch", "transformers", wanted_by=f"building {spec}")
     command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
     try:
         done = subprocess.run(
@@ -206,77 +217,6 @@ def _build(kind: str, spec: str) -> str:
             remedy=f"see what `{' '.join(command[1:4])} {spec}` says; the cache is {cache_dir()}",
         )
     return lines[-1]
-
-
-def check_data(config: RunConfig, key: str = "data.root") -> None:
-    """At least one `*.jsonl` with something in it, and a first line of each with the two keys as text.
-
-    The trainer reads every line; this looks at the first of each file, so that a wrong key costs no
-    allocation.
-
-    Args:
-        key: `data.root` or `data.eval_root`.
-
-    Raises:
-        DataError: missing, empty, unreadable or of another form, with file and line.
-    """
-    data = config.data
-    root = Path(data.root if key == "data.root" else data.eval_root or "")
-    remedy = f"set {key} to a directory of *.jsonl files"
-    if not root.is_dir():
-        found = "a file" if root.exists() else "nothing"
-        raise DataError("no such data directory", where=root, found=found, remedy=remedy)
-    try:
-        files = sorted(path for path in root.iterdir() if path.suffix == ".jsonl" and path.is_file())
-    except PermissionError as error:
-        raise DataError(
-            "the data cannot be read", where=root, found=error.strerror, remedy="chmod u+rx"
-        ) from None
-    if not files:
-        raise DataError("the data directory is empty", where=root, expected="*.jsonl files", remedy=remedy)
-    filled = 0
-    for path in files:
-        try:
-            with path.open("rb") as file:
-                first = file.readline(1 << 20)
-        except OSError as error:
-            raise DataError(
-                "a data file cannot be read", where=path, found=error.strerror, remedy=f"chmod u+r {path}"
-            ) from None
-        if first.strip():
-            filled += 1
-            check_row(f"{path}:1", first, (data.prompt_key, data.answer_key))
-    if not filled:
-        raise DataError(
-            "the data is empty",
-            where=root,
-            found=f"{len(files)} files without a line",
-            expected="one JSON object a line",
-            remedy=remedy,
-        )
-
-
-def check_row(where: str, line: bytes, keys: tuple[str, str]) -> None:
-    """Refuse a line of a data file that is no JSON object with a text under each of `keys`.
-
-    Raises:
-        DataError: it is not.
-    """
-    remedy = "mend that line, or set data.prompt_key and data.answer_key"
-    try:
-        row = msgspec.json.decode(line)
-    except UNREADABLE as error:
-        raise DataError("not JSON", where=where, found=error, remedy=remedy) from None
-    for key in keys:
-        value = row.get(key) if isinstance(row, dict) else None
-        if not isinstance(value, str):
-            raise DataError(
-                "a prompt without its key",
-                where=where,
-                found="no text" if isinstance(row, dict) else type(row).__name__,
-                expected=f"text under {key!r}",
-                remedy=remedy,
-            )
 
 
 def needs_building(config: RunConfig) -> bool:

@@ -1,10 +1,13 @@
 """Whether a run's job still lives: Slurm's word, or a process of this machine."""
 
 import asyncio
+import os
 import re
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -15,9 +18,10 @@ from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.submit.newest_job import Submission
 
-__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "settle"]
+__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle"]
 
 _BY_HAND = "local-"
 """So begins the job id of a lead that no submitit started."""
@@ -73,6 +77,26 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
 
 
+def runs_here(root: Path, job: JobFacts) -> bool:
+    """Whether Slurm itself ties the job to the run: its output lies in RUN/logs, as `submit` and successors have it, or
+    RUN is an argument of its script, as with those in `sbatch/`. A journal proves nothing: a run that was handed over
+    brings its own."""
+    written = job.std_out or ""
+    for text in (written, written.replace("%%", "%")):  # a successor's `%` is doubled for sbatch
+        output = Path(text)
+        if output.parent.name == "logs" and _names(root, [str(output.parent.parent)], "/"):
+            return True
+    _, *words = (job.command or "").split(" ")
+    # Slurm writes no quotes: RUN, the last argument, may have blanks of its own.
+    return _names(root, [*words, *(" ".join(words[start:]) for start in range(len(words)))], job.work_dir)
+
+
+def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
+    """Whether one of the words is the path of the run, seen from the directory `where`."""
+    real = os.path.realpath(root)
+    return any(word and os.path.realpath(os.path.join(where or "/", word)) == real for word in words)
+
+
 def _local_state(paths: RunPaths, job: Submission) -> JobState:
     if job.host and job.host != socket.gethostname():
         return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
@@ -113,6 +137,10 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         if owner is None or job.job_id != owner.job_id:
             return None
         process = psutil.Process(owner.pid)
+        words = [word.removeprefix("--run=") for word in process.cmdline()]
+        # The claim proves nothing in a run that was handed over: it can name any process of this user's.
+        if "lead" not in words or not _names(paths.root, words, process.cwd()):
+            return None
         if owner.born:
             ours = birth_of(owner.pid) == owner.born
         else:  # taken by a version that did not note it; who is younger than the claim only has the same number

@@ -4,13 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.families import CUT
 from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.errors import ConfigError
 
 __all__ = ["check_model_shape", "shape_complaints"]
-
-_KNOWN = ("llama", "mistral", "qwen2")
-"""Decoders of which every projection is known by name (trainer/parallel/tensor.py)."""
 
 
 def check_model_shape(distributed: DistributedConfig, model_path: str, said: Mapping[str, Any]) -> None:
@@ -41,11 +39,11 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
     """What of `distributed` does not go with a model whose config.json holds `said`. Pure."""
     tp, pp = distributed.tp_size, distributed.pp_size
     kind = said.get("model_type")
-    if (tp > 1 or pp > 1) and kind not in _KNOWN:
+    if (tp > 1 or pp > 1) and kind not in CUT:
         yield Complaint(
             "distributed.tp_size" if tp > 1 else "distributed.pp_size",
             f"a model of type {kind}",
-            f"one of {', '.join(_KNOWN)}",
+            f"one of {', '.join(CUT)}",
             "set tp_size=1 and pp_size=1, and raise dp_size",
         )
         return

@@ -6,6 +6,7 @@ What is checked here costs a second; the same mistake found by the job costs a w
 import asyncio
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Literal
 
@@ -24,12 +25,16 @@ from verl_slurm.errors import (
     SlurmMissing,
     SlurmRefused,
 )
+from verl_slurm.files import require_safe_way, unsafe_on_the_way
 from verl_slurm.keys import load_keys
+from verl_slurm.one_line import counted
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
-from verl_slurm.submit.inputs import BUILTIN_MODELS, check_data, check_names
-from verl_slurm.submit.model_files import check_model, read_model_config
+from verl_slurm.submit.data_look import check_data
+from verl_slurm.submit.inputs import check_names
+from verl_slurm.submit.model_families import said_of
+from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.model_shape import check_model_shape
 from verl_slurm.submit.plan import Cluster
 from verl_slurm.submit.rewards import check_reward
@@ -43,10 +48,27 @@ __all__ = [
     "check_resume_from",
     "check_run_dir",
     "check_slurm",
+    "check_surroundings",
     "check_written",
     "choose_cluster",
     "partition_complaint",
+    "source_note",
 ]
+
+
+def source_note(source: Path) -> str:
+    """What to say of a configuration that others own or may write: it can run anything as its submitter; else empty.
+
+    Trusted with it are root and the owner of this very code. A group whose number is the owner's is the owner alone.
+    """
+    info = source.stat()
+    writable = bool(info.st_mode & 0o002 or (info.st_mode & 0o020 and info.st_gid != info.st_uid))
+    if info.st_uid in {0, os.geteuid(), os.stat(__file__).st_uid} and not writable:
+        return ""
+    by = (
+        f"others may write (mode {stat.S_IMODE(info.st_mode):04o})" if writable else f"uid {info.st_uid} owns"
+    )
+    return f"the configuration is {os.path.abspath(source)}, which {by}: it can have programs run as you"
 
 
 def check_written(config: RunConfig) -> None:
@@ -137,33 +159,41 @@ def check_resume_from(config: RunConfig) -> None:
     require_same_models(manifest, config, path)
 
 
-def check_inputs(config: RunConfig, written: str = "") -> None:
+def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, str]], list[str]]:
     """Model, reward and data are there and not empty. Paths must be absolute; `builtin:` names must exist.
 
     Args:
         config: paths absolute.
         written: `model.path` as the user wrote it.
 
+    Returns:
+        What is trained with which data and reward, by name; and what the user should know of the data.
+
     Raises:
         ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
             model cannot be divided as `distributed` says.
-        DataError: see `inputs`.
+        DataError: see `model_files`, `rewards` and `data_look`.
     """
     check_names(config)
     require_engine(config)
-    if config.model.path.startswith("builtin:"):
-        said = BUILTIN_MODELS[config.model.path.removeprefix("builtin:")]
-    else:
+    if not config.model.path.startswith("builtin:"):
         check_model("model.path", Path(config.model.path), written)
-        said = read_model_config(Path(config.model.path))
+    said = said_of(config.model.path)
     check_engine(config, config.model.path, said)
     check_model_shape(config.distributed, config.model.path, said)
     check_reward(config.model.reward)
-    if not config.data.root.startswith("builtin:"):
-        check_data(config)
-    held_out = config.data.eval_root
-    if held_out is not None and not held_out.startswith("builtin:"):
-        check_data(config, "data.eval_root")
+    taken, notes = [("model", config.model.path)], []
+    roots = (
+        ("data", "data.root", config.data.root),
+        ("held out", "data.eval_root", config.data.eval_root),
+    )
+    for name, key, root in roots:
+        if root is None:
+            continue
+        text, note = (root, "") if root.startswith("builtin:") else check_data(config, key)
+        taken.append((name, text))
+        notes += [note] if note else []
+    return [*taken, ("reward", config.model.reward)], notes
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -214,6 +244,23 @@ def check_run_dir(run_dir: Path) -> None:
         )
 
 
+def check_surroundings(config: RunConfig) -> str | None:
+    """Who else may rename what lies around the run's directories; returns what the user should know of `run_dir`.
+
+    The nodes look at `checkpoint.local_dir` again: this machine may not have it.
+
+    Raises:
+        PermissionRefused: others could exchange the second copies, of which a manifest without a key does not say
+            which run it is.
+    """
+    if config.checkpoint.local_dir is not None:
+        require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
+    # A group's directory is an ordinary place for runs: its members are trusted not to rename them.
+    if (found := unsafe_on_the_way(Path(config.run_dir).parent)) is None:
+        return None
+    return f"run_dir: others can rename or replace the run ({found[0]}: {found[1]})"
+
+
 def _is_read_only(place: Path) -> bool:
     """Root passes every access check; a read-only or kernel file system still takes no directory."""
     flags = os.statvfs(place).f_flag
@@ -246,9 +293,19 @@ def check_slurm(config: RunConfig) -> SlurmSays:
     """Slurm answers, and its partition can ever run this job.
 
     Raises:
+        ConfigError: `run_dir` has a character that sbatch changes.
         SlurmMissing: no commands, or no answer.
         SlurmRefused: the partition does not exist, is down, or is too small or too short.
     """
+    # Seen on 22.05.8: of all printable characters sbatch's --output changes these alone.
+    if found := set("%\\") & set(config.run_dir):
+        raise ConfigError(
+            "sbatch puts words of its own in place of %u and the like, and takes backslashes out",
+            where="run_dir",
+            found=config.run_dir,
+            expected=f"a path without `{min(found)}`, for Slurm",
+            remedy="choose another run_dir",
+        )
     for program in ("sbatch", "srun", "scontrol"):
         if shutil.which(program) is None:
             raise SlurmMissing(
@@ -256,14 +313,6 @@ def check_slurm(config: RunConfig) -> SlurmSays:
                 where=program,
                 remedy="load Slurm's module (e.g. `module load slurm`), or use --cluster local",
             )
-    if "%" in config.run_dir:
-        raise ConfigError(
-            "sbatch puts words of its own in place of %u and the like",
-            where="run_dir",
-            found=config.run_dir,
-            expected="a path without `%`, for Slurm",
-            remedy="choose another run_dir",
-        )
     return asyncio.run(_ask(config))
 
 
@@ -303,12 +352,12 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
     if facts.state != "UP":
         return f"its state is {facts.state}"
     if nodes > facts.total_nodes:
-        return f"{facts.total_nodes} nodes in it, {nodes} asked for"
+        return f"{counted(facts.total_nodes, 'node')} in it, {nodes} asked for"
     cpus = nodes * config.slurm.cpus_per_node
     if cpus > facts.total_cpus:
-        return f"{facts.total_cpus} CPUs in it, {nodes} x {config.slurm.cpus_per_node} asked for"
+        return f"{counted(facts.total_cpus, 'CPU')} in it, {nodes} x {config.slurm.cpus_per_node} asked for"
     if facts.max_nodes is not None and nodes > facts.max_nodes:
-        return f"at most {facts.max_nodes} nodes a job, {nodes} asked for"
+        return f"at most {counted(facts.max_nodes, 'node')} a job, {nodes} asked for"
     if facts.max_time_s is not None and limit_s > facts.max_time_s:
         return f"at most {facts.max_time_s // 60} min a job, {limit_s // 60} asked for"
     return ""

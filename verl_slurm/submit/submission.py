@@ -17,9 +17,12 @@ from typing import Literal
 
 import msgspec
 
+from verl_slurm.bounded import FINGERPRINT, read_regular
 from verl_slurm.checkpoint import fingerprint as prints
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.checkpoint.trained_with import trained_with
+from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.roles import data_root
@@ -27,14 +30,17 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.events import append_event
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.one_line import counted
+from verl_slurm.packages import require_packages
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.deadlines import check_deadlines
-from verl_slurm.submit.executor import submit_job
+from verl_slurm.submit.executor import render_script, submit_job
 from verl_slurm.submit.gpus import gpu_note
 from verl_slurm.submit.guests import check_guest
 from verl_slurm.submit.inputs import absolute, build_builtins, built_before
 from verl_slurm.submit.liveness import job_state, settle
-from verl_slurm.submit.plan import SubmissionPlan, refuse_changes
+from verl_slurm.submit.model_families import check_family
+from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.preflight import (
     check_inputs,
     check_keys,
@@ -42,11 +48,15 @@ from verl_slurm.submit.preflight import (
     check_resume_from,
     check_run_dir,
     check_slurm,
+    check_surroundings,
     check_written,
     choose_cluster,
+    source_note,
 )
 from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
+from verl_slurm.submit.relative_paths import Places, given_keys
 from verl_slurm.submit.room import check_room, frozen_to_come
+from verl_slurm.submit.slurm_verdict import judge_script
 from verl_slurm.submit.verl_checks import check_verl
 
 __all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_submission", "refuse_living"]
@@ -90,7 +100,7 @@ def plan_submission(
         verl: those for verl itself.
         cluster: `auto` is Slurm where its commands are.
         ask_slurm: False: for a run that is only prepared.
-        base: relative paths are relative to it; default: the working directory.
+        base: what the command line's paths are relative to (`relative_paths`); default: the working directory.
 
     Raises:
         ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: what is wrong.
@@ -99,17 +109,25 @@ def plan_submission(
     """
     if source.is_dir():
         source = _run_yaml_of(source)
-    written = load(source, overrides, verl)
+    written = load(source, overrides, verl, complete=True)
     check_written(written)
-    config = absolute(written, base or Path.cwd())
+    places = Places(base or Path.cwd(), source, given_keys(overrides, verl))
+    config = absolute(written, places)
     paths = RunPaths(config.run_dir)
     check_run_dir(paths.root)
     checked = ["configuration", "run directory"]
+    if config.slurm.container is None:
+        # Ranks run in the environment that submits; in a container's own, the job finds out.
+        packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
+        require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
+    inputs: list[tuple[str, str]] = []
+    notes: list[str] = []
     if config.trainer.is_guest:
         checked += check_guest(config)
     else:
-        check_inputs(config, written.model.path)
-        checked += ["model", "reward", "data"]
+        inputs, notes = check_inputs(config, written.model.path)
+        notes += check_family(config)
+        checked += [f"{name} {taken}" for name, taken in inputs]
     check_resume_from(config)
     if config.checkpoint.resume_from not in (None, "auto"):
         checked.append("the checkpoint to resume from")
@@ -118,16 +136,22 @@ def plan_submission(
     if chosen == "slurm" and ask_slurm:
         slurm = check_slurm(config)
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
-    asked = (check_keys(config, chosen), gpu_note(config, chosen), check_metrics_port(config))
-    notes = [text for text in (note, *asked) if text]
+    asked = (
+        check_surroundings(config),
+        check_keys(config, chosen),
+        gpu_note(config, chosen),
+        check_metrics_port(config),
+        source_note(source),
+    )
+    notes = [*places.notes, *(text for text in (note, *asked, *notes) if text)]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     new_run, begun = not paths.run_yaml.exists(), False
     committed: list[CheckpointInfo] = []
     if not new_run:
-        former = load_resolved(paths.run_yaml)
-        config = built_before(config, former)
         begun = has_begun(paths)
+        former = _former(paths, config, begun=begun)
+        config = built_before(config, former)
         resharded = former.distributed.axes != config.distributed.axes
         if begun and resharded and not config.trainer.is_guest:
             config = keep_step(former, config)
@@ -147,21 +171,26 @@ def plan_submission(
     if slurm is not None:
         good, doubtful = check_deadlines(config, paths, committed, slurm)
         checked, notes = [*checked, *good], [*notes, *doubtful]
-    return SubmissionPlan(
+    plan = SubmissionPlan(
         config=config,
         run_dir=paths.root,
         cluster=chosen,
         new_run=new_run,
         begun=begun,
         resumes_from=committed[0].name if committed else None,
+        inputs=tuple(inputs),
         checked=tuple(checked),
         notes=tuple(notes),
     )
+    if slurm is None:
+        return plan
+    said = judge_script(config, render_script(plan))
+    return msgspec.structs.replace(plan, checked=(*plan.checked, f"sbatch --test-only: {said}"))
 
 
 def _reshaped(former: RunConfig, config: RunConfig) -> str:
     before, now = former.distributed, config.distributed
-    text = f"goes on with {now.world_size} ranks instead of {before.world_size};"
+    text = f"goes on with {counted(now.world_size, 'rank')} instead of {before.world_size};"
     if (before.tp_size, before.pp_size, now.tp_size, now.pp_size) != (1, 1, 1, 1):
         text = f"goes on with (dp, tp, pp) = {now.axes} instead of {before.axes};"
     return f"{text} {config.train.batch_size_per_device} responses a step on each"
@@ -287,8 +316,17 @@ def _confirmed_drift(
 
 
 def _changes(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
-    old = load_resolved(paths.run_yaml)
+    old = _former(paths, config, begun=begun)
     return refuse_changes(old, config, paths.root, begun=begun, steps_done=steps_done(paths))
+
+
+def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
+    """What the run has trained with. Its run.yaml says so only where it was not edited since."""
+    written = load_resolved(paths.run_yaml)
+    if not begun:
+        return written
+    newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), None)
+    return trained_with(paths, config, newest) or written
 
 
 def _run_yaml_of(directory: Path) -> Path:
@@ -357,8 +395,8 @@ def _remove_new(directory: Path, before: set[str]) -> None:
 
 def _keep(undo: ExitStack, path: Path) -> None:
     """Put the present content of `path`, if any, back on failure."""
-    if path.exists():
-        undo.callback(write_file, path, path.read_bytes())
+    if path.is_file():
+        undo.callback(write_file, path, read_regular(path, FINGERPRINT))  # of what is kept, the largest
 
 
 def _replace(undo: ExitStack, path: Path, data: bytes) -> None:

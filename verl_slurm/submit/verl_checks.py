@@ -11,11 +11,12 @@ from pathlib import Path
 
 from verl_slurm.checkpoint.format import MANIFEST
 from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.safetensors_file import safetensors_problem
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.one_line import counted
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.submit.model_files import weights_problem
 from verl_slurm.verl.inputs import Input, inputs_of, is_remote
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.layout import step_of
@@ -63,7 +64,7 @@ def check_verl(
     require_same_ranks(config, paths, committed)
     checked, notes = ["verl's own settings"], []
     if committed:
-        checked.append(f"{config.distributed.world_size} ranks, as saved")
+        checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
     if config.slurm.container is None:
         line, note = _installed(config.trainer.entry, ask_version or installed_verl)
         checked.append(line)
@@ -177,9 +178,7 @@ def _check_model(one: Input, place: Path) -> None:
     if not (place / "config.json").is_file():
         raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
     for path in sorted(place.glob("*.safetensors")):
-        with path.open("rb") as file:
-            complaint = safetensors_problem(file.fileno())
-        if complaint:
+        if complaint := weights_problem(path):
             raise DataError(
                 "the weights are damaged", where=path, found=complaint, remedy="copy that file again"
             )

@@ -5,6 +5,8 @@ emergency save does not wait for an upload.
 """
 
 import argparse
+import math
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.fetch import fetch_newest
 from verl_slurm.tiers.mover import lower_priority, sync
 
+_SURVEY_S = 1800
+"""Until it is known what the tiers have. Backends bound themselves; a mount or a plug-in may not."""
+
 
 def main(args: list[str] | None = None) -> int:
     """Returns the exit code; errors of ours are one line on standard error."""
@@ -28,7 +33,11 @@ def main(args: list[str] | None = None) -> int:
     try:
         config = load_resolved(paths.run_yaml)
         if chosen.what == "restore":  # somebody waits for it: no low priority
-            fetched = fetch_newest(paths, config)
+            # Default action: the kernel ends this process, even inside a read that does not return.
+            signal.alarm(_SURVEY_S)
+            fetched = fetch_newest(
+                paths, config, on_limit=lambda seconds: _extend(seconds * len(config.tiers))
+            )
             _say({"name": fetched.name, "reasons": fetched.reasons})
             return ExitCode.OK
         lower_priority()
@@ -40,6 +49,10 @@ def main(args: list[str] | None = None) -> int:
     removed = sum(1 for item in done.done if item.action.kind == "drop" and not item.problem)
     _say({"ok": done.ok, "copied": copied, "removed": removed})
     return ExitCode.OK if done.ok else ExitCode.TIER
+
+
+def _extend(seconds: float) -> None:
+    signal.alarm(math.ceil(seconds))
 
 
 def _say(value: object) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from verl_slurm.bounded import RECORD, decode_json, read_regular
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from verl_slurm.checkpoint.manifest import parse
@@ -14,7 +15,7 @@ from verl_slurm.checkpoint.signature import signature_problem
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.tier_checks import LOCAL_TIER
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch, VerlSlurmError
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, SchemaMismatch, VerlSlurmError
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
@@ -60,9 +61,9 @@ class Memory:
     def load(cls, paths: RunPaths) -> "Memory":
         """What is there; nothing where it is missing or damaged (it is a memory, not the truth)."""
         try:
-            data = paths.tier_records.read_bytes()
-            return cls(paths, dict(msgspec.json.decode(data, type=TierRecords).tiers))
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            data = read_regular(paths.tier_records, RECORD)
+            return cls(paths, dict(decode_json(data, TierRecords, RECORD, doubles=False).tiers))
+        except (OSError, *UNREADABLE):
             return cls(paths)
 
     def get(self, tier: str, name: str) -> TierRecord | None:

@@ -6,18 +6,22 @@ Used by hand (`verl-slurm fetch-back`), and by a start that finds no checkpoint 
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_slurm.checkpoint.format import MANIFEST, FileEntry
+from verl_slurm.checkpoint.fill import fill, set_aside_copies
+from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest
+from verl_slurm.checkpoint.free_space import room_for
 from verl_slurm.checkpoint.manifest import checkpoint_order, parse
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.signature import authenticate
+from verl_slurm.checkpoint.storage import need_of_next
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, TierError, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
 from verl_slurm.events import append_event
 from verl_slurm.files import fsync_path, private_dir
 from verl_slurm.keys import Keyring, load_keys
@@ -33,6 +37,8 @@ from verl_slurm.tiers.transfer import TierOrigin
 __all__ = ["Fetched", "fetch", "fetch_newest"]
 
 _FILES_AT_ONCE = 4
+_FETCH_S, _BYTES_PER_S = 600.0, 4 << 20
+"""A start waits so long for a checkpoint, and as long as its bytes take at this rate. A slower tier is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +80,17 @@ def fetch(
     return Fetched(name=name, tier=tier, reasons=(_brought(name, tier),))
 
 
-def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier] | None = None) -> Fetched:
+def fetch_newest(
+    paths: RunPaths,
+    config: RunConfig,
+    *,
+    tiers: Sequence[OpenTier] | None = None,
+    on_limit: Callable[[float], None] = lambda seconds: None,
+) -> Fetched:
     """Bring the newest checkpoint that any tier has whole; an older one where the newest does not verify.
+
+    Args:
+        on_limit: told before each checkpoint how many seconds fetching and verifying it may take.
 
     Raises:
         TierError: nothing was found, but a tier that once had a checkpoint of this run does not answer: to begin
@@ -98,6 +113,8 @@ def fetch_newest(paths: RunPaths, config: RunConfig, *, tiers: Sequence[OpenTier
     reasons += refused
     names = newest_first(states[1:])
     for name in names:
+        claimed = max(copy.num_bytes for state in states[1:] for copy in state.copies if copy.name == name)
+        on_limit(2 * (_FETCH_S + claimed / _BYTES_PER_S))
         try:
             tier = _fetch(paths, opened, states, name, keys)
         except VerlSlurmError as error:
@@ -203,6 +220,17 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
         authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
     private_dir(paths.checkpoints)
     final = paths.checkpoints / name
+    _require_room(paths.checkpoints, manifest)
+    deadline = time.monotonic() + _FETCH_S + manifest.num_bytes / _BYTES_PER_S
+    copies = set_aside_copies(paths, name, data)
+
+    def bring(entry: FileEntry) -> None:
+        try:
+            _bring_file(backend, run, name, entry, inner, deadline)
+        except CheckpointCorrupt:
+            if not fill(inner, [entry], copies):  # the tier's copy and ours may be whole together
+                raise
+
     # Inside the staging directory it has its own name already, so that `verify` can judge it before the rename.
     outer = paths.staging(final, secrets.token_hex(8))
     inner = outer / name
@@ -212,7 +240,13 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}):
             (inner / folder).mkdir(mode=0o700)
         with ThreadPoolExecutor(max_workers=_FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
-            list(pool.map(lambda entry: _bring_file(backend, run, name, entry, inner), manifest.files))
+            bringing = [pool.submit(bring, entry) for entry in manifest.files]
+            try:
+                for file in bringing:
+                    file.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
         _write(inner / MANIFEST, [data])
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
             fsync_path(inner / folder)
@@ -232,7 +266,26 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     return manifest.num_bytes
 
 
-def _bring_file(backend: Backend, run: str, name: str, entry: FileEntry, inner: Path) -> None:
+def _require_room(folder: Path, manifest: Manifest) -> None:
+    """A manifest may claim anything: without a key nothing says that it is one of ours.
+
+    Raises:
+        NoRoom: the checkpoint does not fit.
+    """
+    need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
+    room = room_for(folder, need)
+    if room.enough is False:
+        raise NoRoom(
+            "no room for a checkpoint from a tier",
+            where=folder / manifest.name,
+            found=room.reason,
+            remedy="make room, or name another checkpoint to fetch-back",
+        )
+
+
+def _bring_file(
+    backend: Backend, run: str, name: str, entry: FileEntry, inner: Path, deadline: float
+) -> None:
     check = ContentCheck(entry)
     key = object_key(run, name, entry.path)
     fd = os.open(
@@ -242,6 +295,8 @@ def _bring_file(backend: Backend, run: str, name: str, entry: FileEntry, inner: 
         for block in backend.blocks(key):
             if check.update(block):  # a server that never stops must not fill the disk
                 break
+            if time.monotonic() > deadline:
+                raise TierError("the tier is too slow", where=key, found=f"below {_BYTES_PER_S >> 20} MiB/s")
             file.write(block)
         file.flush()
         os.fsync(fd)

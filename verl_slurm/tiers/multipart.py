@@ -149,7 +149,7 @@ class MultipartUpload:
         return created["UploadId"], {}
 
     def _parts(self, upload_id: str) -> dict[int, tuple[int, str]]:
-        pages = self._client.get_paginator("list_parts").paginate(**self._where, UploadId=upload_id)
+        pages = self._client.pages("list_parts", **self._where, UploadId=upload_id)
         return {
             part["PartNumber"]: (part["Size"], part["ETag"].strip('"'))
             for page in pages
@@ -192,6 +192,6 @@ def abort_uploads(client: Any, bucket: str, prefix: str, keep: tuple[str, ...]) 
 
 
 def _uploads(client: Any, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
-    pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+    pages = client.pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
     for page in pages:
         yield from page.get("Uploads", ())

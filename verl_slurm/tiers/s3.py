@@ -11,12 +11,11 @@ config, argument, error or log of ours: errors carry the server's code and the H
 import base64
 import hashlib
 from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import boto3
 import botocore.exceptions
-import urllib3.exceptions
 from botocore.config import Config
 
 from verl_slurm.checkpoint.format import FileEntry
@@ -26,6 +25,7 @@ from verl_slurm.errors import TierError
 from verl_slurm.tiers.backend import ObjectInfo, Source
 from verl_slurm.tiers.digest import check_blocks
 from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size, require_content
+from verl_slurm.tiers.s3_client import BROKEN, BoundedClient
 
 __all__ = ["S3Backend"]
 
@@ -39,12 +39,6 @@ _IN_FLIGHT = 4
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _BEYOND = {"InvalidRange", "416"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
-_BROKEN = (
-    botocore.exceptions.BotoCoreError,
-    botocore.exceptions.HTTPClientError,
-    urllib3.exceptions.HTTPError,
-    OSError,
-)
 
 
 class S3Backend:
@@ -53,13 +47,16 @@ class S3Backend:
     Args:
         attempts: of each request; tests lower it, since botocore's pauses cannot be.
         read_s: patience with a server that says nothing.
+        bounds: of `BoundedClient`.
     """
 
-    def __init__(self, tier: TierConfig, *, attempts: int = _ATTEMPTS, read_s: float = _READ_S) -> None:
+    def __init__(
+        self, tier: TierConfig, *, attempts: int = _ATTEMPTS, read_s: float = _READ_S, **bounds: Any
+    ) -> None:
         assert tier.bucket is not None, "config.tier_checks"
         self._tier, self._bucket = tier, tier.bucket
         with self._errors(""):
-            self._client: Any = boto3.session.Session().client(
+            client = boto3.session.Session().client(
                 "s3",
                 endpoint_url=tier.endpoint,
                 region_name=tier.region,
@@ -76,6 +73,7 @@ class S3Backend:
                     response_checksum_validation="when_required",
                 ),
             )
+        self._client: Any = BoundedClient(client, f"tier {tier.name}: s3://{tier.bucket}", **bounds)
         # AWS_ENDPOINT_URL and the profile's files name endpoints too.
         problem = endpoint_problem(self._client.meta.endpoint_url, insecure=tier.insecure)
         if problem is not None:
@@ -89,8 +87,7 @@ class S3Backend:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._errors(prefix):
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix)
-            for page in pages:
+            for page in self._client.pages("list_objects_v2", Bucket=self._bucket, Prefix=prefix):
                 for item in page.get("Contents", ()):
                     yield ObjectInfo(key=item["Key"], size=item["Size"], stamp=item["ETag"])
 
@@ -124,7 +121,7 @@ class S3Backend:
                     offset += len(block)
                     yield block
                 return
-            except _BROKEN as error:
+            except BROKEN as error:
                 # Cut every few KiB it still arrives; one that gives a byte each time is no server.
                 broken = 0 if offset - began >= _PROGRESS else broken + 1
                 if broken >= _ATTEMPTS:
@@ -141,24 +138,24 @@ class S3Backend:
                     return
                 raise
         self._require_range(key, answer, offset)
-        block, got = bytearray(), 0
-        with closing(answer["Body"]) as body:
-            try:
-                # In small pieces: what a read has got before the line is reset is lost with it.
-                for piece in body.iter_chunks(_PIECE):
-                    block += piece if size is None else piece[: size - got]
-                    got += len(piece)
-                    if size is not None and got >= size:
-                        break  # a server that ignores the end of a range may send anything
-                    if len(block) >= _BLOCK:
-                        yield bytes(block)
-                        block.clear()
-            except _BROKEN:
+        # In small pieces: what a read has got before the line is reset is lost with it.
+        pieces, got, ended = answer["Body"].iter_chunks(_PIECE), 0, False
+        try:
+            # A server that ignores the end of a range may send anything.
+            while not ended and (size is None or got < size):
+                wanted = _BLOCK if size is None else min(_BLOCK, size - got)
+                block, broken, ended = self._client.block(pieces, wanted)
+                got += len(block)
                 if block:
-                    yield bytes(block)
-                raise
-        if block:
-            yield bytes(block)
+                    yield block if size is None else block[: len(block) - max(got - size, 0)]
+                if broken is not None:
+                    raise broken
+        except TierError:
+            raise  # too slow: a thread still reads, and closing would wait for it
+        except BaseException:
+            answer["Body"].close()
+            raise
+        answer["Body"].close()
 
     def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
         """A server that ignores the range would give the bytes of another place."""
@@ -240,7 +237,7 @@ class S3Backend:
             yield
         except botocore.exceptions.ClientError as error:
             raise self._failure(key, _code(error), error) from None
-        except _BROKEN as error:
+        except BROKEN as error:
             # The type alone: the text of some has URLs with signatures, or configuration values, in it.
             raise self._failure(key, type(error).__name__) from None
 

@@ -1,4 +1,4 @@
-"""Entry of one rank: `torchrun ... -m verl_slurm.trainer --run RUN_DIR --epoch E --resume NAME`.
+"""Entry of one rank: `-m verl_slurm.trainer --run RUN_DIR --epoch E --resume NAME`.
 
 The first word to the daemon goes out before torch is imported. Signals are not handled here: under the daemon
 TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usual.
@@ -11,6 +11,8 @@ import os
 import traceback
 from pathlib import Path
 from typing import NoReturn
+
+import msgspec
 
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
@@ -51,12 +53,22 @@ def main(argv: list[str] | None = None) -> int:
         if raised.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
             error = cause
         console.complain(f"rank {rank}: {error.one_line()}")
-        # Refused ends the run for good. Where another start may help, we are a crash like any other.
-        if error.exit_code is ExitCode.INTERNAL or _is_mood(error):
+        # Refused ends the run for good. Where another start may help, we are a crash like any other: it brings an agent
+        # and a line of its own, for instance.
+        if error.exit_code in (ExitCode.INTERNAL, ExitCode.WIRE) or _is_mood(error):
             return int(ExitCode.INTERNAL)
-        line.send(Refused(rank=rank, exit_code=int(error.exit_code), reason=error.one_line()))
+        line.send(_refusal(rank, error))
         return int(error.exit_code)
     return int(ExitCode.OK)
+
+
+def _refusal(rank: int, error: VerlSlurmError) -> Refused:
+    refused = Refused(rank=rank, exit_code=int(error.exit_code), reason=error.one_line())
+    from verl_slurm.trainer.python_reward import RewardRaised
+
+    if isinstance(error, RewardRaised):
+        return msgspec.structs.replace(refused, place=error.place, worked=error.worked)
+    return refused
 
 
 def _is_mood(error: BaseException | None) -> bool:
@@ -93,7 +105,7 @@ def run_and_leave() -> NoReturn:
     """`main`, and out without the interpreter's own end.
 
     At its end torch 2.13 destroys threads that still run: about one in ten processes that used FSDP2 dies
-    with SIGABRT ("terminate called without an active exception") after all its work is done, and torchrun
+    with SIGABRT ("terminate called without an active exception") after all its work is done, and the launcher
     takes that for a crash. Everything that must be written is flushed and closed by then; and leaving at once
     is a few tenths of a second sooner.
     """

@@ -5,21 +5,29 @@
 offset is all the state there is, and a response's noise needs no other name.
 """
 
-import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.errors import UNREADABLE, DataError
+from verl_slurm.errors import DataError
+from verl_slurm.one_line import counted
+from verl_slurm.prompts.directory import Content, prompts_below
+from verl_slurm.prompts.rows import Prompt
+from verl_slurm.trainer.chat import as_text, plain_text
 from verl_slurm.trainer.counter_rng import Purpose, permutation
 from verl_slurm.trainer.split import Row, Sides, drop_shared, first_by_digest, split_by_digest
 
-__all__ = ["Batch", "PromptData", "load_tokenizer", "read_sides"]
+__all__ = ["Batch", "PromptData", "Recorded", "load_tokenizer", "read_sides"]
 
 Batch = dict[str, torch.Tensor]
 """Column name to CPU tensor; the first dimension is the sample."""
+Recorded = Mapping[str, Mapping[str, Content]]
+"""`data.root` and `data.eval_root`, each with size and SHA-256 of its files by relative path."""
+
+_ENCODED_AT_ONCE = 1024
 
 
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
@@ -52,53 +60,38 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_rows(root: Path, config: DataConfig, *, key: str = "data.root") -> list[Row]:
-    """All (prompt, answer) of `root/*.jsonl`, by file name, then line."""
-    files = sorted(root.glob("*.jsonl"))
-    rows: list[Row] = []
-    for file in files:
-        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-            where = f"{file}:{number}"
-            remedy = "mend or remove the line"
-            try:
-                item = json.loads(line)
-            except UNREADABLE as error:
-                raise DataError("a line is not JSON", where=where, found=error, remedy=remedy) from error
-            if not isinstance(item, dict):
-                raise DataError(
-                    "a line is not an object", where=where, found=type(item).__name__, remedy=remedy
-                )
-            pair = item.get(config.prompt_key), item.get(config.answer_key)
-            for key, value in zip((config.prompt_key, config.answer_key), pair, strict=True):
-                if not isinstance(value, str) or (key == config.prompt_key and not value):
-                    raise DataError(
-                        f"a line has no text under {key!r}",
-                        where=where,
-                        found=f"keys {sorted(item)}",
-                        expected=f"a string under {key!r}",
-                        remedy="set data.prompt_key and data.answer_key",
-                    )
-            rows.append((str(pair[0]), str(pair[1])))
-    if not rows:
-        raise DataError(
-            "the data root holds no prompts",
-            where=root,
-            found=f"{len(files)} .jsonl files, 0 lines",
-            expected="at least one line",
-            remedy=f"set {key}",
-        )
-    return rows
+def _read_rows(
+    root: Path,
+    config: DataConfig,
+    recorded: Recorded | None,
+    render: Callable[[str, Prompt], str],
+    key: str = "data.root",
+) -> list[Row]:
+    """All (prompt, answer) below `root`, by file name, then row."""
+    files = None if recorded is None else recorded[key]
+    found = prompts_below(root, config, files, key=key)
+    return [(render(where, prompt), answer) for where, prompt, answer in found]
 
 
-def read_sides(root: Path, config: DataConfig) -> Sides:
+def read_sides(
+    root: Path,
+    config: DataConfig,
+    *,
+    recorded: Recorded | None = None,
+    render: Callable[[str, Prompt], str] = plain_text,
+) -> Sides:
     """What trains, and what is held out (`trainer.split`).
 
+    Args:
+        recorded: what the files must be; None: whatever lies there.
+        render: place and prompt → text, for prompts that are conversations.
+
     Raises:
-        DataError: as `PromptData`, for either root; or one of the two sides is empty.
+        DatasetDrift, DataError: as `PromptData`, for either root; or one of the two sides is empty.
     """
-    rows = _read_rows(root, config)
+    rows = _read_rows(root, config, recorded, render)
     if config.eval_root is not None:
-        held_out = _read_rows(Path(config.eval_root), config, key="data.eval_root")
+        held_out = _read_rows(Path(config.eval_root), config, recorded, render, "data.eval_root")
         train = drop_shared(rows, held_out)
     elif config.eval_fraction:
         train, held_out = split_by_digest(rows, config.eval_fraction)
@@ -108,7 +101,7 @@ def read_sides(root: Path, config: DataConfig) -> Sides:
         raise DataError(
             "the split leaves one side empty",
             where=root,
-            found=f"{len(train)} prompts to train on, {len(held_out)} held out",
+            found=f"{counted(len(train), 'prompt')} to train on, {len(held_out)} held out",
             expected="at least one on both sides",
             remedy="set data.eval_fraction or data.eval_root",
         )
@@ -119,18 +112,19 @@ class PromptData:
     """All prompts of a run that train, or those of its evaluation.
 
     Args:
-        root: directory of `*.jsonl`.
+        root: a directory of data files.
         tokenizer: the model's.
         config: names of the keys, longest prompt, whether to shuffle.
         seed: the run's seed; it alone decides the order of every epoch.
         held_out: at most so many of the held-out prompts, never shuffled; None: those that train.
         samples_per_prompt: n.
+        recorded: what the files must be; None: whatever lies there.
+        template: the text of a chat template, instead of the tokenizer's.
 
     Raises:
-        DataError: no file, no line, a broken line, or a prompt longer than `max_prompt_tokens`
+        DatasetDrift: a file is not the recorded one.
+        DataError: no file, no row, a broken row, or a prompt longer than `max_prompt_tokens`
             (cutting it would silently change the question).
-
-    Called by: trainer.__main__ once, trainer.step each step.
     """
 
     def __init__(
@@ -142,31 +136,36 @@ class PromptData:
         *,
         held_out: int | None = None,
         samples_per_prompt: int = 1,
+        recorded: Recorded | None = None,
+        template: str | None = None,
     ) -> None:
-        train, rest = read_sides(root, config)
+        render = plain_text if config.chat_template == "none" else as_text(tokenizer, template)
+        train, rest = read_sides(root, config, recorded=recorded, render=render)
         rows = train if held_out is None else first_by_digest(rest, held_out)
         self._prompts = [prompt for prompt, _ in rows]
         self._answers = [answer for _, answer in rows]
         self._seed, self._shuffle = seed, config.shuffle and held_out is None
         self._per_prompt = samples_per_prompt
         self._order: tuple[int, list[int]] = (-1, [])
-        length = config.max_prompt_tokens
-        encoded: list[list[int]] = tokenizer(self._prompts, add_special_tokens=False)["input_ids"]
-        longest = max(range(len(encoded)), key=lambda row: len(encoded[row]))
-        if len(encoded[longest]) > length:
+        self._length, self._pad = config.max_prompt_tokens, int(tokenizer.pad_token_id)
+        # Token ids end to end: padded, a data set of a million prompts would take gigabytes on every rank.
+        parts, lengths = [], []
+        for start in range(0, len(rows), _ENCODED_AT_ONCE):
+            texts = self._prompts[start : start + _ENCODED_AT_ONCE]
+            encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            lengths += [len(ids) for ids in encoded]
+            parts.append(torch.tensor([token for ids in encoded for token in ids], dtype=torch.int32))
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        if lengths[longest] > self._length:
             raise DataError(
                 "a prompt is too long",
                 where=f"{root}, prompt {self._prompts[longest][:40]!r}",
-                found=f"{len(encoded[longest])} tokens",
-                expected=f"at most data.max_prompt_tokens={length}",
+                found=f"{lengths[longest]} tokens",
+                expected=f"at most data.max_prompt_tokens={self._length}",
                 remedy="raise data.max_prompt_tokens",
             )
-        self._ids = torch.full((len(rows), length), int(tokenizer.pad_token_id), dtype=torch.int64)
-        self._mask = torch.zeros((len(rows), length), dtype=torch.bool)
-        for row, ids in enumerate(encoded):
-            if ids:
-                self._ids[row, -len(ids) :] = torch.tensor(ids, dtype=torch.int64)
-                self._mask[row, -len(ids) :] = True
+        self._ids = torch.cat(parts)
+        self._ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -190,11 +189,15 @@ class PromptData:
             P is always `max_prompt_tokens`, so a batch's shape never depends on its prompts.
         """
         rows = [self.row(sample_id) for sample_id in range(offset, offset + num)]
-        return {
-            "sample_id": torch.arange(offset, offset + num, dtype=torch.int64),
-            "prompt_ids": self._ids[rows],
-            "prompt_mask": self._mask[rows],
-        }
+        ids = torch.full((num, self._length), self._pad, dtype=torch.int64)
+        mask = torch.zeros((num, self._length), dtype=torch.bool)
+        for place, row in enumerate(rows):
+            start, end = int(self._ends[row - 1]) if row else 0, int(self._ends[row])
+            if end > start:
+                ids[place, start - end :] = self._ids[start:end]
+                mask[place, start - end :] = True
+        sample_id = torch.arange(offset, offset + num, dtype=torch.int64)
+        return {"sample_id": sample_id, "prompt_ids": ids, "prompt_mask": mask}
 
     def prompts(self, sample_ids: torch.Tensor) -> list[str]:
         """The prompts' text, one for each sample id."""

@@ -6,12 +6,13 @@ again, after an interruption or in another batch, is the same sample.
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import nn
 
+from verl_slurm.bounded import read_model_config
 from verl_slurm.config.rollout_checks import check_engine, require_engine, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
@@ -44,15 +45,17 @@ class RolloutEngine(Protocol):
 
 
 def build_engine(
-    config: RunConfig, *, eos_id: int, pad_id: int, device: torch.device, ranks: Collective
+    config: RunConfig, model: Path, *, eos_id: int, pad_id: int, device: torch.device, ranks: Collective
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names. Collective. Called by: trainer.setup.
+
+    Args:
+        model: the directory to read the model's shape from.
 
     Raises:
         ConfigError: it is not installed, or cannot sample from this model.
     """
     require_engine(config)
-    model = Path(config.model.path)
     if config.rollout.engine == "hf":
         return HFRollout(
             model,
@@ -61,10 +64,11 @@ def build_engine(
             eos_id=eos_id,
             pad_id=pad_id,
             dtype=sampling_dtype(config),
+            attention=config.model.attn_implementation,
             device=device,
         )
     settled = msgspec.structs.replace(config.distributed, device=device.type)  # it may be auto
-    described = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
+    described = read_model_config(model)
     check_engine(msgspec.structs.replace(config, distributed=settled), str(model), described)
     # Here, for it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.vllm_rollout import VLLMRollout

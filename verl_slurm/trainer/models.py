@@ -1,25 +1,28 @@
 """Actor, critic and reference: loaded by Hugging Face names, sharded over the grid of ranks.
 
-Parameter names are those of the Hugging Face classes (`AutoModelForCausalLM`, and for the critic
-`AutoModelForTokenClassification` with one label), so a checkpoint's tensors can be exported as they are.
+Parameter names are those of Hugging Face's `AutoModelForCausalLM`, and for the critic those of `causal_lm.ValueModel`:
+a checkpoint's tensors can be exported as they are.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.causal_lm import ValueModel, accepted
 from verl_slurm.config.roles import ROLES, Role
-from verl_slurm.config.schema import DistributedConfig
-from verl_slurm.errors import DataError
+from verl_slurm.config.schema import Attention, DistributedConfig
+from verl_slurm.errors import ConfigError, DataError
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.gradients import clip_over_grid
 from verl_slurm.trainer.parallel.grid import Grid
@@ -82,41 +85,48 @@ def _quiet() -> Iterator[None]:
 
 
 def load_pretrained(
-    auto_class: type, path: Path, key: str, *, may_miss: tuple[str, ...] = (), **options: object
+    auto_class: Any, path: Path, key: str, *, attention: Attention = "auto", **options: object
 ) -> nn.Module:
     """A whole model in eval mode on the CPU, from a local directory of safetensors, or a clear refusal.
 
-    Nothing is downloaded, no code of the directory is run, and no pickle is read.
+    Nothing is downloaded, no code of the directory is run, and no pickle is read. Which kernels compute attention and
+    experts is decided here: transformers would take names of kernels from the directory's config.json.
 
     Args:
         auto_class: `AutoModelForCausalLM` or a sibling.
         path: Hugging Face model directory.
         key: the config key that named it, for the error.
-        may_miss: prefixes of parameters that may be absent and start fresh. Any other missing one is
-            refused, for Hugging Face would fill it with random numbers and only log it.
+        attention: `model.attn_implementation`.
         options: for `from_pretrained`.
 
     Raises:
-        DataError: no model there, not one that Hugging Face knows, or parameters are missing.
+        DataError: no model there, not one that Hugging Face knows, or parameters are missing. Hugging Face would fill
+            a missing one with random numbers and only log it.
+        ConfigError: this environment or this model does not have that attention.
     """
     expected = "a Hugging Face model directory with safetensors"
     if not (path / "config.json").is_file():
         raise DataError("there is no model", where=path, expected=expected, remedy=f"set {key}")
     try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        model_class = _class_of(auto_class, config, path, key)
+        config._experts_implementation = None  # transformers' own choice
         with _quiet():
-            model, report = auto_class.from_pretrained(  # type: ignore[attr-defined]
+            model, report = auto_class.from_pretrained(
                 str(path),
+                config=config,
+                attn_implementation=_attention(attention, model_class, path),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise DataError(
             "the model cannot be loaded", where=path, found=error, expected=expected, remedy=f"set {key}"
         ) from error
-    missing = sorted(name for name in report["missing_keys"] if not name.startswith(may_miss))
+    missing = sorted(report["missing_keys"])
     if missing:
         raise DataError(
             "the model lacks parameters",
@@ -129,40 +139,76 @@ def load_pretrained(
     return whole.eval()
 
 
-def load_causal_lm(path: Path, *, dtype: str = "float32") -> nn.Module:
+def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
+    """The class that `auto_class` would build. Asked first: transformers' own refusal lists every class it knows."""
+    if type(config) not in auto_class._model_mapping:
+        causal = auto_class is AutoModelForCausalLM
+        raise DataError(
+            f"not a {'causal language model' if causal else 'sequence classifier'}",
+            where=path,
+            found=f"model_type {config.model_type}",
+            expected="a decoder that predicts the next token" if causal else "a model with a classifier head",
+            remedy=f"set {key} to another model",
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise DataError(
+            "the model's weights are quantized",
+            where=path,
+            found="quantization_config in config.json",
+            expected="plain float32 or bfloat16 weights",
+            remedy=f"dequantize the model and save it again, then set {key} to that directory",
+        )
+    found = auto_class._model_mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
+    """What `from_pretrained` is told."""
+    if wanted == "auto":
+        return "sdpa" if model_class._supports_sdpa else "eager"
+    lacks = {
+        "sdpa": not model_class._supports_sdpa,
+        "flash_attention_2": not model_class._supports_flash_attn,
+        "eager": False,
+    }
+    if lacks[wanted]:
+        raise ConfigError(
+            "this model does not have that attention",
+            where=f"model.attn_implementation, {path}",
+            found=f"{wanted}, with {model_class.__name__}",
+            expected="auto",
+            remedy="set model.attn_implementation=auto",
+        )
+    # Without the package transformers would download a kernel in its place.
+    if wanted == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise ConfigError(
+            "FlashAttention is not installed here",
+            where="model.attn_implementation",
+            found=wanted,
+            expected="the package flash_attn",
+            remedy="pip install flash-attn, or set model.attn_implementation=auto",
+        )
+    return wanted
+
+
+def load_causal_lm(path: Path, *, dtype: str = "float32", attention: Attention = "auto") -> nn.Module:
     """The whole, unsharded policy network in eval mode, on the CPU.
 
     Raises:
-        DataError: see `load_pretrained`.
+        DataError, ConfigError: see `load_pretrained`.
     """
     return load_pretrained(
-        AutoModelForCausalLM, path, "model.path", dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        AutoModelForCausalLM, path, "model.path", dtype=getattr(torch, dtype), attention=attention
     )
 
 
-def load_critic(path: Path, *, dtype: str = "float32") -> nn.Module:
-    """The policy's backbone with a scalar head that starts at zero, in eval mode, on the CPU.
-
-    A zero head makes the first values 0 instead of noise, and the same on every rank and every start.
+def load_critic(path: Path, *, dtype: str = "float32", attention: Attention = "auto") -> nn.Module:
+    """The policy's transformer with a scalar head that starts at zero, in eval mode, on the CPU.
 
     Raises:
-        DataError: see `load_pretrained`.
+        DataError, ConfigError: see `load_pretrained`; or it cannot have such a head.
     """
-    model = load_pretrained(
-        AutoModelForTokenClassification,
-        path,
-        "model.path",
-        may_miss=("score.",),
-        dtype=getattr(torch, dtype),
-        attn_implementation="sdpa",
-        num_labels=1,
-    )
-    for parameter in model.get_submodule("score").parameters():
-        nn.init.zeros_(parameter)
-    for module in model.modules():  # Hugging Face gives such a head a dropout of 0.1
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
+    return ValueModel(load_causal_lm(path, dtype=dtype, attention=attention)).eval()
 
 
 def _shard(
@@ -187,6 +233,7 @@ def build_models(
     dtype: str,
     mesh: DeviceMesh | None,
     device: torch.device,
+    attention: Attention = "auto",
     shape: DistributedConfig | None = None,
     roles: Sequence[Role] = ROLES,
 ) -> Models:
@@ -197,6 +244,7 @@ def build_models(
         dtype: `float32` or `bfloat16`.
         mesh: with axes `pp`, `dp` and `tp` (gloo on CPU, NCCL on CUDA), or None for one unsharded process.
         device: where the parameters live.
+        attention: `model.attn_implementation`.
         shape: precision and recomputing; None: neither.
         roles: what trains; a critic that does not is not built.
 
@@ -209,9 +257,9 @@ def build_models(
         ConfigError: it cannot be cut like that.
     """
     shape = shape or DistributedConfig()
-    actor = load_causal_lm(path, dtype=dtype).to(device)
-    critic = load_critic(path, dtype=dtype).to(device) if "critic" in roles else None
-    reference = load_causal_lm(path, dtype=dtype).to(device).requires_grad_(False)
+    actor = load_causal_lm(path, dtype=dtype, attention=attention).to(device)
+    critic = load_critic(path, dtype=dtype, attention=attention).to(device) if "critic" in roles else None
+    reference = load_causal_lm(path, dtype=dtype, attention=attention).to(device).requires_grad_(False)
     return Models(
         _shard(actor, mesh, shape),
         None if critic is None else _shard(critic, mesh, shape),
@@ -253,16 +301,19 @@ def passage(batch: Batch, device: torch.device) -> Passage:
     return Passage(ids=ids, mask=mask.long(), positions=positions, keep=batch["response_ids"].shape[1] + 1)
 
 
-def _call(model: nn.Module, given: Passage, **options: int) -> Tensor:
-    output = model(
+def _call(model: nn.Module, given: Passage) -> Tensor:
+    """Logits [N, T + 1, V] of a passage."""
+    words = accepted(
+        model,
         input_ids=given.ids,
         attention_mask=given.mask,
         position_ids=given.positions,
         use_cache=False,
-        **options,
+        logits_to_keep=given.keep,
     )
-    logits: Tensor = output.logits
-    return logits
+    logits: Tensor = model(**words).logits
+    # A critic gives all positions: its head is one column wide, and nothing is saved by asking it for fewer.
+    return logits[:, -given.keep :] if logits.shape[1] > given.keep else logits
 
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:
@@ -289,9 +340,8 @@ def read_logprobs(
 
 
 def read_values(logits: Tensor, batch: Batch) -> Tensor:
-    """Values from the critic's logits [N, T + 1 or more, 1] of a passage: see `values`."""
-    num_tokens = batch["response_ids"].shape[1]
-    return logits[:, -num_tokens - 1 : -1, 0].float()
+    """Values from the critic's logits [N, T + 1, 1] of a passage: see `values`."""
+    return logits[:, :-1, 0].float()
 
 
 def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -324,7 +374,7 @@ def _response_logits(model: nn.Module, batch: Batch) -> Tensor | None:
     given = passage(batch, _device(model))
     if isinstance(model, Stage):
         return model.score_pass(given)
-    return _call(model, given, logits_to_keep=given.keep)
+    return _call(model, given)
 
 
 def values(critic: nn.Module, batch: Batch) -> Tensor:
@@ -351,10 +401,8 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
     if isinstance(model, Stage):
         model.train_pass(given, micro_batch, loss_of)
         return
-    # A critic's head is one column wide: nothing is saved by asking it for fewer positions.
-    options = {"logits_to_keep": given.keep} if hasattr(model, "lm_head") else {}
     for rows in torch.split(torch.arange(len(given.ids)), micro_batch):
-        loss = loss_of(_call(model, given.rows(rows), **options), rows)
+        loss = loss_of(_call(model, given.rows(rows)), rows)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.bounded import DATA_FILES, read_regular
 from verl_slurm.checkpoint.fingerprint import Fingerprint
 from verl_slurm.checkpoint.format import Topology
 from verl_slurm.config.schema import RunConfig
@@ -78,7 +79,7 @@ def began_on_gpus(paths: RunPaths) -> bool:
     Called by: trainer.device, every rank; `check_or_write` says what is wrong with the file.
     """
     try:
-        first = msgspec.json.decode(paths.orchestration.read_bytes(), type=Orchestration)
+        first = msgspec.json.decode(read_regular(paths.orchestration, DATA_FILES), type=Orchestration)
     except (OSError, *UNREADABLE):
         return False
     return "nccl" in first.backend
@@ -113,13 +114,11 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
     """
     path = paths.orchestration
     try:
-        data = path.read_bytes()
+        first = msgspec.json.decode(read_regular(path, DATA_FILES), type=Orchestration)
     except FileNotFoundError:
         write_file(path, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
         os.chmod(path, 0o400)
         return now
-    try:
-        first = msgspec.json.decode(data, type=Orchestration)
     except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",

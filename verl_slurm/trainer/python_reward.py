@@ -17,16 +17,26 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from verl_slurm.bounded import SOURCE, TooMuch, read_regular
 from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
-from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.errors import ConfigError, DataError
 
 __all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source", "source_digest"]
 
 _SHOWN = 60
 
 
-class RewardRaised(VerlSlurmError):
-    """The function raised: a crash like any other (exit code 1), since what it asked may answer again later."""
+class RewardRaised(DataError):
+    """The function raised. One that has worked before may do so again (a judge that it asks was away): the daemon has
+    it tried once more. One that never did is wrong.
+
+    Attributes:
+        place: what was raised, and where; without the text of it, which may be another each time.
+        worked: the function has scored before, in this process.
+    """
+
+    place: str = ""
+    worked: bool = False
 
 
 class PythonReward:
@@ -41,6 +51,7 @@ class PythonReward:
 
     def __init__(self, function: Callable[..., object], name: str, source: bytes = b"") -> None:
         self._function, self._name, self._source = function, name, source
+        self._worked = False
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
         """Raises `DataError` for a return that is no list of finite numbers, `RewardRaised` where it raises."""
@@ -48,13 +59,18 @@ class PythonReward:
             returned = self._function(list(prompts), list(responses), list(answers))
         except (Exception, SystemExit) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise RewardRaised(
+            place = f"{frame.filename}:{frame.lineno}"
+            raised = RewardRaised(
                 "the reward function raised",
                 where=self._name,
-                found=f"{type(error).__name__}: {error} at {frame.filename}:{frame.lineno}",
-                remedy="mend it; the run goes on from its last checkpoint",
-            ) from error
-        return torch.tensor(self._numbers(returned, prompts, responses), dtype=torch.float32)
+                found=f"{type(error).__name__}: {error} at {place}",
+                remedy="correct it and submit the run again; it goes on from its newest checkpoint",
+            )
+            raised.place, raised.worked = f"{type(error).__name__} at {place}", self._worked
+            raise raised from error
+        scores = torch.tensor(self._numbers(returned, prompts, responses), dtype=torch.float32)
+        self._worked = True
+        return scores
 
     def light(self) -> dict[str, bytes]:
         """Its source. Called by: trainer.reward_swap."""
@@ -169,12 +185,12 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
 def read_source(file: Path) -> bytes:
     """Every byte. Raises `DataError`. Called by: trainer.reward_files."""
     try:
-        return file.read_bytes()
-    except OSError as error:
+        return read_regular(file, SOURCE, follow=True)
+    except (OSError, TooMuch) as error:
         raise DataError(
             "the reward function's source cannot be read",
             where=file,
-            found=error.strerror,
+            found=getattr(error, "strerror", None) or error,
             remedy="every node must be able to read it",
         ) from error
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.checkpoint.components import require_full, require_same_models
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest
+from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.reader import CheckpointReader
-from verl_slurm.checkpoint.schema import check_schema, current_schema, parse_schema
+from verl_slurm.checkpoint.schema import check_schema, current_schema, read_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.layout import require_same_step
 from verl_slurm.config.load import parse_config
@@ -93,7 +93,7 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
             expected="every file as its manifest says",
             remedy="resume from another one (verl-slurm checkpoints)",
         )
-    saved = parse_schema((directory / SCHEMA_VERSION).read_bytes(), where=directory / SCHEMA_VERSION)
+    saved = read_schema(directory)
     check_schema(saved, current_schema(), where=directory)
     return b""
 

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from verl_slurm.bounded import TOKENIZER, read_regular
+from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.config.reward_spec import FORMS, RewardSpec, parse_reward
-from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.errors import ConfigError, DataError, DatasetDrift
 from verl_slurm.trainer.data import Batch, load_tokenizer
 from verl_slurm.trainer.models import load_pretrained
+from verl_slurm.trainer.pinned_model import pinned_model
 from verl_slurm.trainer.python_reward import load_python_reward
 
 __all__ = [
@@ -92,32 +95,54 @@ class ClassifierReward:
         directory: Hugging Face model with its own tokenizer.
         batch_size: texts in one forward pass. Rows are scored in the given order.
         device: where to score.
+        digest: of the directory's fingerprint; empty: any.
 
     Raises:
+        DatasetDrift: the directory has another fingerprint, or changes while it is loaded.
         DataError: nothing to load, or more than one label; when called: a score that is no finite number.
 
     Called by: build_reward.
     """
 
-    def __init__(self, directory: Path, *, batch_size: int = 64, device: torch.device | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, batch_size: int = 64, device: torch.device | None = None, digest: str = ""
+    ) -> None:
+        self._directory, self._batch_size = directory, batch_size
+        self._device = device or torch.device("cpu")
+        if digest:
+            with pinned_model(directory, _recorded(directory, digest)) as pinned:
+                pinned.fill()
+                model = self._load(pinned.path)
+                pinned.verify()
+        else:
+            model = self._load(directory)
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = model.requires_grad_(False).to(self._device)
+
+    def _load(self, path: Path) -> Any:
         model: Any = load_pretrained(
-            AutoModelForSequenceClassification, directory, "model.reward", dtype=torch.float32
+            AutoModelForSequenceClassification, path, "model.reward", dtype=torch.float32
         )
         if model.config.num_labels != 1:
             raise DataError(
                 "the reward model does not give one score",
-                where=directory,
+                where=path,
                 found=f"{model.config.num_labels} labels",
                 expected="1 label",
                 remedy="train it with num_labels=1",
             )
-        self._directory = directory
-        self._tokenizer = load_tokenizer(directory)
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._device = device or torch.device("cpu")
-        self._model = model.requires_grad_(False).to(self._device)
-        self._batch_size = batch_size
+        self._tokenizer = load_tokenizer(path)
+        # Loaded tensors are a view of the file; a copy stays what it is when the file is written to later.
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.to(self._device, copy=True)
+        names = ("tokenizer_config.json", "config.json")
+        self._texts = {
+            name: read_regular(path / name, TOKENIZER, follow=True)
+            for name in names
+            if (path / name).is_file()
+        }
+        return model
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
@@ -149,18 +174,29 @@ class ClassifierReward:
             for name, tensor in self._model.state_dict().items()
             if not name.startswith(backbone)
         }
-        files = {"head.safetensors": safetensors.torch.save(head)}
-        for name in ("tokenizer_config.json", "config.json"):
-            if (self._directory / name).is_file():
-                files[name] = (self._directory / name).read_bytes()
-        return files
+        return {"head.safetensors": safetensors.torch.save(head)} | self._texts
+
+
+def _recorded(directory: Path, digest: str) -> dict[str, str]:
+    """SHA-256 of each file of a directory that has this fingerprint."""
+    seen = fingerprint(directory)
+    if seen.digest != digest:
+        raise DatasetDrift(
+            "the reward model is not the one that was fingerprinted",
+            where=directory,
+            found=seen.digest[:16],
+            expected=digest[:16],
+            remedy="restore it, and see who else may write there",
+        )
+    return seen.digests()
 
 
 def build_reward(text: str, *, device: torch.device | None = None, digest: str = "") -> Reward:
     """The reward that `model.reward` names (`config.reward_spec`).
 
     Args:
-        digest: SHA-256 that the source of a `python:` reward must have; empty: any.
+        digest: SHA-256 that the source of a `python:` reward must have, or the fingerprint of a classifier's
+            directory; empty: any.
 
     Raises:
         ConfigError: another kind, no rule of that name, no such module or function.
@@ -171,7 +207,7 @@ def build_reward(text: str, *, device: torch.device | None = None, digest: str =
         case RewardSpec("rule", name) if name in RULES:
             return RuleReward(RULES[name])
         case RewardSpec("classifier", name):
-            return ClassifierReward(Path(name), device=device)
+            return ClassifierReward(Path(name), device=device, digest=digest)
         case RewardSpec("python"):
             return load_python_reward(spec, digest)
         case _:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from verl_slurm.config.schema import RolloutConfig
+from verl_slurm.causal_lm import accepted, names
+from verl_slurm.config.schema import Attention, RolloutConfig
 from verl_slurm.errors import ConfigError
 from verl_slurm.trainer.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.data import Batch
@@ -66,11 +67,12 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
 
-def _plain_model(path: Path, dtype: str, device: torch.device) -> Any:
+def _plain_model(path: Path, dtype: str, attention: Attention, device: torch.device) -> Any:
     """A Hugging Face model that only samples; Any, for what it returns has no types."""
-    model: Any = load_causal_lm(path, dtype=dtype)
+    model: Any = load_causal_lm(path, dtype=dtype, attention=attention)
     # What `generate` itself asks before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
-    if not model._supports_default_dynamic_cache():
+    # State-space models (Mamba) say yes, too, but take their state under another name.
+    if not (model._supports_default_dynamic_cache() and names(model, "past_key_values")):
         raise ConfigError(
             "this model keeps what it has read in a form of its own, and rollout.engine=hf knows only the usual one",
             where="rollout.engine",
@@ -78,6 +80,10 @@ def _plain_model(path: Path, dtype: str, device: torch.device) -> Any:
             expected="a model that takes a DynamicCache of transformers",
             remedy="set rollout.engine=vllm, or another model.path",
         )
+    for (
+        buffer
+    ) in model.buffers():  # else views of the file, which may be written to later; `sync` has the parameters
+        buffer.data = buffer.data.clone()
     return model.requires_grad_(False).to(device)
 
 
@@ -90,6 +96,7 @@ class HFRollout:
         seed: the run's seed.
         eos_id, pad_id: the tokenizer's.
         dtype: as the actor's.
+        attention: as the actor's.
         device: where to sample.
 
     Raises:
@@ -109,9 +116,10 @@ class HFRollout:
         eos_id: int,
         pad_id: int,
         dtype: str = "float32",
+        attention: Attention = "auto",
         device: torch.device | None = None,
     ) -> None:
-        self._model = _plain_model(model_path, dtype, device or torch.device("cpu"))
+        self._model = _plain_model(model_path, dtype, attention, device or torch.device("cpu"))
         self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
 
     def sync(self, actor: nn.Module) -> None:
@@ -175,7 +183,8 @@ class HFRollout:
         made: list[Tensor] = []
         chosen_at: list[Tensor] = []
         for column in uniform.unbind(dim=1):
-            output = self._model(
+            words = accepted(
+                self._model,
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
@@ -183,6 +192,7 @@ class HFRollout:
                 use_cache=True,
                 logits_to_keep=1,
             )
+            output = self._model(**words)
             tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)
             tokens = tokens.masked_fill(ended, self._pad_id)
             made.append(tokens)

@@ -7,6 +7,7 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
+from verl_slurm.bounded import DATA_FILES, read_regular
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.best import Best, metrics_of
 from verl_slurm.checkpoint.catalog import list_checkpoints
@@ -78,7 +79,7 @@ class Checkpointer:
         self._config, self._paths, self._shape, self._rank = config, paths, shape, rank
         self._saver, self._ledger, self._schema, self._epoch = saver, ledger, schema, epoch
         # Now, while shared storage is there: a save to the nodes' own disks must not need it.
-        self._orchestration = paths.orchestration.read_bytes() if rank == 0 else b""
+        self._orchestration = read_regular(paths.orchestration, DATA_FILES) if rank == 0 else b""
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 

@@ -4,8 +4,10 @@ What every rank must agree on (digests, the first start's layout) is worked out 
 that all refuse together or none.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,8 +30,12 @@ from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
+from verl_slurm.files import require_safe_way
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
+from verl_slurm.prompts.chat_template import read_template
+from verl_slurm.prompts.choice import SUFFIXES
+from verl_slurm.prompts.directory import Content
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.step_log import append_step
 from verl_slurm.trainer import console
@@ -42,6 +48,7 @@ from verl_slurm.trainer.optimizers import build_optimizers
 from verl_slurm.trainer.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.parallel.grid import make_grid
+from verl_slurm.trainer.pinned_model import pinned_model
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
@@ -55,6 +62,7 @@ from verl_slurm.trainer.resuming import (
 from verl_slurm.trainer.reward_start import start_reward
 from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rewards import build_reward
+from verl_slurm.trainer.samples import SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner
@@ -74,6 +82,12 @@ class _Digests(msgspec.Struct, frozen=True):
 
     dataset: str
     frozen: dict[str, str]
+    data: dict[str, dict[str, Content]]
+    """`data.root` and `data.eval_root` → size and SHA-256 of each file that may hold prompts."""
+    model: dict[str, str]
+    """SHA-256 of each file of `model.path`."""
+    template: str | None
+    """What `data.chat_template` is the path of."""
 
 
 def build_loop(
@@ -98,6 +112,35 @@ def build_loop(
         KeyRefused, PermissionRefused: `keys.load_keys`.
         RanksFailed: rank 0 could not read what all depend on.
     """
+    with ExitStack() as owned:
+        loop = _build_loop(
+            config,
+            paths,
+            owned,
+            epoch=epoch,
+            resume=resume,
+            device=device,
+            ranks=ranks,
+            line=line,
+            local_rank=local_rank,
+        )
+        owned.pop_all()  # from here on the loop's, which ends them
+        return loop
+
+
+def _build_loop(
+    config: RunConfig,
+    paths: RunPaths,
+    owned: ExitStack,
+    *,
+    epoch: int,
+    resume: str,
+    device: torch.device,
+    ranks: Collective,
+    line: RankLine,
+    local_rank: int,
+) -> Loop:
+    """`build_loop`; `owned` ends what was made when a later part does not fit."""
     shape = StepShape.of(config)
     keys = load_keys(config.checkpoint.encryption)
     rng.seed_all(config.seed, ranks.rank)
@@ -118,25 +161,61 @@ def build_loop(
 
     grid = make_grid(topology_of(config), device, ranks)
     roles = trained_roles(config.train)
-    models = build_models(
-        model_path,
-        dtype=config.model.dtype,
-        mesh=grid.mesh,
-        device=device,
-        shape=config.distributed,
-        roles=roles,
-    )
-    optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
-    tokenizer = load_tokenizer(model_path)
-    sampler = build_engine(
-        config,
-        eos_id=int(tokenizer.eos_token_id),
-        pad_id=int(tokenizer.pad_token_id),
-        device=device,
-        ranks=ranks,
+    with pinned_model(model_path, digests.model) as pinned:
+        ranks.together("opening the model", pinned.fill)
+        models = build_models(
+            pinned.path,
+            dtype=config.model.dtype,
+            mesh=grid.mesh,
+            device=device,
+            attention=config.model.attn_implementation,
+            shape=config.distributed,
+            roles=roles,
+        )
+        optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
+        # As soon as the sizes are known: its arena is allocated, and pinned, beside everything that is loaded below.
+        schema = current_schema()
+        provenance = Provenance(
+            epoch=epoch,
+            parent=manifest.name if manifest else None,
+            schema_id=schema.schema_id,
+            dataset_fingerprint=digests.dataset,
+            frozen=digests.frozen,
+            topology=grid.shape,
+            trained=roles,
+        )
+        saver = CheckpointSaver(
+            paths,
+            live_tensors(models, optimizers),
+            provenance,
+            ranks,
+            epoch_check=lambda: require_epoch(paths, epoch),
+            local=_local_place(config, paths, local_rank),
+            usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
+            encryption=config.checkpoint.encryption,
+        )
+        owned.callback(saver.close)
+        tokenizer = load_tokenizer(pinned.path)
+        sampler = build_engine(
+            config,
+            pinned.path,
+            eos_id=int(tokenizer.eos_token_id),
+            pad_id=int(tokenizer.pad_token_id),
+            device=device,
+            ranks=ranks,
+        )
+        ranks.together("holding the model to its fingerprint", pinned.verify)
+    prompts = partial(
+        PromptData,
+        data_root,
+        tokenizer,
+        config.data,
+        config.seed,
+        recorded=digests.data,
+        template=digests.template,
     )
     per_prompt = config.rollout.samples_per_prompt
-    data = PromptData(data_root, tokenizer, config.data, config.seed, samples_per_prompt=per_prompt)
+    data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     state = fresh_state(config)
@@ -164,8 +243,8 @@ def build_loop(
     evaluator = None
     if config.train.eval_every_steps:
         evaluator = Evaluator(
-            data=PromptData(
-                data_root, tokenizer, config.data, config.seed, held_out=config.train.eval_prompts
+            data=ranks.together(
+                "reading what is held out", lambda: prompts(held_out=config.train.eval_prompts)
             ),
             sampler=sampler,
             tokenizer=tokenizer,
@@ -193,26 +272,6 @@ def build_loop(
         reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")
     foreign = None if ours else directory
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
-    schema = current_schema()
-    provenance = Provenance(
-        epoch=epoch,
-        parent=manifest.name if manifest else None,
-        schema_id=schema.schema_id,
-        dataset_fingerprint=digests.dataset,
-        frozen=digests.frozen,
-        topology=grid.shape,
-        trained=roles,
-    )
-    saver = CheckpointSaver(
-        paths,
-        live_tensors(models, optimizers),
-        provenance,
-        ranks,
-        epoch_check=lambda: require_epoch(paths, epoch),
-        local=_local_place(config, paths, local_rank),
-        usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
-        encryption=config.checkpoint.encryption,
-    )
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
     # The tensors that a save copies must not change before it has.
     for optimizer in optimizers.values():
@@ -230,6 +289,7 @@ def build_loop(
         ledger=ledger,
         replay=replay,
         evaluator=evaluator,
+        samples=SampleLog(paths, epoch, config.rollout.keep_samples, keys) if ranks.rank == 0 else None,
     )
     return Loop(
         config=config,
@@ -297,12 +357,35 @@ def _first_look(
     if config.checkpoint.store_frozen:
         _store(paths, {path: seen[role] for role, path in models.items()}, line)
     frozen = {role: found.digest for role, found in seen.items()}
+    files = {"data.root": _may_hold_prompts(data)}
     if config.data.eval_root is not None:  # decides what does not train
-        frozen["eval_data"] = fingerprint(config.data.eval_root).digest
+        held_out = fingerprint(config.data.eval_root)
+        frozen["eval_data"], files["data.eval_root"] = held_out.digest, _may_hold_prompts(held_out)
+    template = None
+    if config.data.chat_template not in ("auto", "none"):  # decides what the prompts say
+        template = read_template(Path(config.data.chat_template))
+        frozen["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
         _notice(line, said, topic="device")
-    return msgspec.msgpack.encode(_Digests(dataset=data.digest, frozen=frozen))
+    return msgspec.msgpack.encode(
+        _Digests(
+            dataset=data.digest,
+            frozen=frozen,
+            data=files,
+            model=seen["reference"].digests(),
+            template=template,
+        )
+    )
+
+
+def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
+    """Not all: beside the prompts there may be a million images, of which the other ranks need not know."""
+    return {
+        name: (entry.size, entry.sha256)
+        for name, entry in tree.files.items()
+        if entry.kind != "directory" and name.endswith(SUFFIXES)
+    }
 
 
 def _store(paths: RunPaths, models: dict[Path, Fingerprint], line: RankLine) -> None:
@@ -365,6 +448,7 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
     directory = local_directory(config.checkpoint.local_dir, paths, this_node())
     if directory is None:
         return None
+    require_safe_way(directory, "checkpoint.local_dir")  # the node's directory is not the login node's
     return LocalPlace(directory=directory, is_first=local_rank == 0, keep=config.checkpoint.local_keep)
 
 

@@ -44,6 +44,7 @@ from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.position import StepShape, rollout_offset
 from verl_slurm.trainer.rewards import Reward, decode_responses
 from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
+from verl_slurm.trainer.samples import SampleLog
 from verl_slurm.trainer.schedule import base_rates, learning_rate
 from verl_slurm.trainer.state import TrainState, stacked, to_batch, update_metrics
 from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
@@ -64,6 +65,7 @@ class Learner:
         replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
         ledger: takes each fresh micro-batch.
         evaluator: None: this run is never evaluated.
+        samples: None: another rank keeps them.
 
     Called by: trainer.loop.
     """
@@ -83,6 +85,7 @@ class Learner:
         ledger: Ledger,
         replay: dict[tuple[int, int], Arrays],
         evaluator: Evaluator | None = None,
+        samples: SampleLog | None = None,
     ) -> None:
         self._config, self._shape, self._grid = config, shape, grid
         # Of the ranks that differ in their rows only: whatever is summed is summed over these.
@@ -90,7 +93,7 @@ class Learner:
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
         self._ledger, self._replay = ledger, replay
-        self._evaluator = evaluator
+        self._evaluator, self._samples = evaluator, samples
         self._synced_step = -1
         self._mini_batches: MiniBatches | None = None
         self.watch = Stopwatch(_device(models.actor))
@@ -376,6 +379,8 @@ class Learner:
         row |= state.reward.numbers
         if self._evaluator is not None:
             row |= self._evaluator.take()
+        if self._samples is not None:
+            self._samples.keep(state.position.step + 1, rollouts, scored, self.texts)
         state.kl = state.kl.update(row["kl"])
         state.reward = state.reward.remember(rollouts, scored)
         state.buffers, self._mini_batches = type(buffers)(), None

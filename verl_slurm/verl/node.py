@@ -1,6 +1,6 @@
 """One node of a run of verl's PPO trainers: Ray's part of it, and on the first node verl itself.
 
-An agent starts this instead of torchrun (`verl_slurm_daemon.launcher`) and ends it like torchrun: with SIGKILL to the
+An agent starts this instead of `verl_slurm_daemon.ranks` and ends it like that: with SIGKILL to the
 whole tree, never with `ray stop`, which ends the Ray of everybody on the node. Slurm's warnings go to every process of
 a step, and Ray's install handlers of their own, so ignoring them beforehand does not help: they are blocked here, and
 what is blocked stays so across fork and exec (docs/decisions/0009-verl-on-ray.md).
@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,6 +30,7 @@ from verl_slurm.files import read_private, write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
+from verl_slurm.scratch import Scratch
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import OwnSettings, hydra_words
 from verl_slurm.verl.ray_nodes import (
@@ -106,7 +106,9 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
         _require_verl(session)
         session.close()
     words = _words(paths, config, args) if is_head else []
-    environ = ray_environment(os.environ, _write_token(paths, args), args.head, paths, config.name)
+    token = _write_token(paths, args)
+    nodes = config.distributed.nodes
+    environ = ray_environment(os.environ, token, args.head, paths, config.name, nodes)
     own_address = args.head.rpartition(":")[0] if is_head else await _own_address(args.head, config)
     said = args.scratch / "ray.out"
     ray = await _start(
@@ -149,7 +151,9 @@ async def _first(ray: Coroutine[None, None, int], verl: Coroutine[None, None, in
 
 async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
     code = await ray.wait()
-    tail = said.read_bytes()[-_MOST_SAID:].decode(errors="replace")
+    with said.open("rb") as file:  # days of a run may have made it large
+        file.seek(max(file.seek(0, os.SEEK_END) - _MOST_SAID, 0))
+        tail = file.read(_MOST_SAID).decode(errors="replace")
     sys.stderr.write(f"{tail}\nRayError: Ray has ended on this node (exit code {code})\n")
     return code or 1
 
@@ -215,15 +219,7 @@ def _temp(scratch: Path) -> Path:
     """Ray's directory: below the agent's, which is private and goes with the agent; or where its sockets' names fit."""
     if temp_fits(scratch / "r"):
         return scratch / "r"
-    for left in Path("/tmp").glob(f"{_TEMP_PREFIX}*"):  # noqa: S108 - of dead ones; ours is made by mkdtemp
-        pid = left.name.removeprefix(_TEMP_PREFIX).split("-")[0]
-        try:
-            ours = left.lstat().st_uid == os.geteuid() and left.is_dir() and not left.is_symlink()
-        except FileNotFoundError:  # another run of ours was faster
-            continue
-        if ours and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{os.getpid()}-", dir="/tmp")) / "r"
+    return Scratch(_TEMP_PREFIX, "/tmp").path / "r"  # noqa: S108 - under a name that cannot be guessed
 
 
 async def _own_address(head: str, config: RunConfig) -> str:

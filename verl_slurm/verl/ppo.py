@@ -24,6 +24,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work
+from verl_slurm.rendezvous.everywhere import install_everywhere
 from verl_slurm.verl.installed import installed_verl
 from verl_slurm.verl.saves import Saves
 
@@ -31,6 +32,8 @@ try:
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 except ModuleNotFoundError:  # before 0.9.1 nobody called one
     CheckpointCallback = None
+
+install_everywhere()  # by now it is, unless a PYTHONPATH of the user's own has replaced ours
 
 __all__ = ["CommitCallback", "InterruptibleColocateAsync", "InterruptibleSync"]
 

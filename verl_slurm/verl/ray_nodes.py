@@ -13,6 +13,7 @@ import hmac
 from collections.abc import Mapping
 from pathlib import Path
 
+from verl_slurm import rendezvous
 from verl_slurm.paths import RunPaths
 
 __all__ = ["object_store_bytes", "ray_argv", "ray_environment", "ray_token", "temp_fits"]
@@ -26,6 +27,7 @@ _LEAST_STORE = 80 << 20
 """Ray refuses less (75 MiB)."""
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
 _OUR_MODULE = "verl_slurm.verl.ppo"
+_BELOW_RAY = str(Path(rendezvous.__file__).with_name("below_ray"))
 
 
 def ray_argv(
@@ -69,7 +71,7 @@ def ray_argv(
 
 
 def ray_environment(
-    environ: Mapping[str, str], token_file: Path, head: str, paths: RunPaths, name: str
+    environ: Mapping[str, str], token_file: Path, head: str, paths: RunPaths, name: str, nodes: int
 ) -> dict[str, str]:
     """Of Ray's own processes, which hand it on to every actor, and of verl's driver.
 
@@ -77,6 +79,7 @@ def ray_environment(
         token_file: holds `ray_token`.
         head: host:port of Ray's GCS.
         name: the run's.
+        nodes: of the job.
 
     Called by: `node`.
     """
@@ -87,6 +90,9 @@ def ray_environment(
         "RAY_ADDRESS": head,
         "RAY_USAGE_STATS_ENABLED": "0",
         _EXTERNAL: ",".join([*modules, _OUR_MODULE]),
+        # A directory with a sitecustomize.py: only Python's own start comes before all that Ray, verl and vLLM start.
+        "PYTHONPATH": ":".join(filter(None, [_BELOW_RAY, environ.get("PYTHONPATH", "")])),
+        "TORCH_GLOO_LAZY_INIT": "0",  # a group's connections are checked when it is built
     }
     # Ray kills workers when the whole machine's memory is short; of that, Slurm has given a part to us and watches it.
     unless_said = {
@@ -96,6 +102,8 @@ def ray_environment(
         "WANDB_RUN_ID": f"{name}-{hashlib.sha256(str(paths.root).encode()).hexdigest()[:8]}",
         "WANDB_RESUME": "allow",
     }
+    if nodes == 1:
+        unless_said["GLOO_SOCKET_IFNAME"] = "lo"
     others = {key: value for key, value in environ.items() if key != "RAY_AUTH_TOKEN"}
     return unless_said | others | ours
 

@@ -1,4 +1,4 @@
-"""Entry of one rank of verl's SFT trainer: `torchrun ... -m verl_slurm.verl.sft [HYDRA OVERRIDES]`.
+"""Entry of one rank of verl's SFT trainer: `-m verl_slurm.verl.sft [HYDRA OVERRIDES]`.
 
 Under a daemon the settings are those of the section `verl` of the run's configuration, and where it saves and what it
 resumes from are the run's. Run by hand, the words are the settings, verl saves and resumes as it always does, and

@@ -10,17 +10,20 @@ A pickle is a program, and verl runs it (`torch.load(weights_only=False)`): what
 good. Links are not followed.
 """
 
+import codecs
 import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from verl_slurm.bounded import Limit, read_fd
 from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import path_problem
 from verl_slurm.checkpoint.info import Problem, ProblemKind
@@ -29,14 +32,19 @@ from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_direct
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.one_line import printable
 from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
-from verl_slurm.verl.torch_zip import zip_problem
+from verl_slurm.verl.torch_zip import directory_bytes, zip_problem
 
 __all__ = ["Judged", "judge_all", "judge_step", "list_steps", "step_bytes"]
 
 OnBytes = Callable[[int], None]
 
-_MAX_JSON = 256 << 20
-"""Bytes; the largest tokenizer.json are some 30 MB."""
+_MAX_JSON = Limit(num_bytes=64 << 20)
+"""The largest tokenizer.json are some 35 MB."""
+_MAX_CONFIG = Limit(num_bytes=64 << 10)
+"""fsdp_config.json: two numbers."""
+_BLOCK = 1 << 20
+_LARGE = 256 << 10
+"""Bytes of JSON, or of a zip's directory, above which files take turns: threads would add up what each needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +149,7 @@ def judge_step(
     step = step_of(path.name)
     if step is None:
         raise ValueError(f"{path.name!r} is no global_step_N")
-    lock, unchecked = threading.Lock(), list[str]()
+    lock, turn, unchecked = threading.Lock(), threading.Lock(), list[str]()
 
     def count(num_bytes: int) -> None:
         with lock:
@@ -152,14 +160,26 @@ def judge_step(
             here = Entry(path=".", info=os.fstat(root))
             entries = list_tree(root)
             files = [entry for entry in entries if entry.kind == "file"]
-            problems = _untrusted([here, *entries]) + _odd(entries)
+            untrusted = _untrusted([here, *entries])
             layout = read_layout([entry.path for entry in files])
-            problems += layout.problems
+            problems = untrusted + _odd(entries) + list(layout.problems)
+            if untrusted:
+                # Nothing of it is taken, so nothing of it is read: its content is somebody else's choice.
+                unchecked += [entry.path for entry in files]
+                files_to_read = []
+            else:
+                files_to_read = files
             look = partial(
-                _check_file, root, layout=layout, unchecked=unchecked, count=count, read_all=read_all
+                _check_file,
+                root,
+                layout=layout,
+                unchecked=unchecked,
+                count=count,
+                read_all=read_all,
+                turn=turn,
             )
             with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="judge") as pool:
-                for found in pool.map(look, files):
+                for found in pool.map(look, files_to_read):
                     problems += found
     except OSError as error:
         layout, files = read_layout([]), []
@@ -207,18 +227,28 @@ def _odd(entries: Sequence[Entry]) -> list[Problem]:
 
 
 def _check_file(
-    root: int, entry: Entry, *, layout: Layout, unchecked: list[str], count: OnBytes, read_all: bool
+    root: int,
+    entry: Entry,
+    *,
+    layout: Layout,
+    unchecked: list[str],
+    count: OnBytes,
+    read_all: bool,
+    turn: threading.Lock,
 ) -> list[Problem]:
     path = entry.path
     try:
         with open_below(root, path) as fd:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the medium's bytes, not those of a cache
             if path.endswith(".pt"):
-                what = zip_problem(fd, count, read_all=read_all)
+                with turn if directory_bytes(fd) > _LARGE else nullcontext():
+                    what = zip_problem(fd, count, read_all=read_all)
             elif path.endswith(".json"):
-                what = _json_problem(fd, path, layout)
+                with turn if entry.info.st_size > _LARGE else nullcontext():
+                    what = _json_problem(fd, path, layout)
             elif path.endswith(".safetensors"):
-                what = safetensors_problem(fd)
+                with turn:
+                    what = safetensors_problem(fd)
                 unchecked.append(path)
             else:
                 what = "empty: 0 bytes" if path.endswith(".pkl") and not entry.info.st_size else ""
@@ -229,20 +259,31 @@ def _check_file(
 
 
 def _json_problem(fd: int, path: str, layout: Layout) -> str:
-    size = os.fstat(fd).st_size
-    if size > _MAX_JSON:
-        return f"{size} bytes of JSON"
-    with os.fdopen(os.dup(fd), "rb") as file:
-        data = file.read(_MAX_JSON)
+    shape = path.rsplit("/", 1)[-1] == "fsdp_config.json"
     try:
-        value = msgspec.json.decode(data)
+        data = read_fd(fd, _MAX_CONFIG if shape else _MAX_JSON)
+        # Raw: whether it parses is asked, and no object is made of it.
+        msgspec.json.decode(data, type=msgspec.Raw)
+        _require_utf8(data)
+        said = msgspec.json.decode(data, type=_Shape).world_size if shape else None
     except UNREADABLE as error:
         return f"not JSON: {error}"
-    if path.rsplit("/", 1)[-1] == "fsdp_config.json":
-        said = value.get("world_size") if isinstance(value, dict) else None
-        if layout.world_size is not None and said != layout.world_size:
-            return f"says world_size {said}, the shards are of {layout.world_size}"
+    if shape and layout.world_size is not None and said != layout.world_size:
+        return f"says world_size {said}, the shards are of {layout.world_size}"
     return ""
+
+
+class _Shape(msgspec.Struct):
+    world_size: object = None
+
+
+def _require_utf8(data: bytes) -> None:
+    """Decoded a block at a time: text may take four times its bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    view = memoryview(data)
+    for at in range(0, len(data), _BLOCK):
+        decoder.decode(view[at : at + _BLOCK])
+    decoder.decode(b"", final=True)
 
 
 def _os_problem(path: str, error: OSError) -> Problem:

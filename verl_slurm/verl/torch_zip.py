@@ -25,11 +25,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["zip_problem"]
+__all__ = ["directory_bytes", "zip_problem"]
 
 _BLOCK = 4 << 20
-_MAX_DIRECTORY = 256 << 20
-"""Bytes; a million records of a long name each."""
+_MAX_DIRECTORY = 16 << 20
+"""Bytes; 150,000 records of 100 bytes each: an optimizer's shard has three a parameter."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -50,11 +50,12 @@ class _Bad(Exception):
     """What is wrong, for people."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Record:
     name: bytes
     common: tuple[int, ...]
-    """Versions, flags, method, time, date, disk and attributes: nothing that differs from record to record."""
+    """Versions, flags, method, time, date, disk and attributes: nothing that differs from record to record. One
+    object for all of them."""
     crc: int
     size: int
     offset: int
@@ -90,6 +91,13 @@ def zip_problem(fd: int, on_bytes: Callable[[int], None] = lambda _: None, *, re
         return str(bad)
     on_bytes(size - start)
     return ""
+
+
+def directory_bytes(fd: int) -> int:
+    """How long the zip says its directory is; 0 where it is none."""
+    size = os.fstat(fd).st_size
+    data = os.pread(fd, _END.size, max(size - _END.size, 0))
+    return _END.unpack(data)[5] if len(data) == _END.size and data.startswith(b"PK\5\6") else 0
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
@@ -177,7 +185,10 @@ def _records(data: bytes, count: int) -> list[_Record]:
         packed, size, place = _wide(more, packed, size, place)
         if packed != size:
             raise _Bad("the zip's directory is damaged: a stored record of two sizes")
-        common = (made, needed, flags, method, time, date, disk, inside, outside)
+        common: tuple[int, ...] = (made, needed, flags, method, time, date, disk, inside, outside)
+        if records and common != records[0].common:
+            raise _Bad("the zip's directory is damaged: its records disagree")
+        common = records[0].common if records else common
         records.append(_Record(text, common, crc, size, place))
     if at != len(data) or len(records) != count:
         raise _Bad("the zip's directory is damaged")
@@ -190,8 +201,6 @@ def _check_names(records: list[_Record]) -> None:
     tops = {name.split(b"/", 1)[0] for name in names}
     if len(names) != len(records) or len(tops) != 1 or not names >= {top + b"/data.pkl" for top in tops}:
         raise _Bad("a zip, but not one of torch.save")
-    if len({record.common for record in records}) != 1:
-        raise _Bad("the zip's directory is damaged: its records disagree")
     if not any(record.crc for record in records):
         raise _Bad(
             "written without checksums (torch.serialization.set_crc32_options(False)): it cannot be checked"

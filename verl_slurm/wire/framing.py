@@ -28,13 +28,13 @@ import msgspec
 
 from verl_slurm.errors import UNREADABLE, WireError
 
-__all__ = ["HELLO", "MAX_FRAME", "NONCE_BYTES", "PROOF_BYTES", "Framer", "proof", "session_key"]
+__all__ = ["HELLO", "MAX_FRAME", "NONCE_BYTES", "PROOF_BYTES", "Framer", "proof", "ranks_key", "session_key"]
 
 HELLO = b"VSLURM01"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-MAX_FRAME = 256 * 1024
-"""Bytes of one payload; the largest honest one is an agent's excerpt of a traceback, 8 KiB."""
+MAX_FRAME = 9 * 1024 * 1024
+"""Bytes of one payload. The largest honest one sets a value in the ranks' store (`messages.MAX_VALUE`)."""
 
 _HEAD = struct.Struct(">IQ32s")
 _SEQUENCE = struct.Struct(">Q")
@@ -54,6 +54,11 @@ def proof(token: bytes, role: bytes, epoch: int, first: bytes, second: bytes) ->
 def session_key(token: bytes, epoch: int, nonce_lead: bytes, nonce_agent: bytes) -> bytes:
     """The key of one connection's frames."""
     return _mac(token, b"key", _SEQUENCE.pack(epoch), nonce_lead, nonce_agent)
+
+
+def ranks_key(token: bytes, epoch: int, generation: int) -> bytes:
+    """What the ranks of one generation prove themselves to each other with. Each agent derives it; it is never sent."""
+    return _mac(token, b"ranks", _SEQUENCE.pack(epoch), _SEQUENCE.pack(generation))
 
 
 class Framer(Generic[M]):

@@ -2,8 +2,11 @@
 
 The server of prometheus_client (wsgiref, a thread a connection) takes request lines of 64 KiB and up to a hundred
 headers of that size, has no time-out, and as many threads as there are connections. So the port is served here, from
-the daemon's own loop: a head of at most 8 KiB, the request within 5 s, at most 16 connections, and no byte of a
-body unless the caller allows one. What does not fit is answered with its status where it can be, and closed.
+the daemon's own loop: a head of at most 8 KiB, the request within 5 s, and no byte of a body unless the port allows
+one. What does not fit is answered with its status where it can be, and closed.
+
+Connections stand in the row of `connection_limits`: a newer one pushes out the oldest. One that has brought the port's
+token leaves the row, and only then is its body kept.
 """
 
 import asyncio
@@ -16,9 +19,19 @@ from typing import Any
 import msgspec
 
 from verl_slurm.errors import KeyRefused, WireError
-from verl_slurm.files import read_private
+from verl_slurm.files import read_private, write_file
+from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 
-__all__ = ["Caps", "HttpReply", "HttpRequest", "has_token", "parse_head", "read_token", "serve_http"]
+__all__ = [
+    "Caps",
+    "HttpReply",
+    "HttpRequest",
+    "has_token",
+    "parse_head",
+    "read_token",
+    "replace_token",
+    "serve_http",
+]
 
 _TOKEN = re.compile(r"[!-~]{32,256}")
 
@@ -27,6 +40,10 @@ _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t
 _MOST_HEADERS = 64
 _LENGTH = re.compile(r"[0-9]{1,7}")
 _END = b"\r\n\r\n"
+_BACKLOG = 64
+"""Accepted in one turn of the loop at most. A peer's head is read in the next turn or the one after it, so it cannot be
+pushed out before that: the row holds eight such turns."""
+_READ_BYTES = 16 * 1024
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -48,6 +65,9 @@ class HttpRequest(msgspec.Struct, frozen=True):
     path: str
     headers: dict[str, str]
     body: bytes = b""
+    """Empty on a port with a token where this request does not carry it."""
+    bearer: bool = False
+    """It carries the port's token."""
 
 
 class HttpReply(msgspec.Struct, frozen=True):
@@ -65,7 +85,8 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int = 0
     patience_s: float = 5.0
     """For the request, and once more for taking the reply."""
-    connections: int = 16
+    bearers: int = 16
+    """Connections at once that have brought the token."""
 
 
 Handler = Callable[[HttpRequest], Awaitable[HttpReply]]
@@ -77,8 +98,6 @@ def parse_head(head: bytes) -> HttpRequest:
     Raises:
         WireError: not HTTP/1.x as RFC 9112 has it, or with something that two readers may take differently (bare line
             feeds, folded or repeated headers, a transfer coding).
-
-    Called by: `serve_http`.
     """
     if not head.endswith(_END):
         raise WireError("not a request", found="no empty line")
@@ -108,8 +127,6 @@ def read_token(path: Path | str) -> str:
     Raises:
         KeyRefused: it is not there, or too short to be one.
         PermissionRefused: others may read it.
-
-    Called by: verl_slurm_daemon.exporter, submit.preflight, cli.alert_receiver.
     """
     remedy = f"umask 077; openssl rand -hex 32 > {path}"
     try:
@@ -129,31 +146,43 @@ def read_token(path: Path | str) -> str:
     return text
 
 
-async def serve_http(host: str, port: int, handle: Handler, caps: Caps) -> tuple[asyncio.Server, int]:
+def replace_token(path: Path, token: str) -> None:
+    """Write a new token, durably, 0600."""
+    write_file(path, token.encode() + b"\n")
+
+
+async def serve_http(
+    host: str, port: int, handle: Handler, caps: Caps, token: str | None = None
+) -> tuple[asyncio.Server, int]:
     """Listen. Every request that is whole and well-formed goes to `handle`; an error in there is a 500.
+
+    Args:
+        token: a request that carries it has a place that no stranger takes. Whether it is demanded, `handle` decides.
 
     Returns:
         The server, and its port (which may have been asked for as 0).
 
     Raises:
         OSError: the address cannot be had.
-
-    Called by: verl_slurm_daemon.exporter, cli.alert_receiver.
     """
-    held = 0
+    limits = ConnectionLimits(caps.bearers)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal held
         # asyncio would take 256 KiB for each read, and a hundred thousand strangers leave 1 MB of holes in the heap.
         transport: Any = writer.transport
         transport.max_size = caps.head_bytes
-        if held >= caps.connections:
-            writer.transport.abort()
-            return
-        held += 1
+        limits.arrive(transport)
+        bearer = False
         try:
             async with asyncio.timeout(caps.patience_s):
-                read = await _read(reader, caps)
+                read = await _head(reader, caps)
+                if isinstance(read, HttpRequest) and token is not None and has_token(read, token):
+                    if not limits.admit(transport):
+                        return
+                    bearer = True
+                if isinstance(read, HttpRequest):
+                    body = await _body(reader, read, keep=bearer or token is None)
+                    read = msgspec.structs.replace(read, body=body, bearer=bearer)
             reply = read if isinstance(read, HttpReply) else await _handled(handle, read)
             async with asyncio.timeout(caps.patience_s):
                 writer.write(_rendered(reply, caps))
@@ -163,17 +192,19 @@ async def serve_http(host: str, port: int, handle: Handler, caps: Caps) -> tuple
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # gone, or too slow: nothing is owed
         finally:
-            held -= 1
-            writer.transport.abort()
+            if bearer:
+                limits.leave()
+                transport.abort()
+            else:
+                limits.turn_away(transport, ConnectionError())
 
-    server = await asyncio.start_server(
-        connected, host, port, limit=caps.head_bytes, backlog=caps.connections
-    )
+    make_room(limits.most_strangers + caps.bearers + _BACKLOG)
+    server = await asyncio.start_server(connected, host, port, limit=caps.head_bytes, backlog=_BACKLOG)
     return server, int(server.sockets[0].getsockname()[1])
 
 
-async def _read(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpReply:
-    """A request, or what is answered to something that is none."""
+async def _head(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpReply:
+    """A request without its body, or what is answered to something that is none."""
     try:
         head = await reader.readuntil(_END)
     except asyncio.LimitOverrunError:
@@ -194,8 +225,21 @@ async def _read(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpR
             return HttpReply(400)
         if int(length) > caps.body_bytes:
             return HttpReply(413)
-        request = msgspec.structs.replace(request, body=await reader.readexactly(int(length)))
     return request
+
+
+async def _body(reader: asyncio.StreamReader, request: HttpRequest, *, keep: bool) -> bytes:
+    """The body; a stranger's is read, since a reset would overtake the answer to it, but not held in memory."""
+    left = int(request.headers.get("content-length", "0"))
+    kept = bytearray()
+    while left:
+        data = await reader.read(min(left, _READ_BYTES))
+        if not data:
+            raise asyncio.IncompleteReadError(b"", left)
+        left -= len(data)
+        if keep:
+            kept += data
+    return bytes(kept)
 
 
 async def _handled(handle: Handler, request: HttpRequest) -> HttpReply:

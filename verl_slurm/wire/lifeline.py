@@ -1,6 +1,6 @@
 """A rank does not outlive its launcher: the kernel sees to it.
 
-An agent that is killed takes the launcher with it (PR_SET_PDEATHSIG), but torchrun's workers are in sessions of
+An agent that is killed takes the launcher with it (PR_SET_PDEATHSIG), but the ranks are in sessions of
 their own and would go on, and write. The kernel sends its signal only for a parent that dies after it was asked
 to; so one that died before is looked for, too.
 """
@@ -22,10 +22,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_launcher() -> None:
     """Under a daemon, on Linux: have this process killed when its parent dies; end now if it is dead already.
 
-    The signal comes with the end of the *thread* that forked us (prctl(2)); torchrun starts its workers from
-    its main thread.
-
-    Called by: trainer.__main__, before anything else; guest.session.
+    The signal comes with the end of the *thread* that forked us (prctl(2)); the launcher has one thread.
     """
     control = os.environ.get(CONTROL_VARIABLE)
     if control is None or sys.platform != "linux":

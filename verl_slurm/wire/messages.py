@@ -37,6 +37,10 @@ lead  → agent  Shutdown
 ```
 
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
+
+The keys under which ranks find each other (torch's `Store`) go the same two ways, over a second Unix socket
+(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one generation. An agent
+replaces `call` by a number of its own and puts the rank's back into the answer.
 """
 
 import signal
@@ -45,12 +49,15 @@ from typing import Annotated, Literal
 import msgspec
 
 __all__ = [
+    "MAX_KEY",
+    "MAX_VALUE",
     "STACKS_SIGNAL",
     "AgentReady",
     "DumpStacks",
     "Finished",
     "FromAgent",
     "FromRank",
+    "FromStoreClient",
     "Launch",
     "NodeExited",
     "Notice",
@@ -67,13 +74,16 @@ __all__ = [
     "StacksWritten",
     "StopRequest",
     "Stopped",
+    "StoreAnswer",
+    "StoreCall",
+    "StrangerMet",
     "ToAgent",
 ]
 
 
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 """What makes a rank write down where all its threads are (`faulthandler`: in C, whoever holds the GIL). It is none of
-those that Slurm or torchrun send."""
+those that Slurm or a launcher send."""
 
 
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
@@ -243,11 +253,16 @@ class Notice(_Message, frozen=True, kw_only=True):
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """This rank ends because of something that another start would not change (a `VerlSlurmError`)."""
+    """This rank ends because of something that another start would not change (a `VerlSlurmError`), or because code of
+    the user's raised: then another start may help, once."""
 
     rank: int
     exit_code: int
     reason: str
+    place: str = ""
+    """What the user's code raised, and where: `KeyError at /home/a/reward.py:12`. Empty: it is no such thing."""
+    worked: bool = False
+    """That code has worked before, in this process."""
 
 
 class Stopped(_Message, frozen=True, kw_only=True):
@@ -264,7 +279,70 @@ class Finished(_Message, frozen=True, kw_only=True):
     step: int
 
 
-ToAgent = Launch | StopRequest | DumpStacks | Shutdown
+# ---- rank → lead and back, through its agent: the ranks' store
+
+MAX_KEY = 8 * 1024
+MAX_VALUE = 8 * 1024 * 1024
+"""Bytes of one key and one value: the limits of torch's own TCPStore."""
+
+_Key = Annotated[str, msgspec.Meta(max_length=MAX_KEY)]
+_Value = Annotated[bytes, msgspec.Meta(max_length=MAX_VALUE)]
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Call = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class StoreCall(_Message, frozen=True, kw_only=True):
+    """One operation of `torch.distributed.Store`. A connection has one call under way at a time."""
+
+    call: _Call
+    op: Literal[
+        "set",
+        "get",
+        "add",
+        "compare_set",
+        "wait",
+        "check",
+        "delete",
+        "count",
+        "append",
+        "push",
+        "pop",
+        "length",
+    ]
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=131_072)] = ()
+    """One; any number for `wait` and `check`; none for `count`."""
+    values: Annotated[tuple[_Value, ...], msgspec.Meta(max_length=2)] = ()
+    """`set`, `append`, `push`: the value. `compare_set`: expected and desired."""
+    number: _Int64 = 0
+    """`add`: how much."""
+    timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """`get`, `wait`, `pop`: how long the key may take to appear."""
+
+
+class StoreAnswer(_Message, frozen=True, kw_only=True):
+    """To a `StoreCall` or a `StrangerMet`."""
+
+    call: _Call
+    outcome: Literal["ok", "timeout", "refused"]
+    value: bytes = b""
+    """`get`, `pop` and `compare_set`."""
+    number: _Int64 = 0
+    """`add`: the sum. `count`, `length`: how many. `check`, `delete`: 1 for yes."""
+    reason: str = ""
+    """Why it was refused."""
+
+
+class StrangerMet(_Message, frozen=True, kw_only=True):
+    """A peer of this rank's process group did not prove that it belongs to the run; the rank ends itself now."""
+
+    call: _Call
+    rank: int
+    peers: Annotated[str, msgspec.Meta(max_length=1000)]
+    """Which ranks' places were taken, and what is known of who took them, for people."""
+
+
+ToAgent = Launch | StopRequest | DumpStacks | Shutdown | StoreAnswer
+FromStoreClient = StoreCall | StrangerMet
 FromRank = (
     RankStarted
     | Progress
@@ -278,4 +356,4 @@ FromRank = (
     | Stopped
     | Finished
 )
-FromAgent = AgentReady | SignalSeen | StacksWritten | NodeExited | FromRank
+FromAgent = AgentReady | SignalSeen | StacksWritten | NodeExited | FromStoreClient | FromRank

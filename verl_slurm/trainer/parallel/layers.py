@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from verl_slurm.causal_lm import decoder_layers
+
 __all__ = ["policy_of", "recompute_layers", "shard_over_data"]
 
 
@@ -43,7 +45,7 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     if sum(p.numel() * p.element_size() for p in model.parameters()) <= _ONE_UNIT_BYTES:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         return
-    for layer in model.get_submodule("model.layers").children():
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -54,7 +56,7 @@ def recompute_layers(model: nn.Module) -> None:
     Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). Inside of
     FSDP2's hooks, so that a layer's parameters are there when it is computed again.
     """
-    for layer in model.get_submodule("model.layers").children():
+    for layer in decoder_layers(model):
         layer.forward = _forgetting(layer.forward)
 
 

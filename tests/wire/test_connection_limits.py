@@ -1,16 +1,16 @@
-"""Who gets a place at the lead's port, and who loses it."""
+"""Which connections get a place at a port, and which lose it."""
 
 import resource
 from typing import Any
 
 import pytest
-from verl_slurm_daemon.entrance import ROW, Entrance, make_room
 
 from verl_slurm.errors import WireError
+from verl_slurm.wire.connection_limits import ROW, ConnectionLimits, make_room
 
 
 class Line:
-    """As much of a transport as an entrance wants."""
+    """As much of a transport as the limits want."""
 
     def __init__(self) -> None:
         self.up = True
@@ -25,30 +25,30 @@ class Line:
 
 def test_a_full_row_loses_its_oldest_once_and_counts_him_once() -> None:
     refused: list[str] = []
-    entrance = Entrance(2, lambda why, _: refused.append(why))
+    limits = ConnectionLimits(2, lambda why, _: refused.append(why))
     lines: list[Any] = [Line() for _ in range(ROW + 2 + 3)]
     for line in lines:
-        entrance.arrive(line)
+        limits.arrive(line)
     assert [line.up for line in lines] == [False] * 3 + [True] * (ROW + 2)
-    entrance.turn_away(lines[0], EOFError())  # what its connection ends with
+    limits.turn_away(lines[0], EOFError())  # what its connection ends with
     assert refused == ["crowded"] * 3
-    assert not entrance.admit(lines[1]), "its proof came too late"
+    assert not limits.admit(lines[1]), "its proof came too late"
 
 
 def test_each_reason_has_its_name() -> None:
     refused: list[tuple[str, str]] = []
-    entrance = Entrance(1, lambda *who: refused.append(who))
+    limits = ConnectionLimits(1, lambda *who: refused.append(who))
     for error in (WireError("a peer does not know the token"), TimeoutError(), ConnectionResetError()):
         line: Any = Line()
-        entrance.arrive(line)
-        entrance.turn_away(line, error)
+        limits.arrive(line)
+        limits.turn_away(line, error)
         assert not line.up
     proven: list[Any] = [Line(), Line(), Line()]
     for line in proven:
-        entrance.arrive(line)
-    assert [entrance.admit(line) for line in proven[:2]] == [True, False]
-    entrance.leave()
-    assert entrance.admit(proven[2])
+        limits.arrive(line)
+    assert [limits.admit(line) for line in proven[:2]] == [True, False]
+    limits.leave()
+    assert limits.admit(proven[2])
     assert refused == [(why, "192.0.2.1") for why in ("token", "silent", "left", "full")]
     assert [line.up for line in proven] == [True, False, True]
 
@@ -56,11 +56,11 @@ def test_each_reason_has_its_name() -> None:
 def test_room_is_made_for_a_thousand_agents_as_far_as_the_hard_limit_goes() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (400, before[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, before[1]))
         make_room(100)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 400
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1200
         make_room(900)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(900 + 256, before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(900 + 1024, before[1])
         make_room(10**9)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
     finally:

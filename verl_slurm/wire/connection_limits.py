@@ -1,8 +1,8 @@
-"""Who may stand at the lead's port: agents that proved themselves, and a bounded row of strangers.
+"""Limits the connections of one port: a bounded row of strangers, and places of their own for proven peers.
 
-Anybody on the cluster can connect. A stranger that finds the row full pushes out the one that has stood in it longest,
-so a thousand that say nothing keep no agent out: an agent proves itself within milliseconds, and is in the row no
-longer. Links have places of their own, which no stranger takes.
+Every user of the node or the network can connect. A stranger that finds the row full pushes out the one that has stood
+in it longest. So thousands of connections that say nothing keep no peer out: a peer proves itself (the control port's
+handshake, the bearer token of an HTTP port) within milliseconds, and is in the row no longer.
 """
 
 import asyncio
@@ -11,36 +11,36 @@ from collections.abc import Callable
 
 from verl_slurm.errors import WireError
 
-__all__ = ["REASONS", "ROW", "Entrance", "make_room"]
+__all__ = ["REASONS", "ROW", "ConnectionLimits", "make_room"]
 
 REASONS = ("silent", "left", "token", "crowded", "full")
-"""Did not end the handshake in time; went away in it; does not know the token; pushed out by newer ones; proved itself
-where all links are taken."""
+"""Did not prove itself in time; went away before; does not know the token; pushed out by newer ones; proved itself
+where all places are taken."""
 
 ROW = 512
-"""Strangers at once, besides as many as there may be links: those may all be agents that come together. Far more than
-the kernel hands over at once (`listen`'s backlog), so that one who has just come has time for its proof."""
+"""Strangers at once, besides as many as there may be proven peers: those may all come together. Far more than the
+kernel hands over at once (`listen`'s backlog), so that a peer that has just come has time for its proof."""
 
 
-class Entrance:
-    """Counts heads; holds no socket open by itself. Called by: `channel.serve`.
+class ConnectionLimits:
+    """Counts connections; holds no socket open by itself. For the event loop's thread.
 
     Args:
-        max_links: proven peers at once.
-        refused: told of everyone who was turned away: the reason, and who.
+        max_proven: proven peers at once.
+        refused: told of each connection that was turned away: the reason, and the peer's address.
     """
 
-    def __init__(self, max_links: int, refused: Callable[[str, str], None]) -> None:
-        self._max_links, self._refused = max_links, refused
-        self._links = 0
+    def __init__(self, max_proven: int, refused: Callable[[str, str], None] = lambda *_: None) -> None:
+        self._max_proven, self._refused = max_proven, refused
+        self._proven = 0
         self._row: dict[asyncio.WriteTransport, None] = {}  # in the order in which they came
 
     @property
     def most_strangers(self) -> int:
-        return ROW + self._max_links
+        return ROW + self._max_proven
 
     def arrive(self, transport: asyncio.WriteTransport) -> None:
-        """Somebody has connected."""
+        """A connection has come."""
         while len(self._row) >= self.most_strangers:
             oldest = next(iter(self._row))
             del self._row[oldest]
@@ -49,7 +49,7 @@ class Entrance:
         self._row[transport] = None
 
     def turn_away(self, transport: asyncio.WriteTransport, error: Exception) -> None:
-        """The handshake came to nothing."""
+        """It has ended unproven."""
         transport.abort()
         if transport not in self._row:
             return  # pushed out, and counted
@@ -60,19 +60,19 @@ class Entrance:
             self._refused("silent" if isinstance(error, TimeoutError) else "left", _peer(transport))
 
     def admit(self, transport: asyncio.WriteTransport) -> bool:
-        """It knows the token; whether there is a place for it."""
+        """It knows the token. Returns whether there is a place for it; without one it is cut."""
         if transport in self._row:
             del self._row[transport]
-            if self._links < self._max_links:
-                self._links += 1
+            if self._proven < self._max_proven:
+                self._proven += 1
                 return True
             self._refused("full", _peer(transport))
         transport.abort()
         return False
 
     def leave(self) -> None:
-        """A link has ended."""
-        self._links -= 1
+        """A proven peer's connection has ended."""
+        self._proven -= 1
 
 
 def _peer(transport: asyncio.WriteTransport) -> str:
@@ -80,7 +80,7 @@ def _peer(transport: asyncio.WriteTransport) -> str:
 
 
 def make_room(sockets: int) -> None:
-    """See to it that this process may have so many, as far as it may say so itself.
+    """Raise this process's limit of open descriptors to so many sockets of one port, as far as it is allowed to.
 
     The usual soft limit of 1,024 descriptors is less than a thousand agents and the files of a lead. Where the hard
     limit is lower still, asyncio stops to accept for a second whenever it is reached, and goes on.
@@ -92,4 +92,5 @@ def make_room(sockets: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-_OWN_FILES = 256
+_OWN_FILES = 1024
+"""Files, and the rows of a second port: a lead has one for its agents and one for metrics."""

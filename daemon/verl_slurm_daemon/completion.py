@@ -1,0 +1,48 @@
+"""Whether a run is done: then a start has nothing to do, and starts no ranks. Pure.
+
+Slurm may start a job again that has ended well (23.02 to 25.11 do so after a preemption, docs/slurm-versions.md), and
+the tasks of a chain follow one another whatever became of the run.
+"""
+
+from collections.abc import Sequence
+
+from verl_slurm.checkpoint.format import Manifest
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.events import Event
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = ["nothing_left"]
+
+
+def nothing_left(
+    config: RunConfig, manifest: Manifest | None, events: Sequence[Event], job_id: str, array: str | None
+) -> str:
+    """Why nothing is left to do behind this checkpoint; empty: something is.
+
+    How long a guest's loop is, its own program says, which may have been changed. So it counts as done where this very
+    job, or an earlier task of its array, has ended well with this checkpoint, and no new submission came since.
+
+    Args:
+        manifest: of the checkpoint to resume from, verified; None: there is none.
+        array: the array that `job_id` is a task of.
+    """
+    if manifest is None:
+        return ""
+    if not config.trainer.is_guest:
+        whole = manifest.safe_point == 0 and manifest.step >= config.train.steps
+        return f"all {config.train.steps} steps are done: {manifest.name}" if whole else ""
+    for event in reversed(events):
+        if event["event"] == "submitted":
+            return ""
+        if event["event"] == "ended":
+            well = event.get("exit_code") == ExitCode.OK and event.get("checkpoint") == manifest.name
+            ours = event.get("job_id") == job_id or _of_array(events, event.get("job_id"), array)
+            return f"the loop has ended with {manifest.name}" if well and ours else ""
+    return ""
+
+
+def _of_array(events: Sequence[Event], job_id: object, array: str | None) -> bool:
+    return array is not None and any(
+        event["event"] == "started" and event.get("job_id") == job_id and event.get("array") == array
+        for event in events
+    )

@@ -1,0 +1,84 @@
+"""Standard output that is closed, full or no longer read ends every command without a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.many_runs import make_run
+from verl_slurm.cli.main import COMMANDS
+from verl_slurm.exit_codes import ExitCode
+
+pytestmark = pytest.mark.scenario("USE19")
+_AT_WORK = (
+    "status RUN",
+    "status RUN --json",
+    "list .",
+    "list . --json",
+    "list RUN",
+    "checkpoints RUN",
+    "watch RUN",
+    "watch RUN --json",
+    "prune RUN --dry-run",
+    "config",
+    "config train",
+    "nonsense",
+    "status nowhere",
+    "devcluster status --dir nothing",
+)
+_WORDS = [f"{name} --help" for name in COMMANDS] + ["--help", "--version", *_AT_WORK]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("streams")
+    make_run(directory / "run", "done")
+    return directory
+
+
+def run(place: Path, words: str, stdout: int | None) -> subprocess.CompletedProcess[str]:
+    """Run the command with this standard output; None: with none at all."""
+    argv = [sys.executable, "-m", "verl_slurm.cli", *words.replace("RUN", str(place / "run")).split()]
+    if stdout is None:
+        argv = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *argv]
+    return subprocess.run(
+        argv,
+        cwd=place,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if stdout is None else stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", _WORDS)
+def test_a_closed_full_or_unread_output_ends_a_command_quietly(place: Path, words: str) -> None:
+    usual = run(place, words, subprocess.DEVNULL)
+    closed = run(place, words, None)
+    assert (closed.returncode, closed.stderr) == (usual.returncode, usual.stderr), "as with /dev/null"
+    with open("/dev/full", "wb") as full:
+        overflowing = run(place, words, full.fileno())
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = run(place, words, writer)
+    os.close(writer)
+    for done in (closed, overflowing, unread):
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+    if usual.returncode == 0:  # it prints something
+        assert overflowing.returncode == ExitCode.OUTPUT
+        assert overflowing.stderr.splitlines()[-1].startswith("verl-slurm: standard output cannot be written")
+        assert len(overflowing.stderr.splitlines()) == len(usual.stderr.splitlines()) + 1
+        assert (unread.returncode, unread.stderr) == (ExitCode.PIPE, usual.stderr)
+
+
+def test_a_standard_error_that_is_full_changes_no_exit_code(place: Path) -> None:
+    argv = [sys.executable, "-m", "verl_slurm.cli", "status", "nowhere"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(argv, cwd=place, stderr=full, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == ExitCode.NOT_FOUND

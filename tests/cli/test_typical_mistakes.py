@@ -1,0 +1,226 @@
+"""The table of typical mistakes: each ends with its exit code and one clear line, before anything is queued."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.exit_codes import ExitCode
+
+Cli = Callable[..., Any]
+Make = Callable[[Path], object]
+pytestmark = [pytest.mark.scenario("USE-TABLE"), pytest.mark.usefixtures("without_slurm")]
+
+CONFIG, DATA, OK = ExitCode.CONFIG, ExitCode.DATA, ExitCode.OK
+
+
+def nothing(place: Path) -> None:
+    pass
+
+
+def yaml(text: str) -> Make:
+    return lambda place: (place / "config.yaml").write_text(text)
+
+
+def file(name: str, text: str) -> Make:
+    return lambda place: (place / name).write_text(text)
+
+
+def reward(text: str) -> Make:
+    return file("score.py", text)
+
+
+# what is wrong: (how it is made, words of submit, exit code, what the line says)
+MISTAKES: dict[str, tuple[Make, tuple[str, ...], ExitCode, str]] = {
+    "a slip in a key": (nothing, ("train.actr_lr=1",), CONFIG, "(expected train.actor_lr)"),
+    "another tool's key": (nothing, ("train.lr=1",), CONFIG, "(expected train.actor_lr or train.critic_lr)"),
+    "another tool's section": (nothing, ("optimizer.lr=1",), CONFIG, "(expected train.actor_lr or"),
+    "text for a number": (nothing, ("train.steps=many",), CONFIG, "found 'many', text, expected int"),
+    "a blank for =": (nothing, ("train.steps", "50"), CONFIG, "expected KEY=VALUE, e.g. train.steps=50"),
+    "a tab in the YAML": (
+        yaml("model:\n\tpath: model\n"),
+        (),
+        CONFIG,
+        r"config.yaml:2:1 (found character '\t' that cannot start any token)",
+    ),
+    "no such model": (nothing, ("model.path=/nowhere",), DATA, "no such model directory: /nowhere"),
+    "a name of the hub": (nothing, ("model.path=Qwen/Qwen2-0.5B",), DATA, "`hf download Qwen/Qwen2-0.5B"),
+    "no tokenizer": (lambda p: (p / "model/tokenizer.json").unlink(), (), DATA, "has no tokenizer"),
+    "no config.json": (lambda p: (p / "model/config.json").unlink(), (), DATA, "not a model directory"),
+    "no such data": (nothing, ("data.root=/nowhere",), DATA, "no such data directory: /nowhere"),
+    "a file as data": (nothing, ("data.root=data/train.jsonl",), DATA, "(found a file)"),
+    "an empty jsonl": (file("data/train.jsonl", ""), (), DATA, "found 1 file without a row"),
+    "broken JSON": (file("data/train.jsonl", '{"prompt": "1+1=", answer\n'), (), DATA, "train.jsonl:1"),
+    "a wrong prompt_key": (nothing, ("data.prompt_key=question",), DATA, "text under 'question'"),
+    "ranks over nodes": (
+        nothing,
+        ("distributed.dp_size=3",),
+        CONFIG,
+        "found 3 ranks on 2 nodes, expected the same number of ranks on every node",
+    ),
+    "a mini-batch that divides nothing": (
+        nothing,
+        ("train.mini_batch_size_per_device=7",),
+        CONFIG,
+        "expected a divisor of 64",
+    ),
+    "a warning longer than the job": (
+        nothing,
+        ("slurm.time_limit_min=1",),
+        CONFIG,
+        "found 120 s, expected less than the time limit of 60 s",
+    ),
+    "cuda with a CPU torch": (
+        nothing,
+        ("distributed.device=cuda", "slurm.gpus_per_node=1"),
+        CONFIG,
+        "this machine cannot give the ranks a GPU: distributed.device=cuda",
+    ),
+    "no such reward file": (
+        nothing,
+        ("model.reward=python:nowhere.py:score",),
+        CONFIG,
+        "(found no such file, expected a Python file); set model.reward to python:FILE.py:FUNCTION",
+    ),
+    "no such function": (
+        reward("def other(): ...\n"),
+        ("model.reward=python:score.py:score",),
+        CONFIG,
+        "found nothing named 'score'",
+    ),
+    "a reward without its kind": (nothing, ("model.reward=score.py:score",), CONFIG, "model.reward"),
+    "no such module": (
+        nothing,
+        ("model.reward=python:nonexist:score",),
+        CONFIG,
+        "`python -c 'import nonexist'`",
+    ),
+    "a run directory that is not writable": (
+        nothing,
+        ("run_dir=/proc/self/run",),
+        ExitCode.PERMISSION,
+        "the run directory cannot be written",
+    ),
+    "no Slurm": (nothing, ("--cluster", "slurm"), ExitCode.NO_SLURM, "or use --cluster local"),
+    "another configuration file": (nothing, ("../nope.yaml",), CONFIG, "not an override: ../nope.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_its_exit_code_and_leaves_nothing(
+    workplace: Path, cli: Cli, name: str
+) -> None:
+    make, words, code, part = MISTAKES[name]
+    make(workplace)
+    cluster = () if "--cluster" in words else ("--cluster", "local")
+    result = cli("submit", "config.yaml", *words, *cluster)
+    assert result.code == code, result.err
+    assert part in result.error
+    assert "; " in result.error, "a remedy"
+    assert not (workplace / "runs").exists()
+
+
+@pytest.mark.scenario("USE18")
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("train.lr=1", "train.actor_lr"),
+        ("optimizer.lr=1", "train.actor_lr"),
+        ("learning_rate=1", "train.actor_lr"),
+        ("steps=3", "train.steps"),
+        ("slurm.gpus=1", "slurm.gpus_per_node"),
+        ("checkpoint.keep=3", "checkpoint.keep_last"),
+        ("data.max_prompt=1", "data.max_prompt_tokens"),
+        ("rollout.temprature=1", "rollout.temperature"),
+        ("nodes=2", "distributed.nodes"),
+    ],
+)
+def test_a_hint_names_the_key_that_was_meant(workplace: Path, cli: Cli, words: str, hint: str) -> None:
+    result = cli("submit", "config.yaml", words, "--cluster", "local")
+    assert result.code == CONFIG
+    assert f"(expected {hint}" in result.error
+
+
+@pytest.mark.scenario("USE18")
+def test_a_section_that_does_not_exist_is_hinted_by_its_first_key(workplace: Path, cli: Cli) -> None:
+    (workplace / "config.yaml").write_text("optimizer:\n  lr: 0.1\n")
+    assert "optimizer.lr (expected train.actor_lr" in cli("submit", "config.yaml").error
+
+
+@pytest.mark.scenario("USE18")
+def test_config_explains_every_key_of_the_schema(cli: Cli) -> None:
+    keys = {key["key"]: key for key in cli("config", "--json").json}
+    assert {"train.kl_in", "slurm.successor", "checkpoint.encryption.key_file", "tiers[].kind"} <= keys.keys()
+    assert keys["train.kl_in"]["type"] == "reward | loss"
+    assert keys["train.steps"]["default"] == "30"
+    told = cli("config", "--explain", "train.kl_in").out
+    assert "the penalty is part of what is maximised" in told
+    assert cli("config", "trian.steps").error.endswith(
+        "(expected train.steps); `verl-slurm config` lists all keys"
+    )
+
+
+@pytest.mark.scenario("USE-SMALL")
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "loop", "verl"])
+def test_init_writes_a_configuration_that_asks_only_for_what_is_marked(
+    workplace: Path, cli: Cli, kind: str
+) -> None:
+    from verl_slurm.config.load import load
+
+    assert cli("init", "first.yaml", "--for", kind).code == OK
+    load(workplace / "first.yaml")
+    result = cli("submit", "first.yaml", "--dry-run", "--cluster", "local")
+    assert result.code in (CONFIG, DATA, ExitCode.NOT_FOUND), "the path to fill in, or verl, is missing"
+    assert cli("init", "first.yaml", "--for", kind).code == ExitCode.PERMISSION, "never overwritten"
+
+
+@pytest.mark.scenario("USE-SMALL")
+def test_a_followed_run_left_with_ctrl_c_has_a_code_that_the_table_lists(cli: Cli) -> None:
+    out = cli("--help").out
+    assert " 130  Ctrl-C" in out
+
+
+@pytest.mark.scenario("USE-SMALL")
+def test_compare_takes_names_of_a_run_as_diff_does(workplace: Path, cli: Cli) -> None:
+    run = workplace / "runs" / "x"
+    run.mkdir(parents=True)
+    (run / "run.yaml").write_text("name: x\n")
+    result = cli("compare", "step_000001", "step_000002", "--run", run)
+    assert result.code == ExitCode.NOT_FOUND
+    assert str(run / "checkpoints" / "step_000001") in json.dumps(result.error)
+
+
+@pytest.mark.scenario("USE14")
+def test_a_path_in_a_yaml_goes_by_the_directory_of_the_yaml(workplace: Path, cli: Cli) -> None:
+    place = workplace / "elsewhere"
+    place.mkdir()
+    (workplace / "config.yaml").rename(place / "config.yaml")
+    (workplace / "data").rename(place / "data")
+    result = cli("submit", "elsewhere/config.yaml", "--cluster", "local", "--dry-run")
+    assert result.code == OK, result.err
+    assert "model.path: model is not beside the YAML, and was found in the working directory" in result.err
+    assert "data.root: " not in result.err
+    assert f"run directory {workplace / 'runs' / 'demo'}" in result.err, "an output goes by the caller"
+
+
+@pytest.mark.scenario("USE14")
+def test_a_path_on_the_command_line_goes_by_the_working_directory(workplace: Path, cli: Cli) -> None:
+    place = workplace / "elsewhere"
+    (place / "model").mkdir(parents=True)
+    (place / "config.yaml").write_text((workplace / "config.yaml").read_text())
+    words = ("elsewhere/config.yaml", "model.path=model", "data.root=data", "--cluster", "local", "--dry-run")
+    result = cli("submit", *words)
+    assert result.code == OK, result.err
+    assert "is not beside the YAML" not in result.err
+
+
+@pytest.mark.scenario("USE14")
+def test_a_path_that_exists_in_both_places_is_refused(workplace: Path, cli: Cli) -> None:
+    place = workplace / "elsewhere"
+    (place / "data").mkdir(parents=True)
+    (place / "config.yaml").write_text((workplace / "config.yaml").read_text())
+    result = cli("submit", "elsewhere/config.yaml", f"model.path={workplace / 'model'}", "--cluster", "local")
+    assert result.code == CONFIG
+    assert f"means two things: data.root (found {place / 'data'}, beside the YAML, and " in result.error

@@ -1,0 +1,109 @@
+"""The launcher of a node's ranks, as a process, with small programs for ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import python_path
+
+
+def launch(
+    tmp_path: Path, program: str, *place: str, timeout_s: float = 120
+) -> "subprocess.CompletedProcess[str]":
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.ranks", *place, str(script), "--word", "3"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_each_rank_gets_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
+    program = "import json, os, sys\nos.write(1, (json.dumps([sys.argv, dict(os.environ)]) + '\\n').encode())"
+    done = launch(tmp_path, program, "2", "1", "2")
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(argv == [str(tmp_path / "program.py"), "--word", "3"] for argv, _ in seen)
+    ranks = sorted((environ for _, environ in seen), key=lambda environ: environ["RANK"])
+    assert [(e["RANK"], e["LOCAL_RANK"], e["GROUP_RANK"]) for e in ranks] == [
+        ("2", "0", "1"),
+        ("3", "1", "1"),
+    ]
+    assert {(e["WORLD_SIZE"], e["LOCAL_WORLD_SIZE"], e["GROUP_WORLD_SIZE"]) for e in ranks} == {
+        ("4", "2", "2")
+    }
+    assert {e["TORCHELASTIC_USE_AGENT_STORE"] for e in ranks} == {"True"}
+    assert {e["MASTER_ADDR"] for e in ranks} == {"verl-slurm.invalid"}
+
+
+def test_a_rank_that_fails_ends_the_others_a_second_later_and_is_named(tmp_path: Path) -> None:
+    program = (
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': os._exit(7)\n"
+        "try: time.sleep(600)\n"
+        "finally: print('never')"
+    )
+    began = time.monotonic()
+    done = launch(tmp_path, program, "1", "0", "3")
+    assert done.returncode == 1
+    assert "never" not in done.stdout
+    assert "rank 1 (local rank 1, pid" in done.stderr.splitlines()[-1]
+    assert "exitcode 7" in done.stderr.splitlines()[-1]
+    assert 1.0 <= time.monotonic() - began < 60
+
+
+def test_what_the_others_say_within_that_second_is_heard(tmp_path: Path) -> None:
+    program = (
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        "while os.path.exists(f'/proc/{os.getppid()}') and time.sleep(0.2) is None:\n"
+        "    print('a last word', flush=True); break"
+    )
+    done = launch(tmp_path, program, "1", "0", "2")
+    assert done.returncode == 1
+    assert "a last word" in done.stdout
+    assert "Signal 9 (SIGKILL)" in done.stderr.splitlines()[-1]
+
+
+def test_ranks_die_with_their_launcher_and_not_of_slurms_warnings(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import os, time\nos.write(1, b'%d\\n' % os.getpid())\ntime.sleep(600)")
+
+    def ignore() -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.ranks", "1", "0", "2", str(script)]
+    environ = {**os.environ, "VERL_SLURM_CONTROL": str(tmp_path)}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=ignore)
+    assert process.stdout is not None
+    ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+    for one in [psutil.Process(process.pid), *ranks]:
+        one.send_signal(signal.SIGTERM)
+        one.send_signal(signal.SIGUSR1)
+    assert [rank.is_running() for rank in ranks] == [True, True]
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    process.stdout.close()
+    assert (len(gone), alive) == (2, [])
+
+
+@pytest.mark.parametrize("kind", ["file", "module"])
+def test_a_traceback_begins_with_the_programs_own_first_line(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "broken.py").write_text("def f():\n    raise ValueError(__name__)\nf()\n")
+    program = [str(tmp_path / "broken.py")] if kind == "file" else ["-m", "broken"]
+    argv = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
+    environ = {**os.environ, **python_path(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{tmp_path}/broken.py", line 3, in <module>'
+    assert lines[-1] == "ValueError: __main__"

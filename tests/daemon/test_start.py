@@ -1,0 +1,242 @@
+"""What a lead meets at its start: failing storage, edited files, a run that is done. Real leads, no Slurm, no torch."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import psutil
+import pytest
+
+from tests.harness import ROOT
+from tests.local_runs import lead, until
+from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.events import append_event, read_events
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.fence import read_epoch, take_epoch
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree
+from verl_slurm.paths import RunPaths
+from verl_slurm.submit.submission import carry_out, plan_submission
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 30 MB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m,mode=700", "t", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("NOT RUN: mounting a file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def guest_run(root: Path) -> RunPaths:
+    """A prepared run on two hosts, of which the second one never joins: a start gets as far as `generation`."""
+    program = root.parent / "train.py"
+    program.write_text("")
+    (root.parent / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
+    shape = ("distributed.dp_size=2", "distributed.nodes=2", "daemon.requeue_delay_s=1")
+    words = [f"run_dir={root}", f"trainer.command=[{program}]", *shape]
+    plan = plan_submission(ROOT / "configs/pytorch_loop.yaml", words, cluster="local")
+    carry_out(plan, prepare_only=True)
+    return RunPaths(root)
+
+
+def begin(paths: RunPaths, **environ: str) -> "subprocess.Popen[str]":
+    return lead(paths, "--hostfile", str(paths.root.parent / "hosts"), environ=environ)
+
+
+def outcome(process: "subprocess.Popen[str]") -> tuple[int | str, str]:
+    """How a start came out: `ranks`, where it would have started them, or its exit code; and what it said."""
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if " generation " in line:
+            process.terminate()
+            process.communicate(timeout=300)
+            return "ranks", "".join(said)
+    process.communicate(timeout=300)
+    return process.returncode, "".join(said)
+
+
+def committed(paths: RunPaths, step: int) -> str:
+    """A checkpoint as a guest of this run would have written it."""
+    with patch("verl_slurm.fence.socket.gethostname", return_value="another-host"):
+        epoch = (read_epoch(paths) or take_epoch(paths, job_id="local-1", restart=0)).epoch
+    work = clear_work(paths, epoch)
+    private_dir(work / "guest")
+    write_file(work / "guest" / "state", b"state")
+    private_dir(paths.checkpoints)
+    save = GuestSave(guest="loop", step=step, epoch=epoch, world_size=2)
+    return commit_tree(paths, save, {"guest": work / "guest"}).name
+
+
+def told(paths: RunPaths, kind: str) -> list[dict[str, object]]:
+    return [event for event in read_events(paths) if event["event"] == kind]
+
+
+@pytest.mark.long
+@pytest.mark.scenario("FLT-N06")
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_start_on_storage_that_takes_nothing_waits_until_it_does(small_disk: Path, trouble: str) -> None:
+    paths = guest_run(small_disk / "run")
+    filler = small_disk / "fill"
+    if trouble == "full":
+        with filler.open("wb") as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+    else:
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    process = begin(paths)
+    line = until(process, "tries again")
+    assert ("No space left" if trouble == "full" else "Read-only") in line
+    if trouble == "full":
+        filler.unlink()
+    else:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert outcome(process)[0] == "ranks"
+
+
+@pytest.mark.long
+@pytest.mark.scenario("FLT-N06")
+def test_a_start_that_storage_stopped_asks_for_another_and_never_ends_with_22(small_disk: Path) -> None:
+    """Slurm's part is played by `scontrol` and `srun` of the test: the job comes back after a delay."""
+    paths = guest_run(small_disk / "run")
+    tools = small_disk.parent / "bin"
+    tools.mkdir()
+    asked = tools / "asked"
+    running = Path(__file__).parents[1] / "slurm" / "golden" / "running.txt"
+    script = f"""#!{sys.executable}
+import pathlib, sys
+asked = pathlib.Path({str(asked)!r})
+if sys.argv[1] == "show":
+    text = pathlib.Path({str(running)!r}).read_text()
+    if asked.exists() and "requeue" in asked.read_text():
+        text = text.replace("Restarts=0", "Restarts=1").replace("JobState=RUNNING", "JobState=COMPLETING")
+    print(text)
+else:
+    with asked.open("a") as file:
+        print(*sys.argv[1:], file=file)
+"""
+    (tools / "scontrol").write_text(script)
+    (tools / "scontrol").chmod(0o755)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    job = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURMD_NODENAME": "n1",
+    }
+    process = lead(paths, environ={**job, "PATH": f"{tools}:{os.environ['PATH']}"})
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == ExitCode.REQUEUED, out
+    said = asked.read_text().splitlines()
+    assert said[0].startswith("requeue 1")
+    assert any(line.startswith("update JobId=1 StartTime=uts") for line in said)
+    assert not any("Requeue=0" in line for line in said)
+
+
+@pytest.mark.scenario("FLT-N07")
+@pytest.mark.parametrize("known_by", ["the ranks that were started", "the newest checkpoint alone"])
+def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
+    tmp_path: Path, known_by: str
+) -> None:
+    paths = guest_run(tmp_path / "run")
+    committed(paths, 2)
+    if known_by.startswith("the ranks"):
+        assert outcome(begin(paths))[0] == "ranks"
+    starts = len(told(paths, "generation"))
+    config = load_resolved(paths.run_yaml)
+    edited = msgspec.structs.replace(
+        config,
+        seed=config.seed + 7,
+        daemon=msgspec.structs.replace(config.daemon, backoff_s=0.1),
+    )
+    write_file(paths.run_yaml, dump(edited))
+    code, out = outcome(begin(paths))
+    assert code == ExitCode.CONFIG, out
+    assert f"seed: {config.seed} -> {config.seed + 7}" in out
+    assert "backoff_s" not in out
+    assert len(told(paths, "generation")) == starts
+    again = [sys.executable, "-m", "verl_slurm.cli", "submit", str(paths.root), "--cluster", "local"]
+    done = subprocess.run([*again, "--dry-run"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == ExitCode.CONFIG, done.stdout + done.stderr
+    assert "seed: " in done.stderr
+    write_file(paths.run_yaml, dump(msgspec.structs.replace(edited, seed=config.seed)))
+    assert outcome(begin(paths))[0] == "ranks"  # what may change is taken
+
+
+@pytest.mark.scenario("USE01")
+def test_a_loop_that_is_done_is_started_again_by_its_job_without_ranks(tmp_path: Path) -> None:
+    paths = guest_run(tmp_path / "run")
+    name = committed(paths, 4)
+    append_event(paths, "started", epoch=1, job_id="77", restart=0)
+    append_event(paths, "ended", epoch=1, job_id="77", exit_code=0, exit="OK", checkpoint=name)
+    for _ in range(2):
+        assert outcome(begin(paths, SUBMITIT_LOCAL_JOB_ID="77"))[0] == 0
+        assert told(paths, "ended")[-1]["checkpoint"] == name
+    # Of another job: the program may have been made longer.
+    assert outcome(begin(paths, SUBMITIT_LOCAL_JOB_ID="78"))[0] == "ranks"
+
+
+@pytest.mark.long
+@pytest.mark.scenario("USE01")
+def test_a_done_loop_whose_last_checkpoint_is_damaged_is_trained_again(tmp_path: Path) -> None:
+    paths = guest_run(tmp_path / "run")
+    committed(paths, 2)
+    name = committed(paths, 4)
+    append_event(paths, "ended", epoch=1, job_id="77", exit_code=0, exit="OK", checkpoint=name)
+    (paths.checkpoints / name / "guest" / "state").write_bytes(b"stat!")
+    assert outcome(begin(paths, SUBMITIT_LOCAL_JOB_ID="77"))[0] == "ranks"
+    assert told(paths, "generation")[0]["resume"] == "step_000002"
+
+
+@pytest.mark.scenario("FLT-O2")
+def test_a_fenced_lead_that_waits_leaves_within_seconds(tmp_path: Path) -> None:
+    """Its second host never joins: nothing happens that it could learn by."""
+    paths = guest_run(tmp_path / "run")
+    process = begin(paths)
+    until(process, " generation ")
+    take_epoch(paths, job_id="8", restart=0)
+    code, out = outcome(process)
+    assert code == ExitCode.FENCED, out
+    assert "a newer incarnation owns the run" in out
+    assert not told(paths, "crash")  # 60 s later it would have called the missing host one
+
+
+@pytest.mark.scenario("USE-SMALL")
+def test_a_host_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:
+    paths = guest_run(tmp_path / "run")
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nno-such-host.invalid slots=1\n")
+    code, out = outcome(begin(paths))
+    assert code == ExitCode.CONFIG, out
+    assert "no-such-host.invalid" in out
+
+
+@pytest.mark.scenario("USE-SMALL")
+def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) -> None:
+    """24.11's srun ends the agents that run, where a node cannot be reached."""
+    paths = guest_run(tmp_path / "run")
+    process = begin(paths)
+    until(process, " generation ")
+    log = paths.agent_log(1, 0)
+    deadline = time.monotonic() + 120
+    while not log.exists() or " joined " not in log.read_text():  # the lead says nothing of it
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (agent,) = [p for p in psutil.Process(process.pid).children() if "agent" in p.cmdline()]
+    agent.kill()
+    until(process, " crash ")
+    process.terminate()
+    process.communicate(timeout=300)
+    (crash,) = told(paths, "crash")
+    assert (crash["kind"], crash["node"]) == ("node", None)
+    assert "1 of 2 agents had not come" in str(crash["detail"])

@@ -1,0 +1,39 @@
+"""A reward function that raises: what it says, and how often the ranks are started for it. Real ranks, no Slurm."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.local_runs import lead, prepared
+from verl_slurm.events import read_events
+from verl_slurm.exit_codes import ExitCode
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.long
+@pytest.mark.scenario("USE11")
+@pytest.mark.parametrize(
+    ("body", "starts"),
+    [
+        ("raise KeyError('boom')", 1),
+        ("if calls.append(1) or len(calls) > 2: raise KeyError('boom')\n    return [0.0] * len(r)", 2),
+    ],
+    ids=["on its first call", "after it had worked"],
+)
+def test_a_reward_that_raises_ends_the_run_in_its_own_words(tmp_path: Path, body: str, starts: int) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(f"calls = []\ndef score(p, r, a):\n    {body}\n")
+    paths = prepared(
+        tmp_path / "run", f"model.reward=python:{reward}:score", "train.micro_batch_size_per_device=8"
+    )
+    process = lead(paths)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == ExitCode.DATA, out
+    events = read_events(paths)
+    assert len([event for event in events if event["event"] == "generation"]) == starts
+    reason = events[-1]["reason"]
+    assert "KeyError: 'boom' at " in reason
+    assert f"{reward}:" in reason
+    assert "\n" not in reason
+    assert "torch" not in reason

@@ -1,0 +1,247 @@
+"""One tiny model of each family, with random weights and the built-in tokenizer, as a Hugging Face directory.
+
+`python -m tests.families` writes docs/models.md from `verl_slurm.config.families`; a test compares them.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from verl_slurm.config.families import FAMILIES, REFUSED
+
+__all__ = ["PAGE", "TINY", "build_family", "page", "tiny_config"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+
+_USUAL: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_FEW_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+_GPT: dict[str, Any] = {"vocab_size": 264, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_LATENT: dict[str, Any] = {
+    **_USUAL,
+    **_FEW_EXPERTS,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_LINEAR: dict[str, Any] = {
+    **_USUAL,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "apertus": _USUAL,
+    "bloom": {"vocab_size": 264, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "cohere": _USUAL,
+    "cohere2": {**_USUAL, "sliding_window": 8},
+    "deepseek_v2": {**_LATENT, "topk_method": "greedy"},
+    "deepseek_v3": _LATENT,
+    "falcon": {
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
+    "exaone4": {**_USUAL, "sliding_window": 8, "sliding_window_pattern": 2},
+    "falcon-alibi": {
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "alibi": True,
+        "multi_query": False,
+    },
+    "gemma": {**_USUAL, "head_dim": 8},
+    "gemma2": {**_USUAL, "head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {**_USUAL, "head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2},
+    "glm4": {**_USUAL, "head_dim": 8},
+    "glm4_moe": {
+        **_USUAL,
+        **_FEW_EXPERTS,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
+    "gpt_neo": {
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 8,
+        "max_position_embeddings": 64,
+    },
+    "gpt_neox": {key: value for key, value in _USUAL.items() if key != "num_key_value_heads"},
+    "gpt_oss": {
+        **_USUAL,
+        **_FEW_EXPERTS,
+        "num_local_experts": 4,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gptj": {**_GPT, "rotary_dim": 4},
+    "granite": _USUAL,
+    "granitemoe": {**_USUAL, **_FEW_EXPERTS, "num_local_experts": 4},
+    "lfm2": {**_USUAL, "layer_types": ["conv", "full_attention"]},
+    "llama": _USUAL,
+    "llama-tied": {**_USUAL, "tie_word_embeddings": True},
+    "mistral": {**_USUAL, "sliding_window": 8},
+    "mixtral": {**_USUAL, **_FEW_EXPERTS, "num_local_experts": 4},
+    "mpt": {"vocab_size": 264, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "nemotron": _USUAL,
+    "olmo": _USUAL,
+    "olmo2": _USUAL,
+    "olmo3": {**_USUAL, "sliding_window": 8},
+    "olmoe": {**_USUAL, **_FEW_EXPERTS, "num_experts": 4},
+    "opt": {**_USUAL, "ffn_dim": 48, "word_embed_proj_dim": 16},
+    "phi": {**_USUAL, "num_key_value_heads": 4},
+    "phi3": _USUAL,
+    "phimoe": {**_USUAL, **_FEW_EXPERTS, "num_local_experts": 4},
+    "qwen2": _USUAL,
+    "qwen2_moe": {
+        **_USUAL,
+        **_FEW_EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "qwen3": {**_USUAL, "head_dim": 8},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_moe": {**_USUAL, **_FEW_EXPERTS, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen3_next": {
+        **_LINEAR,
+        **_FEW_EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "seed_oss": _USUAL,
+    "smollm3": {**_USUAL, "pad_token_id": None},
+    "stablelm": _USUAL,
+    "starcoder2": _USUAL,
+}
+"""Name of the specimen → what its config differs in from the default. A word behind `-` is a variant of a family."""
+
+
+def tiny_config(name: str) -> Any:
+    """The configuration of a specimen; token ids are those of the built-in tokenizer."""
+    from transformers import AutoConfig
+
+    words = {"pad_token_id": 256, "bos_token_id": None, "eos_token_id": 258, **TINY[name]}
+    return AutoConfig.for_model(name.partition("-")[0], **words)
+
+
+def build_family(name: str, directory: Path, tokenizer: Path) -> Path:
+    """Write a specimen with random weights to `directory`, with the tokenizer of another model directory.
+
+    The weights are ten times as spread as usual, so that a wrong mask or position shows in the numbers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.2)
+    model.save_pretrained(str(directory))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / file, directory / file)
+    return directory
+
+
+_HEAD = """# Models that this trainer trains
+
+`model.path` is a directory with `config.json`, safetensors and a tokenizer. `model_type` in config.json names the
+family. `verl-slurm submit` and `--dry-run` read it on the login node, and refuse what cannot work before it is queued.
+This page is written by `python -m tests.families` from `verl_slurm/config/families.py`.
+
+Families are built small with random weights and trained, with PPO and with GRPO, on two ranks of FSDP2. Tests hold them
+to three things: the log probabilities of sampling are those of scoring, a row scores the same alone and in a padded
+batch, and an interrupted run ends with the same bits. `make test` does so for the common families. `make families` does
+for all of them; it has not been run to its end yet. It was done on CPUs, in float32, with transformers 5.10.4.
+
+* **PPO** works with every family. The critic is the family's own transformer with a linear layer of width 1 in place of
+  the output head: `score.weight` and `score.bias` in checkpoints and exports.
+* **attention** lists what `model.attn_implementation` may be. The default `auto` takes the first. `flash_attention_2`
+  needs GPUs, the package `flash_attn`, bfloat16 and `deterministic: false`; it has not been run here. Attention kernels
+  that a model directory names in its config.json are ignored.
+* **tp, pp**: `distributed.tp_size` and `pp_size` may be above 1.
+* **length** names the key of config.json that limits prompt and response together. Other families compute positions, so
+  longer sequences run; `submit` says when they are longer than the model was made for.
+"""
+
+_TAIL = """
+A `model_type` that is in neither table is not refused if its class is a causal language model of transformers. `submit`
+then says that it has not been tried. Encoders, and encoders with a decoder (T5, BART, BERT), are refused.
+
+## Weights
+
+* Weights must be safetensors: `model.safetensors`, or the shards that `model.safetensors.index.json` names. Pickled
+  weights (`pytorch_model.bin`) are refused with the command that converts them.
+* Quantized weights (`quantization_config`) and adapters (`adapter_config.json`) are refused: dequantize or merge them.
+
+## The critic of an export
+
+`verl-slurm export --role critic --to hf` writes `XForTokenClassification` in config.json where transformers has such a
+class with the same tensors. For the other families it names the transformer alone: `AutoModel.from_pretrained` loads
+that, and `score.weight` [1, H] and `score.bias` [1] are the linear layer to put on its last hidden state.
+"""
+
+
+def page() -> str:
+    """docs/models.md, whole."""
+    lines = [
+        _HEAD,
+        "| family | `model_type` | PPO | GRPO | attention | tp, pp | length | remarks |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind, family in sorted(FAMILIES.items(), key=lambda item: item[1].name.lower()):
+        attention = ["sdpa"] * family.sdpa + ["eager"] + ["flash_attention_2"] * family.flash
+        cut, length = "yes" if family.cut else "no", f"`{family.positions[0]}`" if family.positions else ""
+        cells = [family.name, f"`{kind}`", "yes", "yes", ", ".join(attention), cut, length, family.remark]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Refused:",
+        "",
+        "| family | `model_type` | PPO | GRPO | why |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [f"| {name} | `{kind}` | no | no | {why} |" for kind, (name, why) in sorted(REFUSED.items())]
+    return "\n".join(lines) + "\n" + _TAIL
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

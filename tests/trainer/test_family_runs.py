@@ -1,0 +1,228 @@
+"""Families trained for real: two ranks of FSDP2, sharded layer by layer; PPO, GRPO, and runs that are interrupted.
+
+`make test` trains the families below; `make families` (VERL_SLURM_FAMILIES=all) every one of docs/models.md.
+
+The safe points of a run of one step here, by number:
+
+    0 step 0    1 generate    2 score    3 advantage    4 update    5 update    6 the end
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.families import TINY, build_family
+from tests.processes import python_path
+from verl_slurm.config import load
+from verl_slurm.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from verl_slurm.dcp.compare import compare
+from verl_slurm.files import private_dir, write_file
+from verl_slurm.paths import RunPaths
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(1800), pytest.mark.long]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
+USUAL = (
+    *(
+        "bloom",
+        "cohere",
+        "deepseek_v3",
+        "falcon",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "gpt_oss",
+        "gptj",
+    ),
+    *(
+        "granite",
+        "llama-tied",
+        "mixtral",
+        "olmo2",
+        "opt",
+        "phi3",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "stablelm",
+    ),
+)
+TRAINED = tuple(TINY) if ALL else USUAL
+TWINS = tuple(TINY) if ALL else ("gpt2", "gpt_neox", "gemma3_text", "opt", "gpt_oss")
+VARIED = tuple(TINY) if ALL else ("gpt2",)
+PPO = TrainConfig(
+    steps=1,
+    batch_size_per_device=4,
+    mini_batch_size_per_device=2,
+    micro_batch_size_per_device=2,
+    ppo_epochs=1,
+)
+GRPO = msgspec.structs.replace(PPO, algorithm="grpo", kl_in="loss")
+AT_ONCE = 25
+"""Runs in one start of the ranks: each leaves process groups behind, and each of those has a thread of gloo's."""
+# In mid-generation, after scoring, and between the two updates; the next life begins where the last ended.
+STOPS = [(1, "stop"), (2, "die"), (4, "stop"), (None, "")]
+TO_THE_END = [(None, "")]
+
+
+# Random models answer nonsense. This rewards them all the same, so that there is something to learn.
+REWARD = "def score(prompts, responses, answers):\n    return [sum(map(ord, r)) % 7 / 7 for r in responses]\n"
+
+
+def _make(
+    root: Path, name: str, model: Path, data: Path, train: TrainConfig = PPO, **shape: object
+) -> RunPaths:
+    paths = RunPaths(private_dir(root / name))
+    config = RunConfig(
+        name=name,
+        run_dir=str(paths.root),
+        model=ModelConfig(path=str(model), reward=f"python:{root / 'reward.py'}:score"),
+        data=DataConfig(root=str(data)),
+        rollout=RolloutConfig(
+            micro_batch_size_per_device=4,
+            max_new_tokens=4,
+            samples_per_prompt=2 if train.algorithm == "grpo" else 1,
+            # These weights are ten times as spread as usual, and so is the rounding of bfloat16.
+            max_logprob_gap=0.5 if "mixed_precision" in shape else 1e-4,
+        ),
+        train=train,
+        distributed=DistributedConfig(dp_size=2, nodes=1, device="cpu", **shape),
+        checkpoint=CheckpointConfig(store_frozen=False),
+    )
+    write_file(paths.run_yaml, load.dump(config))
+    return paths
+
+
+def _live(plan: list[tuple[RunPaths, list[tuple[int | None, str]]]]) -> None:
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    argv += ["-m", "tests.trainer.families_worker"]
+    argv += [json.dumps([(str(paths.root), lives) for paths, lives in plan])]
+    environ = (
+        os.environ
+        | python_path()
+        | {
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=REPOSITORY, env=environ, text=True, stdout=pipe, stderr=pipe) as ranks:
+        try:
+            out, err = ranks.communicate(timeout=600)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(ranks.pid).children(recursive=True):
+                    process.kill()
+    assert ranks.returncode == 0, err[-4000:]
+    sys.stdout.write(out)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> dict[str, RunPaths]:
+    """Every run of this page, in as few starts of the ranks as may be."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "reward.py").write_text(REWARD)
+    models = {name: build_family(name, root / "models" / name, tiny) for name in TRAINED}
+    plan = []
+    for name in sorted(models):
+        given = models[name], sums_root
+        plan += [(_make(root, f"{name}.ppo", *given), TO_THE_END)]
+        plan += [(_make(root, f"{name}.grpo", *given, GRPO), TO_THE_END)]
+        if name in TWINS:
+            plan += [(_make(root, f"{name}.stopped", *given), STOPS)]
+        if name in VARIED:
+            plan += [(_make(root, f"{name}.recomputed", *given, recompute=True), TO_THE_END)]
+            plan += [(_make(root, f"{name}.mixed", *given, mixed_precision="bfloat16"), TO_THE_END)]
+    for start in range(0, len(plan), AT_ONCE):
+        _live(plan[start : start + AT_ONCE])
+    return {paths.root.name: paths for paths, _ in plan}
+
+
+def _final(paths: RunPaths) -> Path:
+    failed = paths.root / "failed"
+    assert not failed.exists(), failed.read_text()[-3000:]
+    return paths.checkpoint(1)
+
+
+def _row(paths: RunPaths) -> dict[str, float]:
+    """The metrics of the step."""
+    return json.loads((_final(paths) / "metadata.json").read_bytes())["history"][-1]
+
+
+@pytest.mark.scenario("USE04")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_family_trains_a_step_with_ppo(runs: dict[str, RunPaths], name: str) -> None:
+    row = _row(runs[f"{name}.ppo"])
+    assert row["actor_grad_norm"] > 0
+    assert row["critic_grad_norm"] > 0
+
+
+@pytest.mark.scenario("USE05")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_family_trains_a_step_with_grpo(runs: dict[str, RunPaths], name: str) -> None:
+    row = _row(runs[f"{name}.grpo"])
+    assert row["actor_grad_norm"] > 0
+    assert "critic_grad_norm" not in row
+
+
+@pytest.mark.scenario("USE04", "USE05")
+@pytest.mark.parametrize("name", TWINS)
+def test_stopped_and_killed_in_mid_step_a_family_ends_with_the_same_bits(
+    runs: dict[str, RunPaths], name: str
+) -> None:
+    result = compare(_final(runs[f"{name}.ppo"]), _final(runs[f"{name}.stopped"]))
+    assert result.same, result.differing
+
+
+@pytest.mark.scenario("USE04")
+@pytest.mark.parametrize("name", VARIED)
+def test_recomputing_layers_changes_no_bit(runs: dict[str, RunPaths], name: str) -> None:
+    result = compare(_final(runs[f"{name}.ppo"]), _final(runs[f"{name}.recomputed"]))
+    assert result.same, result.differing
+
+
+@pytest.mark.scenario("USE04")
+@pytest.mark.parametrize("name", VARIED)
+def test_a_family_trains_in_mixed_precision(runs: dict[str, RunPaths], name: str) -> None:
+    row = _row(runs[f"{name}.mixed"])
+    assert row["actor_grad_norm"] > 0
+    assert row["critic_grad_norm"] > 0
+
+
+@pytest.mark.scenario("USE04")
+def test_a_critic_without_a_class_of_its_own_is_exported_as_its_transformer(
+    runs: dict[str, RunPaths], tmp_path: Path
+) -> None:
+    """OPT: no token classification class, and a value head narrower than its hidden states."""
+    from safetensors.torch import load_file
+    from transformers import OPTModel
+
+    run, out = runs["opt.ppo"], tmp_path / "value"
+    words = ["export", run.root, "--to", "hf", "--role", "critic", "--out", out]
+    argv = [sys.executable, "-m", "verl_slurm.cli", *map(str, words)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "config.json").read_bytes())["architectures"] == ["OPTModel"]
+    model, report = OPTModel.from_pretrained(str(out), output_loading_info=True)
+    assert not report["missing_keys"]
+    assert set(report["unexpected_keys"]) == {"score.weight", "score.bias"}
+    written = load_file(out / "model.safetensors")
+    assert written["score.weight"].shape == (1, 16)
+    assert all((written[f"model.{name}"] == value).all() for name, value in model.state_dict().items())

@@ -1,0 +1,188 @@
+"""The model families that have been tried, by `model_type` of config.json, and which configurations do not fit them.
+
+Declared, so that a login node can answer without torch. A test builds a small model of each family, trains it with PPO
+and with GRPO, and holds every field here to what transformers does; docs/models.md is generated from this table.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from verl_slurm.config.complaint import Complaint
+from verl_slurm.config.rollout_checks import max_model_len, sampling_dtype
+from verl_slurm.config.schema import RunConfig
+
+__all__ = ["CUT", "FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes"]
+
+
+class Family(NamedTuple):
+    """What is known of one `model_type`."""
+
+    name: str
+    sdpa: bool = True
+    """torch's scaled dot product computes its attention. False: `auto` means eager."""
+    flash: bool = True
+    """transformers offers flash_attention_2."""
+    cut: bool = False
+    """tp_size and pp_size above 1: every projection is known by name (trainer/parallel/tensor.py)."""
+    positions: tuple[str, int] | None = None
+    """The key of config.json that limits the length of a sequence, and what it is where config.json lacks it. Past it
+    there is no position embedding. None: positions are computed, and any length runs."""
+    remark: str = ""
+
+
+_MOE = "the router trains without its auxiliary loss"
+_HYBRID = "some layers keep a state instead of keys and values"
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama 2, 3", cut=True),
+    "qwen2": Family("Qwen2, Qwen2.5", cut=True),
+    "mistral": Family("Mistral", cut=True),
+    "apertus": Family("Apertus"),
+    "bloom": Family("Bloom", sdpa=False, flash=False, remark="ALiBi"),
+    "cohere": Family("Cohere Command R"),
+    "cohere2": Family("Cohere Command R7B"),
+    "deepseek_v2": Family("DeepSeek-V2", remark=_MOE),
+    "deepseek_v3": Family("DeepSeek-V3, R1", remark=f"{_MOE}; its e_score_correction_bias stays as it was"),
+    "exaone4": Family("EXAONE 4"),
+    "falcon": Family("Falcon", remark="rotary positions or ALiBi"),
+    "gemma": Family("Gemma"),
+    "gemma2": Family("Gemma 2"),
+    "gemma3_text": Family("Gemma 3, text"),
+    "glm4": Family("GLM-4"),
+    "glm4_moe": Family("GLM-4.5", remark=_MOE),
+    "gpt2": Family("GPT-2", positions=("n_positions", 1024)),
+    "gpt_bigcode": Family("GPT-BigCode, StarCoder", positions=("n_positions", 1024)),
+    "gpt_neo": Family("GPT-Neo", sdpa=False, positions=("max_position_embeddings", 2048)),
+    "gpt_neox": Family("GPT-NeoX, Pythia"),
+    "gpt_oss": Family("gpt-oss", sdpa=False, remark=f"dequantize MXFP4 weights first; {_MOE}"),
+    "gptj": Family("GPT-J", sdpa=False, positions=("n_positions", 2048)),
+    "granite": Family("Granite"),
+    "granitemoe": Family("Granite MoE", remark=_MOE),
+    "lfm2": Family("LFM2", remark=_HYBRID),
+    "mixtral": Family("Mixtral", remark=_MOE),
+    "mpt": Family("MPT", sdpa=False, flash=False, positions=("max_seq_len", 2048), remark="ALiBi"),
+    "nemotron": Family("Nemotron"),
+    "olmo": Family("OLMo"),
+    "olmo2": Family("OLMo 2"),
+    "olmo3": Family("OLMo 3"),
+    "olmoe": Family("OLMoE", remark=_MOE),
+    "opt": Family("OPT", positions=("max_position_embeddings", 2048)),
+    "phi": Family("Phi-1, Phi-2"),
+    "phi3": Family("Phi-3, Phi-4"),
+    "phimoe": Family("Phi-3.5 MoE", remark=_MOE),
+    "qwen2_moe": Family("Qwen2 MoE", remark=_MOE),
+    "qwen3": Family("Qwen3"),
+    "qwen3_5_text": Family("Qwen3.5, text", remark=_HYBRID),
+    "qwen3_moe": Family("Qwen3 MoE", remark=_MOE),
+    "qwen3_next": Family("Qwen3-Next", remark=f"{_HYBRID}; {_MOE}"),
+    "seed_oss": Family("Seed-OSS"),
+    "smollm3": Family("SmolLM3"),
+    "stablelm": Family("StableLM"),
+    "starcoder2": Family("StarCoder2"),
+}
+
+_STATES = "its state is no cache of keys and values, which rollouts need"
+REFUSED: dict[str, tuple[str, str]] = {
+    "mamba": ("Mamba", _STATES),
+    "mamba2": ("Mamba-2", _STATES),
+    "falcon_mamba": ("Falcon Mamba", _STATES),
+    "rwkv": ("RWKV", _STATES),
+    "xlstm": ("xLSTM", _STATES),
+}
+"""`model_type` → name, and why it cannot be trained here."""
+CUT = tuple(kind for kind, family in FAMILIES.items() if family.cut)
+
+_EXPECTED = "a decoder that predicts the next token"
+_OTHER = "set model.path to a model of a family in docs/models.md"
+_NEXT_TOKEN = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
+    """What speaks against training this model as configured. Pure.
+
+    Args:
+        said: what the model's config.json holds.
+    """
+    kind = str(said.get("model_type"))
+    if kind in REFUSED:
+        name, why = REFUSED[kind]
+        yield Complaint("model.path", f"{name} (model_type {kind}): {why}", _EXPECTED, _OTHER)
+    elif kind not in FAMILIES and (what := _not_causal(said)):
+        yield Complaint("model.path", f"model_type {kind}, {what}", _EXPECTED, _OTHER)
+    if said.get("quantization_config"):
+        yield Complaint(
+            "model.path",
+            "quantized weights (quantization_config in config.json)",
+            "float32 or bfloat16 weights",
+            "dequantize the model and save it again",
+        )
+    yield from _attention(config, kind)
+    family = FAMILIES.get(kind)
+    if family and family.positions:
+        key, usual = family.positions
+        limit = said.get(key, usual)
+        if isinstance(limit, int) and max_model_len(config) > limit:
+            yield Complaint(
+                "rollout.max_new_tokens",
+                f"{max_model_len(config)} tokens with data.max_prompt_tokens",
+                f"at most {limit}: the model has embeddings for {key}={limit} positions",
+                "lower rollout.max_new_tokens or data.max_prompt_tokens",
+            )
+
+
+def _not_causal(said: Mapping[str, Any]) -> str:
+    if said.get("is_encoder_decoder"):
+        return "an encoder with a decoder"
+    names = said.get("architectures")
+    classes = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if classes and not any(name.endswith(_NEXT_TOKEN) for name in classes):
+        return f"a {classes[0]}"
+    return ""
+
+
+def _attention(config: RunConfig, kind: str) -> Iterator[Complaint]:
+    wanted, family = config.model.attn_implementation, FAMILIES.get(kind)
+    key, remedy = "model.attn_implementation", "set model.attn_implementation=auto"
+    offered = ["auto", *(["sdpa"] if not family or family.sdpa else []), "eager"]
+    if not family or family.flash:
+        offered.append("flash_attention_2")
+    if wanted not in offered:
+        yield Complaint(key, f"{wanted}, with model_type {kind}", f"one of {', '.join(offered)}", remedy)
+    elif wanted == "flash_attention_2":
+        if config.distributed.device == "cpu":
+            yield Complaint(key, f"{wanted}, with distributed.device=cpu", "auto, sdpa or eager", remedy)
+        if sampling_dtype(config) == "float32":
+            yield Complaint(
+                key,
+                f"{wanted}, in float32",
+                "bfloat16: FlashAttention has no kernel for float32",
+                "set distributed.mixed_precision=bfloat16 or model.dtype=bfloat16",
+            )
+        if config.deterministic:
+            yield Complaint(
+                key,
+                f"{wanted}, with deterministic=true",
+                "auto: its backward pass adds up in another order each time",
+                f"{remedy}, or deterministic=false",
+            )
+
+
+def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
+    """What a user should know of a model that is not refused. Pure."""
+    kind = str(said.get("model_type"))
+    family, notes = FAMILIES.get(kind), []
+    if family is None:
+        notes.append(
+            f"model_type {kind} has not been tried with this trainer (docs/models.md has those that were)"
+        )
+    elif not family.sdpa and config.model.attn_implementation == "auto":
+        notes.append(
+            f"{family.name} has no sdpa: its attention is computed by eager (model.attn_implementation)"
+        )
+    limit, longest = said.get("max_position_embeddings"), max_model_len(config)
+    computed = family is None or family.positions is None
+    if computed and isinstance(limit, int) and longest > limit:
+        notes.append(
+            f"data.max_prompt_tokens and rollout.max_new_tokens allow {longest} tokens; the model was made for {limit}"
+        )
+    return notes

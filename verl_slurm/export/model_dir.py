@@ -1,0 +1,106 @@
+"""What an export takes from a model directory: its small files, copied before any library looks at them.
+
+The directory may be somebody else's. So no link is followed but those of Hugging Face's cache, from a snapshot into its
+own `blobs/`; only regular files within a limit are taken; and what config.json says of code to be fetched and run is
+left out. transformers then sees the copies alone.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
+from verl_slurm.checkpoint.tree import open_below, open_directory
+from verl_slurm.errors import UNREADABLE, DataError
+
+__all__ = ["TOKENIZER_FILES", "take_small_files"]
+
+# What a tokenizer of transformers may consist of.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
+)
+_KNOWN = frozenset({*TOKENIZER_FILES, "config.json", "generation_config.json"})
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
+"""Of vocabularies under other names, too."""
+_BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})", re.ASCII)
+_FETCHED = frozenset(
+    {
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+        *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+        *("auto_map", "custom_pipelines"),
+    }
+)
+"""Keys of config.json that name code or kernels; none of them says what tensors the model has."""
+
+
+def take_small_files(model_dir: Path, into: Path) -> None:
+    """Copy what config and tokenizer consist of into the directory `into`.
+
+    Raises:
+        DataError: there is no config.json, or one of the files that are needed is a link that leads elsewhere, no
+            regular file, too large or not ours to read.
+    """
+    directory = model_dir.resolve()
+    if not os.path.lexists(directory / "config.json"):
+        raise DataError(
+            "there is no model config",
+            where=model_dir,
+            expected="a Hugging Face model directory with config.json",
+            remedy="name the directory of the base model with --model DIR",
+        )
+    try:
+        with open_directory(directory) as root:
+            names = sorted(name for name in os.listdir(root) if name.endswith(_SUFFIXES))
+            for name in names:
+                try:
+                    data = _read(directory, root, name)
+                except (OSError, *UNREADABLE) as error:
+                    if name in _KNOWN:
+                        raise _refused(directory / name, error) from None
+                    continue  # a trainer's log, or anything else: a tokenizer that needs it will say so
+                (into / name).write_bytes(data)
+    except OSError as error:
+        raise _refused(error.filename or directory, error) from error
+
+
+def _read(directory: Path, root: int, name: str) -> bytes:
+    is_json = name.endswith(".json")
+    limit = MODEL_CONFIG if name == "config.json" else TOKENIZER
+    with ExitStack() as opened:
+        if os.path.islink(directory / name):
+            blob = _BLOB.fullmatch(os.readlink(name, dir_fd=root))
+            if blob is None:
+                raise ValueError("a link that leads out of the directory")
+            blobs = opened.enter_context(open_directory(directory.parent.parent / "blobs"))
+            fd = opened.enter_context(open_below(blobs, blob[1]))
+        else:
+            fd = opened.enter_context(open_below(root, name))
+        data = read_fd(fd, Limit(num_bytes=limit.num_bytes))
+    if is_json:
+        check_json(data, limit)
+    if name == "config.json":
+        return msgspec.json.encode(_harmless(decode_json(data, dict[str, Any], limit, doubles=False)))
+    return data
+
+
+def _harmless(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _harmless(inner) for key, inner in value.items() if key not in _FETCHED}
+    return [_harmless(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _refused(where: object, error: BaseException) -> DataError:
+    return DataError(
+        "a file of the model directory is not taken",
+        where=where,
+        found=getattr(error, "strerror", None) or error,
+        expected="a regular file, or a link of Hugging Face's cache into its own blobs/",
+        remedy="put a copy of the file in its place, or name another directory with --model DIR",
+    )

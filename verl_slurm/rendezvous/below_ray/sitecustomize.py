@@ -1,0 +1,28 @@
+"""Python imports this as each process below Ray starts, before any program of it: `rendezvous.everywhere`.
+
+PYTHONPATH holds this directory and says so (`verl.ray_nodes`). Python goes on where a `sitecustomize` raises, so what
+fails here ends the process: it would meet strangers.
+"""
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+__all__ = ()
+
+try:
+    from verl_slurm.rendezvous.everywhere import install_everywhere
+
+    install_everywhere()
+except BaseException as error:  # noqa: BLE001
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+# The environment's own, which this one hides.
+_spec = PathFinder.find_spec(
+    "sitecustomize", [path for path in sys.path if path != os.path.dirname(__file__)]
+)
+if _spec is not None and _spec.loader is not None:
+    _spec.loader.exec_module(module_from_spec(_spec))

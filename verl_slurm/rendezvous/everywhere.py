@@ -1,0 +1,119 @@
+"""Below Ray all processes are of one run: there TCPStore and ZeroMQ are put behind the generation's key, too.
+
+verl and vLLM open both by themselves, on all interfaces, and authenticate no peer; what TransferQueue and vLLM get
+from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store, may be a pickle.
+
+* A `TCPStore` becomes a prefix of the lead's store and listens nowhere.
+* Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the generation's key: a
+  stranger does not know the public half either, without which no handshake begins. A socket that the program has given
+  a mechanism of its own keeps it.
+
+A run of the user's own loop is not touched so: it may talk to servers that are not of the run.
+"""
+
+import hashlib
+import hmac
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+from verl_slurm.rendezvous.install import after_import, install_on_import, node_of, unknown_version
+from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
+
+__all__ = ["install_everywhere"]
+
+_STORES = ("torch._C._distributed_c10d", "torch.distributed.rendezvous", "torch.distributed")
+"""Where torch keeps the name; what is imported later takes it from there."""
+
+_installed = False
+
+
+def install_everywhere() -> None:
+    """Have torch and pyzmq changed as they are imported; neither is imported for it. Without a daemon, nothing."""
+    global _installed
+    control = os.environ.get(CONTROL_VARIABLE)
+    if _installed or not control:
+        return
+    _installed = True
+    install_on_import()
+    after_import("torch.distributed.distributed_c10d", lambda _: _replace_tcp_store(StoreLine(Path(control))))
+    after_import("zmq.sugar.socket", lambda module: _guard_zmq(module, Path(control)))
+
+
+def _replace_tcp_store(line: StoreLine) -> None:
+    from verl_slurm.rendezvous.store import LeadStore
+
+    class TCPStore(LeadStore):
+        """Takes what torch's takes. The port of a master that has asked for any is a number of the run's own."""
+
+        def __init__(
+            self,
+            host_name: str,
+            port: int,
+            world_size: int | None = None,
+            is_master: bool = False,
+            timeout: timedelta = timedelta(seconds=300),
+            wait_for_workers: bool = True,
+            multi_tenant: bool = False,
+            master_listen_fd: int | None = None,
+            use_libuv: bool = True,
+        ) -> None:
+            if master_listen_fd is not None:
+                os.close(master_listen_fd)
+            if is_master and not port:
+                port = LeadStore(line, "").add("tcp-ports", 1)
+            self.host, self.port = host_name, port
+            super().__init__(line, f"tcp/{node_of(host_name)}:{port}/")
+            self.set_timeout(timeout)
+            if wait_for_workers and world_size:
+                if self.add("joined", 1) == world_size:
+                    self.set("all", b"")
+                self.wait(["all"])
+
+    for name in _STORES:
+        if not hasattr(sys.modules.get(name), "TCPStore"):
+            raise unknown_version("torch", f"{name}.TCPStore")
+        setattr(sys.modules[name], "TCPStore", TCPStore)  # noqa: B010 - mypy knows the module's own
+
+
+def _guard_zmq(module: ModuleType, control: Path) -> None:
+    import zmq
+    from zmq.utils import z85
+
+    if not zmq.has("curve") or not hasattr(module, "Socket"):
+        raise unknown_version("pyzmq", "zmq.sugar.socket.Socket, with libsodium")
+    key = (control / RANKS_KEY_NAME).read_bytes()
+    secret = z85.encode(hmac.new(key, b"zmq", hashlib.sha256).digest())
+    public = zmq.curve_public(secret)
+    bind, connect = module.Socket.bind, module.Socket.connect
+
+    ours: WeakSet[Any] = WeakSet()
+
+    def by_tcp(socket: Any, address: Any) -> bool:
+        text = address.decode() if isinstance(address, bytes) else address
+        if text.startswith("tcp:") and socket.getsockopt(zmq.MECHANISM) == zmq.NULL:
+            ours.add(socket)
+        return socket in ours
+
+    def guarded_bind(self: Any, addr: Any) -> Any:
+        if by_tcp(self, addr):
+            self.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            self.setsockopt(zmq.CURVE_SERVER, 1)
+        return bind(self, addr)
+
+    def guarded_connect(self: Any, addr: Any) -> Any:
+        if by_tcp(self, addr):
+            for option, value in (
+                (zmq.CURVE_SERVERKEY, public),
+                (zmq.CURVE_PUBLICKEY, public),
+                (zmq.CURVE_SECRETKEY, secret),
+            ):
+                self.setsockopt(option, value)
+        return connect(self, addr)
+
+    module.Socket.bind, module.Socket.connect = guarded_bind, guarded_connect

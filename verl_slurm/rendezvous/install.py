@@ -1,0 +1,269 @@
+"""Puts the run's own rendezvous below torch's: `env://` and `tcp://` of `init_process_group`, and gloo's groups.
+
+A process that torchrun started would open a TCPStore on all interfaces, or connect to one, and neither side of it asks
+who is there. Here both handlers give the lead's store. Each gloo group, however it is built, is checked (`peers`)
+before its constructor returns. Where a version of torch has no such place to hook, the process ends with one line: it
+would go unprotected.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+from urllib.parse import parse_qs, urlsplit
+
+from verl_slurm.errors import ConfigError, VerlSlurmError, WireError
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+
+__all__ = ["after_import", "install", "install_on_import", "node_of", "unknown_version"]
+
+_PLACE = "torch.distributed.distributed_c10d"
+"""Once this has been imported, all that is replaced is there."""
+_PROOF_S = 180.0
+"""For a peer's proof. All ranks have connected by then, so it takes milliseconds; as long as a link may be silent."""
+
+_SUSPICIOUS_S = 5.0
+"""After that a peer's silence is looked into."""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_installed = False
+_calls: dict[str, int] = {}
+
+
+def install() -> None:
+    """Replace the handlers now; torch.distributed is imported. Without a daemon it does nothing.
+
+    Raises:
+        ConfigError: this torch is not built as expected.
+    """
+    global _installed
+    control = os.environ.get(CONTROL_VARIABLE)
+    if _installed or not control:
+        return
+    _installed = True
+    # Not as attributes of torch.distributed, which is still being imported and ends with a function `rendezvous`.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    groups = importlib.import_module(_PLACE)
+    from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
+
+    line, key = StoreLine(Path(control)), (Path(control) / RANKS_KEY_NAME).read_bytes()
+    handlers = getattr(rendezvous, "_rendezvous_handlers", None)
+    if not isinstance(handlers, dict) or not {"env", "tcp"} <= handlers.keys():
+        raise unknown_version("torch", "torch.distributed.rendezvous._rendezvous_handlers")
+    handlers["env"], handlers["tcp"] = _handlers(line)
+    if groups.is_gloo_available():
+        _check_gloo(line, key)
+
+
+def install_on_import() -> None:
+    """The same as soon as the program imports torch.distributed; torch is not imported for it."""
+    if os.environ.get(CONTROL_VARIABLE):
+        after_import(_PLACE, lambda _: install())
+
+
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then` with a module now, or when it has been imported. What it raises ends the process."""
+
+    def or_end(module: ModuleType) -> None:
+        try:
+            then(module)
+        except Exception as error:  # noqa: BLE001 - a program could catch it, and go on unprotected
+            _end(error)
+
+    if name in sys.modules:
+        or_end(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, or_end))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the others find one module, and has something follow its import."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_follow(module: ModuleType) -> None:
+                load(module)
+                self._then(module)
+
+            spec.loader.exec_module = load_and_follow  # type: ignore[method-assign]
+        return spec
+
+
+def node_of(host: str) -> str:
+    """A name of the host that another node does not use for itself."""
+    return os.environ[CONTROL_VARIABLE] if host in _LOOPBACK else host
+
+
+def unknown_version(package: str, what: str) -> ConfigError:
+    """The error for a release without the place where ours has to go."""
+    return ConfigError(
+        f"this {package} cannot be kept from meeting strangers",
+        where=what,
+        found=f"{package} {metadata.version(package)}",
+        expected="a version that verl-slurm was tested with (constraints/)",
+    )
+
+
+def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """For `env://` and `tcp://`. torch adds rank and world size to the URL where it knows them."""
+
+    def meet(
+        url: str, where: str, environ: "os._Environ[str] | dict[str, str]"
+    ) -> Iterator[tuple[Any, int, int]]:
+        from torch._C._distributed_c10d import HashStore, Store
+
+        from verl_slurm.rendezvous.store import LeadStore
+
+        query = parse_qs(urlsplit(url).query)
+        numbers = []
+        for name in ("rank", "world_size"):
+            value = query.get(name, [environ.get(name.upper(), "")])[0]
+            if not value.isdigit():
+                raise ValueError(f"Error initializing torch.distributed: {url} says no {name}")
+            numbers.append(int(value))
+        rank, world_size = numbers
+        # A second group at one address (after destroy_process_group) must not read the keys of the first.
+        turn = _calls[where] = _calls.get(where, 0) + 1
+        store: Store = HashStore() if world_size == 1 else LeadStore(line, f"{where}/{turn}/")
+        yield store, rank, world_size
+        raise RuntimeError(f"Unable to perform re-rendezvous using {url}")
+
+    def by_env(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        where = f"{node_of(os.environ.get('MASTER_ADDR', ''))}:{os.environ.get('MASTER_PORT', '')}"
+        return meet(url, where, os.environ)
+
+    def by_tcp(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        place = urlsplit(url)
+        return meet(url, f"{node_of(place.hostname or '')}:{place.port}", {})
+
+    return by_env, by_tcp
+
+
+def _check_gloo(line: Any, key: bytes) -> None:
+    """Have each group of gloo checked where it is built: by Python (all but `split_group`), or by C++ for it."""
+    from torch._C import _distributed_c10d as c10d
+
+    prefixed = c10d.PrefixStore
+
+    def after_building(build: Callable[..., None]) -> Callable[..., None]:
+        def build_and_check(self: Any, store: Any, rank: int, size: int, *args: Any, **more: Any) -> None:
+            build(self, store, rank, size, *args, **more)
+            _require_our_peers(self, prefixed("verl-slurm", store), rank, size, line, key)
+
+        return build_and_check
+
+    def after_splitting(split: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def split_and_check(self: Any, *args: Any, **more: Any) -> Any:
+            import torch
+
+            group = split(self, *args, **more)
+            if group is not None and torch.device("cpu") in group._device_types:
+                backend = group._get_backend(torch.device("cpu"))
+                if isinstance(backend, c10d.ProcessGroupGloo):
+                    store = prefixed(f"verl-slurm-{what}-{group.group_name}", group.get_group_store())
+                    _require_our_peers(backend, store, group.rank(), group.size(), line, key)
+            return group
+
+        return split_and_check
+
+    if not hasattr(c10d, "ProcessGroupGloo"):
+        raise unknown_version("torch", "ProcessGroupGloo")
+    gloo, groups = c10d.ProcessGroupGloo, c10d.ProcessGroup
+    gloo.__init__ = after_building(gloo.__init__)  # type: ignore[method-assign]
+    for name in ("split_group", "merge_remote_group"):
+        if hasattr(groups, name):
+            setattr(groups, name, after_splitting(getattr(groups, name), name))
+
+
+def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any, key: bytes) -> None:
+    """Exchange proofs with all peers of a new group, over its own connections. Nothing is unpickled for it.
+
+    Where the other end of one is not of this run, the daemon is told and the process ends: an exception could be
+    caught, and the group be used.
+
+
+    Raises:
+        RuntimeError: torch's own: a peer is gone, or silent for `_PROOF_S`.
+    """
+    if size < 2:
+        return
+    import torch
+    from torch.distributed import AllToAllOptions
+
+    from verl_slurm.rendezvous.peers import NONCE_BYTES, others_connected, proof, wrong_peers
+
+    if rank == 0:
+        store.set("nonce", os.urandom(NONCE_BYTES))
+    nonce = store.get("nonce")
+    said = b"".join(proof(key, nonce, rank, peer) for peer in range(size))
+    ours = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    theirs = torch.zeros_like(ours)
+    options = AllToAllOptions()
+    options.timeout = timedelta(seconds=_PROOF_S)
+    try:
+        work = backend.alltoall_base(theirs, ours, [], [], options)
+        pause, suspicious = 0.0002, time.monotonic() + _SUSPICIOUS_S
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            # Not at once: a stranger may hold a connection that no pair of gloo's has taken, and does no harm with it.
+            if time.monotonic() > suspicious and (found := others_connected()):
+                _leave(rank, "a peer says nothing", found, line)
+        work.wait()
+    except RuntimeError as error:
+        if found := others_connected():
+            _leave(rank, str(error)[:200], found, line)
+        raise
+    if wrong := wrong_peers(key, nonce, rank, bytes(theirs.tolist())):
+        _leave(rank, f"in the place of rank {', '.join(map(str, wrong[:8]))}", others_connected(), line)
+
+
+def _leave(rank: int, what: str, strangers: list[str], line: Any) -> NoReturn:
+    """Tell the daemon, and end this process."""
+    from verl_slurm.wire.messages import StrangerMet
+
+    peers = f"{what}: {', '.join(strangers) or 'nothing is known of them on this node'}"
+    error = WireError(
+        "a stranger is among the ranks, and their group is not used",
+        where=f"rank {rank}",
+        found=peers,
+        remedy="the run starts again; ask for whole nodes (slurm.extra: {exclusive: true}) where others share them",
+    )
+    with suppress(WireError):
+        line.call(StrangerMet(call=0, rank=int(os.environ.get("RANK") or rank), peers=peers[:1000]))
+    _end(error)
+
+
+def _end(error: Exception) -> NoReturn:
+    """End this process with one line on stderr."""
+    said, code = str(error), ExitCode.INTERNAL
+    if isinstance(error, VerlSlurmError):
+        said, code = error.one_line(), error.exit_code
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.write(f"{type(error).__name__}: {said}\n")
+        sys.stderr.flush()
+    os._exit(int(code))

@@ -1,0 +1,161 @@
+"""`RUN/samples.jsonl`: a few responses of every step as text, with their rewards, for people to read.
+
+```
+{"time": ..., "epoch": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
+{"time": ..., "epoch": 3, "step": 12, "sealed": "..."}                               the same of a run with a key
+```
+
+`epoch` is the attempt. `responses` counts those that the samples were chosen from: what data-parallel rank 0 sampled in
+that step. `sealed` is the first form, sealed as a record of the ledger (`sealing.py`) at a rank that no run has, in
+base64.
+
+A step that is done again after an interruption has a line of each attempt; the newest counts. At 8 MiB the file becomes
+`samples.old.jsonl`, in the place of the one before: the older half of what is kept goes. Nothing depends on these
+files, so they are not forced to disk.
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from verl_slurm.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.files import append_line
+from verl_slurm.keys import Keyring
+from verl_slurm.paths import RunPaths
+from verl_slurm.runtime_state.sealing import open_record, seal_record
+
+__all__ = ["Sample", "StepSamples", "append_samples", "clipped", "read_samples"]
+
+MAX_FILE_BYTES = 8 << 20
+_MAX_LINE_BYTES = 4 << 20
+_MAX_CHARS = 4000
+_NO_RANK = 0xFFFFFFFF
+
+_Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One response."""
+
+    sample_id: int
+    prompt: str
+    response: str
+    answer: str
+    reward: float
+    response_tokens: int
+
+
+class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of one step, the best first."""
+
+    time: str
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    step: _Step
+    responses: int
+    samples: list[Sample]
+
+
+class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    time: str
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    step: _Step
+    sealed: str
+
+
+_EITHER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STEP = msgspec.json.Decoder(StepSamples)
+_SEALED = msgspec.json.Decoder(_Sealed)
+
+
+def clipped(text: str) -> str:
+    """`text` without its middle where it is long: the end is where a response has its answer."""
+    if len(text) <= _MAX_CHARS:
+        return text
+    half = _MAX_CHARS // 2
+    return f"{text[:half]} [{len(text) - _MAX_CHARS} characters left out] {text[-half:]}"
+
+
+def append_samples(
+    paths: RunPaths,
+    epoch: int,
+    step: int,
+    responses: int,
+    samples: Sequence[Sample],
+    *,
+    keys: Keyring | None = None,
+) -> None:
+    """Keep the samples of a step.
+
+    Args:
+        step: whole steps done with it.
+        keys: seal it with the current one.
+
+    Raises:
+        OSError: it was not written whole.
+    """
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    plain = msgspec.json.encode(
+        StepSamples(time=now, epoch=epoch, step=step, responses=responses, samples=list(samples))
+    )
+    if keys is not None:
+        sealed = base64.b64encode(seal_record(keys.current, (epoch, _NO_RANK, step, 0), plain)).decode()
+        plain = msgspec.json.encode(_Sealed(time=now, epoch=epoch, step=step, sealed=sealed))
+    try:
+        if paths.samples.stat().st_size + len(plain) > MAX_FILE_BYTES:
+            os.replace(paths.samples, paths.old_samples)
+    except FileNotFoundError:
+        pass
+    append_line(paths.samples, plain, durable=False)
+
+
+def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, StepSamples]:
+    """Step → its samples, oldest first. Lines that are none are passed over.
+
+    What an earlier attempt did beyond the newest line's step is no part of the run any more.
+
+    Raises:
+        KeyRefused: they are sealed, and there is no key or another one.
+        OSError: a file cannot be read.
+    """
+    found: dict[int, StepSamples] = {}
+    for path in (paths.old_samples, paths.samples):
+        for line in _lines(path):
+            step = _parse(line, keys, path)
+            if step is not None:
+                # In order, so that the newest are last: a look at all of them for each line would take hours.
+                while found and next(reversed(found)) >= step.step:
+                    found.popitem()
+                found[step.step] = step
+    return found
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    with open(fd, "rb") as file:
+        left = 2 * MAX_FILE_BYTES
+        while left > 0 and (line := file.readline(_MAX_LINE_BYTES)):
+            left -= len(line)
+            yield line
+
+
+def _parse(line: bytes, keys: Keyring | None, path: Path) -> StepSamples | None:
+    try:
+        if "sealed" not in _EITHER.decode(line):
+            # With a key, any writer of the file could have made a line without a seal.
+            return _STEP.decode(line) if keys is None else None
+        outside = _SEALED.decode(line)
+        data = base64.b64decode(outside.sealed, validate=True)
+        place = (outside.epoch, _NO_RANK, outside.step, 0)
+        inside = _STEP.decode(open_record(keys, place, data, sealed=True, where=path))
+        return inside if (inside.epoch, inside.step) == (outside.epoch, outside.step) else None
+    except (*UNREADABLE, binascii.Error, CheckpointCorrupt):
+        return None

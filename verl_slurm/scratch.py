@@ -1,0 +1,63 @@
+"""Private directories of one process on its node, and the removal of those that killed processes have left.
+
+A process holds a lock on its directory while it lives. The pid in the name does not suffice: a process in a PID
+namespace of its own, as containers have, sees none of the others with which it shares /tmp.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+__all__ = ["Scratch"]
+
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Scratch:
+    """A new directory, 0700, under a name that cannot be guessed. It is ours until `close`, or the end of this process.
+
+    Args:
+        prefix: begins its name; what dead processes of ours have left under it is removed first.
+        root: where it is made; None: tempfile's choice.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, prefix: str, root: str | Path | None = None) -> None:
+        _sweep(Path(root or tempfile.gettempdir()), prefix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root))
+            with contextlib.suppress(FileNotFoundError):  # swept away before it was locked
+                self._lock = os.open(self.path, _OPEN)
+                with contextlib.suppress(
+                    OSError
+                ):  # a file system without locks: a sweep removes nothing there, either
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
+
+    def close(self) -> None:
+        """Remove it with all that it holds. To be called once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _sweep(root: Path, prefix: str) -> None:
+    for left in root.glob(f"{prefix}*"):
+        pid = left.name.removeprefix(prefix).split("-")[0]
+        if not pid.isdigit() or Path(f"/proc/{pid}").exists():  # an earlier release of ours locks nothing
+            continue
+        try:
+            lock = os.open(left, _OPEN)
+        except OSError:  # no directory, another user's, or gone
+            continue
+        with contextlib.suppress(OSError):  # locked: it lives in another PID namespace
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+        os.close(lock)

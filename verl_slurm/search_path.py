@@ -1,0 +1,63 @@
+"""Keeps the working directory out of Python's module search path.
+
+An empty element of PYTHONPATH means the working directory, and `PYTHONPATH=$MINE:$PYTHONPATH` with the second one unset
+has one. Neither `-P` nor PYTHONSAFEPATH looks at it. A module of that name in a directory of somebody else is then run.
+
+This module imports only what the interpreter has loaded before it: any other import could be the planted one.
+"""
+
+import os
+import sys
+
+__all__ = ["PYTHONPATH", "absolute_only", "clean_environment", "leave_working_directory"]
+
+PYTHONPATH = "PYTHONPATH"
+
+
+def absolute_only(path: str) -> tuple[str, list[str]]:
+    """PYTHONPATH without its empty and relative elements, and those. Python expands no `~`: it is relative, too."""
+    places = path.split(os.pathsep) if path else []
+    kept = [place for place in places if os.path.isabs(place)]
+    return os.pathsep.join(kept), [place for place in places if not os.path.isabs(place)]
+
+
+def clean_environment(environ: dict[str, str]) -> dict[str, str]:
+    """`environ` for a process that we start. PYTHONPATH is absent where nothing of it is left."""
+    kept, dropped = absolute_only(environ.get(PYTHONPATH, ""))
+    if not dropped:
+        return environ
+    rest = {name: value for name, value in environ.items() if name != PYTHONPATH}
+    return rest | {PYTHONPATH: kept} if kept else rest
+
+
+def leave_working_directory(program: str, module_name: str) -> None:
+    """The first statement of a program: start it anew without those elements, with one line about them.
+
+    Removing them from `sys.path` is not enough: what an editable install has added is in there once, from any source.
+
+    Args:
+        program: the name of the console script. A process that only imports the program's module is left alone.
+        module_name: `__name__` of the caller.
+    """
+    as_module = module_name == "__main__"
+    if not as_module and os.path.basename(sys.argv[0]) != program:
+        return
+    here = os.getcwd() if as_module and not sys.flags.safe_path else ""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if here and sys.path[:1] == [here] != [ours]:
+        del sys.path[0]  # `python -m` put it there
+    _, dropped = absolute_only(os.environ.get(PYTHONPATH, ""))
+    if not dropped:
+        return
+    names = ", ".join(repr(place) for place in dropped)
+    sys.stderr.write(
+        f"{program}: warning: PYTHONPATH has {names}, which Python looks for in the working directory: left out;"
+        f" write absolute paths, as in PYTHONPATH=/my/lib${{PYTHONPATH:+:$PYTHONPATH}}\n"
+    )
+    sys.stderr.flush()
+    environ = clean_environment(dict(os.environ))
+    if sys.flags.ignore_environment:  # this process has not looked at it, its children would
+        os.environ.pop(PYTHONPATH, None)
+        os.environ.update(environ)
+        return
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)  # noqa: S606 - no shell is wanted

@@ -1,0 +1,85 @@
+"""What a relative path of a configuration is relative to.
+
+One rule for every key that names an input: a path written in the YAML goes by the YAML's directory, a path given on the
+command line by the working directory. `run_dir`, an output, always goes by the working directory: a shipped example
+must not write into the installed package.
+
+Up to d841de5 every path went by the working directory. So one that exists there, and not beside the YAML, is still
+taken, with a note. One that exists in both places is refused: a run must not start on other data than was meant.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from verl_slurm.config.reward_spec import parse_reward
+from verl_slurm.errors import ConfigError
+
+__all__ = ["Places", "given_keys"]
+
+
+def given_keys(overrides: Iterable[str], verl: Iterable[str] = ()) -> frozenset[str]:
+    """The dotted keys that words of the command line set."""
+    own = {word.partition("=")[0] for word in overrides}
+    return frozenset(own | {f"verl.{word.partition('=')[0].lstrip('+')}" for word in verl})
+
+
+class Places:
+    """Makes paths absolute by the rule above.
+
+    Args:
+        caller: the working directory of `submit`.
+        source: the YAML file; None: all paths go by `caller`.
+        given: keys of the command line, as `given_keys` says.
+    """
+
+    def __init__(self, caller: Path, source: Path | None = None, given: frozenset[str] = frozenset()) -> None:
+        self._caller = Path(os.path.abspath(caller))
+        self._beside = self._caller if source is None else Path(os.path.abspath(source)).parent
+        self._given = given
+        self.notes: list[str] = []
+        """What the user should know of paths that were taken by the former rule."""
+
+    def output(self, text: str) -> str:
+        """`run_dir`."""
+        return os.path.abspath(self._caller / Path(text).expanduser())
+
+    def path(self, key: str, text: str) -> str:
+        """The absolute path of an input.
+
+        Raises:
+            ConfigError: it exists beside the YAML and in the working directory, and they are not the same.
+        """
+        return os.path.abspath(self._base(key, text) / Path(text).expanduser())
+
+    def base_of_reward(self, text: str) -> Path:
+        """The directory that a reward's file or model is relative to."""
+        spec = parse_reward(text)
+        named = spec is not None and (spec.kind == "classifier" or spec.is_file)
+        return self._base("model.reward", spec.name) if spec is not None and named else self._caller
+
+    def _base(self, key: str, text: str) -> Path:
+        path = Path(text).expanduser()
+        if path.is_absolute() or self._is_given(key) or self._beside == self._caller:
+            return self._caller
+        ours, theirs = self._beside / path, self._caller / path
+        if not os.path.lexists(theirs) or not os.path.lexists(ours):
+            if not os.path.lexists(theirs):
+                return self._beside
+            self.notes.append(
+                f"{key}: {text} is not beside the YAML, and was found in the working directory; "
+                f"write {os.path.abspath(theirs)}, or move it to {self._beside}"
+            )
+            return self._caller
+        if os.path.realpath(ours) == os.path.realpath(theirs):
+            return self._beside
+        raise ConfigError(
+            "a relative path that means two things",
+            where=key,
+            found=f"{os.path.abspath(ours)}, beside the YAML, and {os.path.abspath(theirs)}, in the working directory",
+            expected="one of them",
+            remedy="write it out as an absolute path",
+        )
+
+    def _is_given(self, key: str) -> bool:
+        return any(key == given or key.startswith(f"{given}.") for given in self._given)
