@@ -118,12 +118,12 @@ class Agent:
         broken: ExitCode | None = None
         try:
             try:
-                if failed is not None:
-                    raise failed
-                await self._work()
+                await self._work(failed)
             except Exception as error:  # noqa: BLE001 - nothing may keep it from seeing its node and its job off
                 broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
-                self._report(error)
+                told = self._report(error)
+                if self._link is not None:  # else the lead would wait a minute for an agent that never comes
+                    self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
             released = await self._leave(job)
         finally:  # by Ctrl-C, too
             self._clean_up()
@@ -132,16 +132,20 @@ class Agent:
         self._log.close()
         return code
 
-    async def _work(self) -> None:
+    async def _work(self, failed: Exception | None) -> None:
         """Until there is nothing left to do here; why, is for `leaving` to see."""
+        self._address = read_lead_address(self._paths)
+        # First of all: whatever breaks from here on, the lead is told.
+        self._link = link = await self._connect(self._address, failed)
+        self._tasks = [asyncio.create_task(self._listen(link))]
+        if failed is not None:
+            raise failed
         places = 4 * self._config.distributed.ranks_per_node
         refusals = Refusals(REASONS, self._tell_of_stranger)
         self._ranks = RankSocket(self._from_rank, places, refusals)
-        self._address = read_lead_address(self._paths)
-        self._link = link = await self._connect(self._address)
         self._store = StoreSocket(self._ranks.directory, link.send, _STORE_PLACES * places, refusals)
         await self._store.open()
-        self._tasks = [asyncio.create_task(self._listen(link)), asyncio.create_task(self._ranks.serve())]
+        self._tasks.append(asyncio.create_task(self._ranks.serve()))
         link.send(
             AgentReady(
                 node=self._node,
@@ -171,12 +175,18 @@ class Agent:
         if problem := await self._metrics.open(own_host):
             self._log.say("metrics", loud=True, problem=problem)
 
-    async def _connect(self, address: LeadAddress) -> LeadLink:
-        """Try until the lead has a place for us: strangers may hold all of them for some seconds."""
+    async def _connect(self, address: LeadAddress, failed: Exception | None) -> LeadLink:
+        """Try until the lead has a place for us: strangers may hold all of them for some seconds.
+
+        Args:
+            failed: all that there is to say, and worth one try.
+        """
         for pause in (*_CONNECT_PAUSES_S, None):
             try:
                 return await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
             except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                if failed is not None:
+                    raise failed from error
                 if pause is None or self._warned.is_set():
                     raise WireError(
                         "the lead cannot be reached",
@@ -291,15 +301,17 @@ class Agent:
         if stubborn:
             self._log.say("kill", loud=True, do_not_die=stubborn)
 
-    def _report(self, error: Exception) -> None:
-        """Into this agent's log, and to whoever still reads what it prints."""
+    def _report(self, error: Exception) -> str:
+        """Into this agent's log, and to whoever still reads what it prints; the line that says it."""
         told = error.one_line() if isinstance(error, VerlSlurmError) else f"{type(error).__name__}: {error}"
         places = traceback.extract_tb(error.__traceback__)
         self._log.say("failed", loud=True, error=told, where=f"{places[-1].filename}:{places[-1].lineno}")
+        printed = told
         if not isinstance(error, VerlSlurmError):
-            told = "".join(traceback.format_exception(error)).rstrip()
+            printed = "".join(traceback.format_exception(error)).rstrip()
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"verl-slurmd: {told}\n")
+            sys.stderr.write(f"verl-slurmd: {printed}\n")
+        return told
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What breaks in a callback or a task of its own, and ends nothing."""

@@ -90,14 +90,16 @@ class Stage:
         address = LeadAddress(epoch=3, generation=1, host="127.0.0.1", port=port, token=TOKEN.hex())
         write_lead_address(self.paths, address)
 
-    async def agent(self, launcher: str = "exec sleep 600", **streams: int) -> asyncio.subprocess.Process:
+    async def agent(
+        self, launcher: str = "exec sleep 600", shim: str = SHIM, **streams: int
+    ) -> asyncio.subprocess.Process:
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         env |= {"PATH": f"{self.box}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
         env |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n2", "SLURM_NODEID": "0"}
         env |= {"SLURM_JOB_PARTITION": "p"}
         argv = ["agent", "--run", str(self.paths.root), "--epoch", "3", launcher]
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SHIM, *argv, env=env, **streams
+            sys.executable, "-c", shim, *argv, env=env, **streams
         )
         return self.process
 
@@ -263,6 +265,26 @@ def test_an_agent_that_cannot_work_still_sees_its_job_off(stage: Stage, what: st
 
     play(stage, story)
     assert stage.requeued
+
+
+@pytest.mark.parametrize("what", ["run.yaml", "socket"])
+def test_an_agent_that_cannot_begin_tells_the_lead_why(stage: Stage, what: str) -> None:
+    """The lead waited a minute for it, four times over, and said "the ranks did not start in time"."""
+    if what == "run.yaml":
+        stage.paths.run_yaml.write_text("nonsense: [")
+
+    async def story() -> None:
+        await stage.lead(launch)
+        few = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (0, 0))\n{SHIM}"  # no file of its own can be written
+        await stage.agent(shim=SHIM if what == "run.yaml" else few, stderr=asyncio.subprocess.DEVNULL)
+        heard = await stage.hear(NodeExited)
+        assert isinstance(heard, NodeExited)
+        assert heard.node == "n2"
+        assert heard.exit_code not in (0, None)
+        assert ("run.yaml" if what == "run.yaml" else "temporary directory") in heard.detail
+        assert await stage.end() is not ExitCode.OK
+
+    play(stage, story)
 
 
 def test_the_log_tells_the_story_and_is_private(stage: Stage) -> None:

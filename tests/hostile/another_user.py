@@ -39,7 +39,7 @@ WITH_TORCH = f"{WITH_OUR_PACKAGES}import torch.distributed\n"
 
 @cache
 def python_with(*modules: str) -> list[str]:
-    """The words that start another user's Python; its program begins with `WITH_OUR_PACKAGES`. Skips where one is missing."""
+    """The words that start another user's Python, whose program begins with `WITH_OUR_PACKAGES`; skips without one."""
     argv, problem = _python_of_nobody(WITH_OUR_PACKAGES + "\n".join(f"import {name}" for name in modules))
     if problem:
         pytest.skip(f"NOT RUN: no other user with {', '.join(modules)} here: {problem}")

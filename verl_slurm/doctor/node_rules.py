@@ -107,7 +107,7 @@ class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A step got it, too: it would kill ranks."""
     signals_to_batch: tuple[str, ...]
     signals_to_steps: tuple[str, ...]
-    """What ended the first life, by name, in order, without doubles."""
+    """What ended the first life: names in alphabetical order, each once."""
     kill_after_s: float | None
     """From the first TERM to the last sign of life of a process that ignored it."""
     again_after_s: float | None

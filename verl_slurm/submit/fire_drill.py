@@ -200,8 +200,8 @@ def _record(
     again = directory / "again"
 
     def after(who: list[str]) -> tuple[str, ...]:
-        names = [name for one in who for name, at in told[one] if at >= ended]
-        return tuple(dict.fromkeys(names))
+        # By name: the kernel hands pending signals out by number, so when each was taken says little of their order.
+        return tuple(sorted({name for one in who for name, at in told[one] if at >= ended}))
 
     return DrillRecord(
         how=how,
