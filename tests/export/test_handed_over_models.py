@@ -196,8 +196,9 @@ def test_a_config_that_names_a_kernel_of_the_hub_is_exported_without_it(
 
 @pytest.mark.scenario("SEC13")
 def test_export_and_compare_make_no_compile_cache_under_a_name_that_anybody_can_have_made(
-    checkpoint: Path, model: Path, tmp_path: Path
+    checkpoint: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch, once imported here, sets it
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environ = {"TMPDIR": str(temporary), "USER": "ada", "LOGNAME": "ada"}
