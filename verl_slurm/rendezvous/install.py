@@ -204,7 +204,6 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
     Where the other end of one is not of this run, the daemon is told and the process ends: an exception could be
     caught, and the group be used.
 
-
     Raises:
         RuntimeError: torch's own: a peer is gone, or silent for `_PROOF_S`.
     """
