@@ -24,6 +24,7 @@ __all__ = [
     "others_may_replace",
     "private_dir",
     "read_private",
+    "require_own",
     "require_safe_way",
     "unsafe_on_the_way",
     "write_file",
@@ -129,6 +130,23 @@ def require_safe_way(path: Path, key: str) -> None:
             found=found[1],
             expected=f"directories of uid {os.geteuid()} or root that no other user may write, or sticky ones (1777)",
             remedy=f"set {key} to a directory below such ones, or have the sticky bit set (chmod +t)",
+        )
+
+
+def require_own(info: os.stat_result, where: Path) -> None:
+    """Refuse a file or directory that is another user's, or that others may write.
+
+    Raises:
+        PermissionRefused: it is.
+    """
+    mode = stat.S_IMODE(info.st_mode)
+    if info.st_uid != os.geteuid() or mode & 0o022:
+        raise PermissionRefused(
+            "programs are not started from what others could have written",
+            where=where,
+            found=f"uid {info.st_uid}, mode {mode:04o}",
+            expected=f"uid {os.geteuid()}, and nobody else may write",
+            remedy=f"see who put it there; if it is yours: chmod go-w {where}",
         )
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError, WireError
 from verl_slurm.exit_codes import ExitCode
@@ -398,7 +398,7 @@ def run_agent(root: Path, epoch: int) -> ExitCode:
 
 async def _run(paths: RunPaths, epoch: int, node: str, node_id: int) -> ExitCode:
     try:
-        config, failed = load_resolved(paths.run_yaml), None
+        config, failed = load_own(paths.run_yaml), None
     except (OSError, VerlSlurmError) as error:
         config, failed = RunConfig(), error
     return await Agent(paths, config, epoch, node, node_id).run(failed)

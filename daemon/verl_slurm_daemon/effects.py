@@ -18,7 +18,7 @@ import msgspec
 
 from verl_slurm.checkpoint.trained_with import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.events import read_events
@@ -247,7 +247,7 @@ class Effects:
         Raises:
             ConfigError: it is not; the keys and their values are named.
         """
-        now = load_resolved(self._paths.run_yaml)
+        now = load_own(self._paths.run_yaml)
         newest = self._paths.checkpoints / point.name if point.name else None
         former = trained_with(self._paths, now, newest, self._keys) if point.begun else None
         if former is not None:

@@ -5,7 +5,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.errors import VerlSlurmError, WireError
 from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
@@ -25,7 +25,7 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
     """Take part in the run from the host `name`; returns how the run ended."""
     become_subreaper()
     paths = RunPaths(root)
-    config = load_resolved(paths.run_yaml)
+    config = load_own(paths.run_yaml)
     hosts = read_hostfile(hostfile)
     check_hosts(hosts, config)
     place = find_host(hosts, name)
@@ -46,7 +46,7 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
 
 
 async def _one_generation(paths: RunPaths, epoch: int, node: str, place: int) -> None:
-    await Agent(paths, load_resolved(paths.run_yaml), epoch, node, place).run()
+    await Agent(paths, load_own(paths.run_yaml), epoch, node, place).run()
 
 
 def _address(paths: RunPaths) -> LeadAddress | None:

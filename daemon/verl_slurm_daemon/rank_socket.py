@@ -7,11 +7,12 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from verl_slurm.errors import UNREADABLE, WireError
-from verl_slurm.files import others_may_replace
+from verl_slurm.files import unsafe_on_the_way
 from verl_slurm.scratch import Scratch
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
@@ -47,11 +48,11 @@ def _control_root() -> str:
     usual = tempfile.gettempdir()
     shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under a name that nobody can guess
     for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
-        if candidate and len(os.fsencode(candidate)) < 60 and os.access(candidate, os.W_OK | os.X_OK):
-            # In a directory of another user, or one that others may write to, he could put his own in ours' place.
-            with contextlib.suppress(OSError):
-                if not others_may_replace(os.stat(candidate)):
-                    return candidate
+        if not candidate or len(os.fsencode(candidate)) >= 60 or not os.access(candidate, os.W_OK | os.X_OK):
+            continue
+        # Whoever may write in a directory on the way can put another tree in the place of ours.
+        if unsafe_on_the_way(Path(candidate)) is None:
+            return candidate
     return usual
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
 from verl_slurm.events import Event, read_events
@@ -68,7 +68,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         nonlocal host
         if restarted:
             paths.run_yaml.stat()  # it was there: a node without the file system is no run without a configuration
-        config = load_resolved(paths.run_yaml)
+        config = load_own(paths.run_yaml)
         for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
             private_dir(directory)
         if hostfile is not None:

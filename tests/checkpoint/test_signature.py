@@ -102,6 +102,21 @@ def test_every_field_is_signed(save: Callable[..., Path], field: str) -> None:
         authenticate(changed, KEYS, where="")
 
 
+@pytest.mark.scenario("SEC05")
+def test_files_beyond_number_damage_what_our_key_vouches_for_and_nothing_else(
+    save: Callable[..., Path],
+) -> None:
+    directory = save(12)
+    for number in range(5000):
+        (directory / f"{number}").touch(0o600)
+    ours, without, another = (verify(directory, keys=keys) for keys in (KEYS, None, Keyring(OTHER)))
+    assert ours.damaged
+    assert without.damaged
+    assert [p.path for p in ours.problems] == ["."]
+    assert not another.damaged  # not set aside
+    assert sorted(p.kind for p in another.problems) == ["key", "untrusted"]
+
+
 @pytest.mark.scenario("M12")
 def test_another_key_is_one_clear_line_and_an_old_one_still_reads(save: Callable[..., Path]) -> None:
     manifest = read_manifest(save(12))

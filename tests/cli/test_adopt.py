@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.hostile.measured import measured
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
@@ -210,6 +211,20 @@ def test_what_was_taken_over_is_pruned_like_any_other(
     assert len(cli("adopt", directory, config, "--all", "--json").json["steps"]) == 4
     assert cli("prune", run.root, "--keep-last", 2).code == ExitCode.OK
     assert names(run) == ["step_000008", "step_000006"]
+
+
+@pytest.mark.parametrize("words", [(), ("--dry-run",), ("--link",)])
+def test_steps_that_others_can_exchange_are_refused_before_anything_is_read_or_made(
+    verl_dir: Path, config: Path, run: RunPaths, words: tuple[str, ...]
+) -> None:
+    verl_dir.chmod(0o775)
+    done = measured("adopt", verl_dir, config, *words)
+    assert done.code == ExitCode.PERMISSION, done.err
+    assert done.err.count("\n") == 1
+    assert str(verl_dir) in done.err
+    for word in ("others can put steps of theirs", "mode 0775", "chmod go-w"):
+        assert word in done.err
+    assert not run.root.exists()
 
 
 def test_names_from_the_disk_cannot_write_on_the_terminal(cli: Cli, tmp_path: Path) -> None:

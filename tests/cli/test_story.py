@@ -1,9 +1,11 @@
 """Events as sentences, and what is shown of text from outside."""
 
+import time
+
 import pytest
 
 from verl_slurm.cli import render
-from verl_slurm.cli.story import Story, progress, tell
+from verl_slurm.cli.story import Story, for_people, progress, tell
 
 
 @pytest.mark.parametrize(
@@ -115,3 +117,12 @@ def test_a_stranger_among_the_ranks_is_told_as_a_sentence() -> None:
     assert told.endswith(
         "  rank 0 on n1 met a stranger and ended itself: in the place of rank 1: 10.0.0.7:42"
     )
+
+
+@pytest.mark.scenario("SEC05")
+@pytest.mark.parametrize("end", ["", " \n", " \n\n"], ids=repr)
+def test_an_event_full_of_what_slurm_says_is_told_at_once(end: str) -> None:
+    began = time.process_time()
+    for_people({"event": "cause", "evidence": "; JobState=X" * 10_000 + end})
+    for_people({"event": "cause", "evidence": "; JobState=X " * 10_000 + end + "x"})
+    assert time.process_time() - began < 0.5

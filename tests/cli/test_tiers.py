@@ -30,7 +30,9 @@ def run(tmp_path: Path) -> RunPaths:
     private_dir(paths.root)
     private_dir(tmp_path / "cold")
     cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    config = RunConfig(name="run", data=DataConfig(root=str(tmp_path)), tiers=(cold,))
+    config = RunConfig(
+        name="run", run_dir=str(paths.root), data=DataConfig(root=str(tmp_path)), tiers=(cold,)
+    )
     paths.run_yaml.write_bytes(dump(config))
     staging = stage(paths, 10)
     commit(staging, manifest_of(staging), epoch_check=owns_it)

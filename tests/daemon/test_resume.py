@@ -198,7 +198,8 @@ def archived(run: RunPaths, tmp_path: Path) -> RunPaths:
     """step_000004 in an archive and nowhere else."""
     private_dir(tmp_path / "cold")
     cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    config = RunConfig(name="run", data=DataConfig(root=str(tmp_path)), tiers=(cold,))
+    data = DataConfig(root=str(tmp_path))
+    config = RunConfig(name="run", run_dir=str(run.root), data=data, tiers=(cold,))
     run.run_yaml.write_bytes(dump(config))
     path = save(run, 4)
     assert sync(run, config).ok
@@ -236,6 +237,7 @@ def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_pa
     encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
     config = RunConfig(
         name="run",
+        run_dir=str(run.root),
         data=DataConfig(root=str(tmp_path)),
         tiers=(cold,),
         checkpoint=CheckpointConfig(encryption=encryption),

@@ -1,5 +1,6 @@
 """A loop's checkpoint that another user prepared: its `.metadata`, a pickle, names no code and no other file."""
 
+import io
 import os
 import pickle
 import subprocess
@@ -8,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.hostile.test_handed_over import put
 
@@ -53,6 +57,33 @@ class Evil:
         return os.mkdir, (str(self._sign),)
 
 
+CHANGES_A_CLASS = b"\x80\x04cpathlib\nPosixPath\n(N}(X\x07\x00\x00\x00is_filectorch\nSize\nutb."
+"""PosixPath.is_file = torch.Size, by pickle's BUILD."""
+
+
+def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tmp_path: Path) -> None:
+    """DCP unpickles what the metadata calls bytes, whatever the loop asked for."""
+    run, sign = tmp_path / "run", tmp_path / "sign"
+    assert loop(run, 1, "sharded").returncode == 0
+    checkpoint = run / "checkpoints" / "step_000001"
+    data = "guest/sharded/__0_0.distcp"
+    torch.save(Evil(sign), evil := io.BytesIO())
+    there = (checkpoint / data).read_bytes()
+    metadata = pickle.loads((checkpoint / METADATA).read_bytes())
+    name = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data = {key: at for key, at in metadata.storage_data.items() if key.fqn != name}
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo(
+        data.rpartition("/")[2], len(there), len(evil.getvalue())
+    )
+    put(checkpoint, data, there + evil.getvalue())
+    put(checkpoint, METADATA, pickle.dumps(metadata))
+    done = loop(run, 2, "sharded")
+    assert not sign.exists()
+    assert done.returncode != 0
+    assert "BytesStorageMetadata" in done.stderr.splitlines()[-1], done.stderr
+
+
 def test_a_pickle_that_the_loop_never_wrote_is_not_opened(tmp_path: Path) -> None:
     run, sign = tmp_path / "run", tmp_path / "sign"
     assert loop(run, 1, "plain").returncode == 0
@@ -78,6 +109,7 @@ def test_metadata_of_a_stranger_runs_no_code_and_reads_no_other_file(tmp_path: P
         (pickle.dumps(Evil(sign)), "posix.mkdir"),
         (pickle.dumps(elsewhere), "elsewhere.distcp"),
         (pickle.dumps(Path("/")), "PosixPath"),
+        (CHANGES_A_CLASS, "sets attributes"),
     ):
         put(checkpoint, METADATA, data)
         done = loop(run, 2, "sharded")

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.rank_socket import RankSocket
 
-from tests.hostile.another_user import NOBODY
+from tests.hostile.another_user import NOBODY, python_with
 from tests.many_runs import make_run
-from verl_slurm.wire.client import SOCKET_NAME
+from verl_slurm.errors import WireError
+from verl_slurm.wire.client import SOCKET_NAME, RankClient
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
+from verl_slurm.wire.messages import StoreCall
+from verl_slurm.wire.store_line import StoreLine
 
 pytestmark = pytest.mark.scenario("SEC13")
 
@@ -44,20 +48,20 @@ def test_what_brings_checkpoints_back_imports_nothing_from_the_working_directory
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-@pytest.mark.parametrize("whose", ["another user's", "writable by everybody"])
+@pytest.mark.parametrize("whose", ["another user's", "writable by everybody", "below such a one"])
 def test_an_agent_makes_no_directory_where_others_could_exchange_it(
     whose: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = short_dir / "t"
-    place.mkdir()
+    place = short_dir / "o" / "t"
+    place.mkdir(parents=True)
     monkeypatch.setenv("SLURM_TMPDIR", str(place))
     door = RankSocket(lambda _: None, 1)
     assert door.directory.parent == place, "a place of ours is taken"
     door.close()
-    place.chmod(0o777)
     if whose == "another user's":
-        place.chmod(0o755)
         os.chown(place, NOBODY, NOBODY)
+    else:
+        (place.parent if whose == "below such a one" else place).chmod(0o777)
     door = RankSocket(lambda _: None, 1)
     try:
         assert door.directory.parent != place
@@ -80,3 +84,40 @@ def test_an_agent_s_socket_has_a_name_that_fits_whatever_tmpdir_is(
         assert (door.directory / SOCKET_NAME).is_socket()
     finally:
         door.close()
+
+
+ANSWERS = """
+import os, socket, sys, time
+for name, kind in (("store.sock", socket.SOCK_STREAM), ("agent.sock", socket.SOCK_SEQPACKET)):
+    listener = socket.socket(socket.AF_UNIX, kind)
+    listener.bind(f"{sys.argv[1]}/{name}")
+    os.chmod(f"{sys.argv[1]}/{name}", 0o777)
+    listener.listen()
+    globals()[name] = listener
+print("listens", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_rank_says_nothing_to_another_users_agent(short_dir: Path) -> None:
+    control = short_dir / "c"
+    control.mkdir()
+    short_dir.chmod(0o755)
+    control.chmod(0o777)
+    argv = [*python_with("socket"), "-c", ANSWERS, str(control)]
+    eve = subprocess.Popen(argv, cwd="/", stdout=subprocess.PIPE, text=True)
+    try:
+        assert eve.stdout is not None
+        assert eve.stdout.readline() == "listens\n"
+        with pytest.raises(WireError, match="another user answers"):
+            StoreLine(control).call(StoreCall(call=0, op="count", keys=()))
+        ControlPage.create(control / PAGE_NAME)
+        with pytest.raises(WireError, match="another user answers"):
+            RankClient.connect(control)
+        os.chown(control / PAGE_NAME, NOBODY, NOBODY)
+        with pytest.raises(WireError, match="control page"):
+            RankClient.connect(control)
+    finally:
+        eve.kill()
+        eve.communicate()

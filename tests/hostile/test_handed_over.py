@@ -4,6 +4,7 @@ Each command is a child process whose peak is measured; what is hostile is made 
 the format's page.
 """
 
+import json
 import os
 import struct
 from collections.abc import Callable
@@ -201,6 +202,30 @@ def test_a_run_of_another_user_does_not_fill_the_memory_of_who_looks_at_it(
     assert "Traceback" not in done.err
     assert done.peak_mb < good.peak_mb + ROOM_MB
     assert done.seconds < good.seconds + 60
+
+
+@pytest.mark.scenario("SEC05")
+@pytest.mark.parametrize("line", [b"ab\n", b"\n", b'{"event":""}\n'], ids=repr)
+def test_a_journal_of_very_short_lines_takes_little_memory_and_time(run: Path, line: bytes) -> None:
+    good = measured("status", run)
+    (run / "events.jsonl").write_bytes(line * (32 * MIB // len(line)))
+    done = measured("status", run)
+    assert "Traceback" not in done.err
+    assert done.peak_mb < good.peak_mb + ROOM_MB
+    assert done.seconds < good.seconds + 30
+
+
+@pytest.mark.scenario("SEC05")
+def test_a_checkpoint_with_thousands_of_files_beside_its_own_is_refused_unread(checkpoint: Path) -> None:
+    for number in range(6000):
+        os.close(os.open(checkpoint / f"{number:04}", os.O_CREAT, 0o600))
+    done = measured("verify", checkpoint, "--json")
+    assert done.code != 0
+    (one,) = json.loads(done.out)["checkpoints"]
+    (problem,) = one["problems"]
+    assert (problem["path"], problem["kind"]) == (".", "damaged")
+    assert "more than 41" in problem["what"]
+    assert one["num_bytes"] == 0
 
 
 @pytest.mark.scenario("SEC05")

@@ -1,6 +1,7 @@
 """What surrounds a run that is handed over: hostfiles, samples, logs, rewards, data, the hash cache, tiers."""
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -216,9 +217,8 @@ def archived(run: RunPaths, tmp_path: Path) -> Path:
     """A checkpoint that only a tier has; the directory it lies in there."""
     (tmp_path / "cold").mkdir(mode=0o700)
     cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    run.run_yaml.write_bytes(
-        dump(RunConfig(name="demo", data=DataConfig(root=str(tmp_path / "data")), tiers=(cold,)))
-    )
+    data = DataConfig(root=str(tmp_path / "data"))
+    run.run_yaml.write_bytes(dump(RunConfig(name="demo", run_dir=str(run.root), data=data, tiers=(cold,))))
     there = save_sealed(run, 1, None)
     assert measured("offload", run.root).code == 0
     shutil.rmtree(there)
@@ -244,6 +244,34 @@ def test_a_forged_checkpoint_in_a_tier_is_not_brought_back(run: RunPaths, archiv
     one_line(done)
     assert done.peak_mb < good.peak_mb + ROOM_MB
     assert not (run.checkpoints / "step_000001").exists()
+
+
+@pytest.mark.parametrize("words", [["offload"], ["offload", "--dry-run"], ["sync"]], ids=" ".join)
+def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
+    run: RunPaths, archived: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """With the original's run id its keys in the tier are the original's; a manifest says any epoch."""
+    before = {path.name: path.read_bytes() for path in archived.rglob("*") if path.is_file()}
+    copy = tmp_path / "copy"
+    shutil.copytree(run.root, copy)
+    there = copy / "checkpoints" / archived.name
+    shutil.copytree(archived, there)
+    manifest = json.loads((there / "manifest.json").read_bytes())
+    (there / "manifest.json").write_text(json.dumps(manifest | {"epoch": 99}))
+    put(there, "actor/rank_0000.bin", b"other weights")
+    for path in there.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    if words == ["sync"]:  # as the lead starts it
+        done = measured_program("verl_slurm.tiers", "sync", "--run", copy)
+        assert done.err.startswith("a copy, or a run that was moved")
+    else:
+        done = measured(*words, copy)
+        assert "a copy, or a run that was moved" in one_line(done)
+    assert done.code == ExitCode.CONFIG, done.err
+    assert done.err.count("\n") == 1
+    assert str(run.root) in done.err
+    assert {path.name: path.read_bytes() for path in archived.rglob("*") if path.is_file()} == before
+    assert measured("offload", run.root).code == 0
 
 
 def test_a_large_forged_file_in_a_tier_is_brought_back_in_little_memory(

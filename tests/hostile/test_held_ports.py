@@ -175,6 +175,20 @@ def test_the_metrics_are_scraped_whatever_strangers_hold(short_dir: Path, token:
         finish(process)
 
 
+@pytest.mark.scenario("M13", "SEC03")
+def test_every_alert_is_heard_while_strangers_send_heads_full_of_blanks(run: RunPaths, token: Path) -> None:
+    head = b"POST /alert HTTP/1.1\r\na:" + b"%s\xff\r\n\r\n"
+    with receiver(run, token) as (port, process):
+        try:
+            for blanks in (b" " * 8000, b"\t" * 8000, b"x " * 4000, b"x" + b" " * 7999):
+                with socket.create_connection(("127.0.0.1", port), 30) as stranger:
+                    stranger.sendall(head % blanks)
+                    assert ask(port, "POST", "/alert") == 200
+                    assert stranger.recv(64).startswith(b"HTTP/1.1 400")
+        finally:
+            process.kill()  # one that matches a head for hours does not see SIGTERM
+
+
 @needs_another_user
 @pytest.mark.scenario("SEC11")
 def test_a_port_that_another_user_took_is_told_and_the_token_replaced(run: RunPaths, token: Path) -> None:

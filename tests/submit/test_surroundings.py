@@ -61,11 +61,15 @@ def test_a_sticky_directory_is_good_enough(cli: Cli, workplace: Path) -> None:
 
 
 @pytest.mark.scenario("SEC12")
-def test_a_run_in_an_open_directory_is_told_of(cli: Cli, workplace: Path) -> None:
+def test_a_run_in_a_groups_directory_is_told_of(cli: Cli, workplace: Path) -> None:
     place = open_to_all(workplace / "group")
+    place.chmod(0o775)
     done = cli("submit", "config.yaml", "--dry-run", "--cluster", "local", f"run_dir={place / 'run'}")
     assert done.code == ExitCode.OK
-    assert f"others can rename or replace the run ({place}: mode 0777" in done.out + done.err
+    assert (
+        f"others can rename the run, or put another one in its place ({place}: mode 0775"
+        in done.out + done.err
+    )
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import botocore.endpoint
+import msgspec
 import psutil
 import pytest
 
@@ -194,7 +195,8 @@ def test_whoever_waits_for_a_black_hole_is_a_process_of_the_lowest_priority_and_
     save_small(10)
     with proxied(server.server_port) as chaos:
         behind = s3_config(server, endpoint=f"http://127.0.0.1:{chaos.port}")
-        paths.run_yaml.write_bytes(dump(config_of(behind)))
+        config = msgspec.structs.replace(config_of(behind), run_dir=str(paths.root))
+        paths.run_yaml.write_bytes(dump(config))
         asked, chaos.stall = threading.Event(), True
         chaos.on_stall = asked.set
         argv = [sys.executable, "-m", "verl_slurm.tiers", "sync", "--run", str(paths.root)]

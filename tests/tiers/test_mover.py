@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.checkpoint.conftest import FILES
@@ -291,7 +292,7 @@ def test_a_checkpoint_that_was_saved_again_replaces_the_old_one(
 def test_a_dry_run_says_what_the_pass_then_does(paths: RunPaths, save: Save, nvme: TierConfig) -> None:
     save(10, 8)
     save(20)
-    config = config_of(nvme)
+    config = msgspec.structs.replace(config_of(nvme), run_dir=str(paths.root))
     planned = look(paths, config, now=lambda: NOW)
     assert not any(Path(str(nvme.path)).iterdir())
     done = sync(paths, config, now=lambda: NOW)

@@ -44,6 +44,7 @@ def configure(paths: RunPaths, tmp_path: Path, cold: TierConfig, key: MasterKey)
         chosen = None if without else EncryptionConfig(key_file=str(tmp_path / "run.key"), **encryption)
         config = RunConfig(
             name="run",
+            run_dir=str(paths.root),
             data=DataConfig(root=str(tmp_path)),
             tiers=(cold,),
             checkpoint=CheckpointConfig(encryption=chosen),

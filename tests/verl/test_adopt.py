@@ -10,11 +10,13 @@ import pytest
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
+from verl_slurm.checkpoint.tree import Entry, list_tree
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import Fenced, NoRoom
 from verl_slurm.fence import take_epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl import adopt as module
+from verl_slurm.verl import copying, shards
 from verl_slurm.verl.adopt import Row, adopt_steps, is_adopted, plan_adoption
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.shards import judge_all, judge_step
@@ -248,6 +250,65 @@ def test_a_file_that_became_a_link_since_it_was_judged_is_not_followed(verl_dir:
         shutil.rmtree(run.checkpoints)
 
 
+@pytest.mark.parametrize("whose", ["theirs", "writable", "ours"])
+@pytest.mark.parametrize("link", [False, True])
+def test_a_step_that_was_exchanged_since_it_was_judged_is_not_taken(
+    verl_dir: Path, run: RunPaths, whose: str, link: bool
+) -> None:
+    """Whole and of the same sizes, as somebody who may rename in the directory puts it there."""
+    rows = plan(verl_dir, run)
+    judged = verl_dir / "global_step_6"
+    shutil.copytree(judged, verl_dir / "other")  # with the times of the original
+    judged.rename(verl_dir / "away")
+    (verl_dir / "other").rename(judged)
+    shard = judged / "extra_state_world_size_2_rank_0.pt"
+    if whose == "theirs":
+        if os.geteuid() != 0:
+            pytest.skip("NOT RUN: only root can give a file away")
+        os.chown(shard, 65534, 65534)
+    elif whose == "writable":
+        shard.chmod(0o666)
+    else:
+        assert judge_step(judged).ok
+    first, second = adopt_steps(run, rows, link=link)
+    assert "not the file that was judged" in first.error
+    assert second.saved is not None
+    assert names(run) == ["step_000004"]
+
+
+def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
+    verl_dir: Path, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = plan(verl_dir, run)
+    merges = verl_dir / "global_step_6" / "huggingface" / "merges.txt"
+    copy = copying._copy
+
+    def meanwhile(fd: int, target: Path, *args: object) -> None:
+        copy(fd, target, *args)  # type: ignore[arg-type]
+        if target.name == merges.name and target.parent.parent.name == "global_step_6":
+            merges.write_text("#version: 0.3\n")
+
+    monkeypatch.setattr(copying, "_copy", meanwhile)
+    first, second = adopt_steps(run, rows)
+    assert "not the file that was judged" in first.error
+    assert second.saved is not None
+
+
+def test_a_file_that_is_exchanged_while_it_is_judged_is_not_called_good(
+    verl_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, step = "data_0.pt", verl_dir / "global_step_6"
+
+    def then_exchanged(root: int) -> list[Entry]:
+        found = list_tree(root)
+        shutil.copy2(step / name, verl_dir / "other")
+        os.replace(verl_dir / "other", step / name)
+        return found
+
+    monkeypatch.setattr(shards, "list_tree", then_exchanged)
+    assert [(p.path, p.what) for p in judge_step(step).problems] == [(name, "changed while it was judged")]
+
+
 def test_a_start_of_the_run_meanwhile_fences_the_adoption(
     verl_dir: Path, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +343,9 @@ def test_what_can_be_cloned_is_said_beforehand_and_what_cannot_is_copied(
     assert how_to_copy(verl_dir / "global_step_6", target) in ("clone", "copy")
     assert how_to_copy(verl_dir / "not_there", target) == "copy"
     assert list(target.iterdir()) == []
-    copy_files(verl_dir / "global_step_6", target / "c", ["data_0.pt", "huggingface/merges.txt"], "clone")
+    judged = judge_step(verl_dir / "global_step_6").identities
+    files = {name: judged[name] for name in ("data_0.pt", "huggingface/merges.txt")}
+    copy_files(verl_dir / "global_step_6", target / "c", files, "clone")
     assert (target / "c" / "data_0.pt").read_bytes() == (
         verl_dir / "global_step_6" / "data_0.pt"
     ).read_bytes()
@@ -297,7 +360,8 @@ def test_a_file_system_without_copies_in_the_kernel_is_read_and_written(
     monkeypatch.setattr(os, "copy_file_range", refuses)
     read: list[int] = []
     name = "model_world_size_2_rank_0.pt"
-    copy_files(verl_dir / "global_step_6", tmp_path / "c", [name], "copy", on_bytes=read.append)
+    files = {name: judge_step(verl_dir / "global_step_6").identities[name]}
+    copy_files(verl_dir / "global_step_6", tmp_path / "c", files, "copy", on_bytes=read.append)
     assert (tmp_path / "c" / name).read_bytes() == (verl_dir / "global_step_6" / name).read_bytes()
     assert sum(read) == (tmp_path / "c" / name).stat().st_size
 

@@ -1,5 +1,6 @@
 """verl's settings as words: quoted right, each key once, and what is not verl's to say refused."""
 
+import time
 from pathlib import PurePath
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_a_value_is_quoted_by_hydras_grammar(value: object, word: str) -> None:
 def test_what_hydra_would_not_read_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="no setting that verl can read"):
         words({}, bad)
+
+
+def test_a_long_run_of_backslashes_is_quoted_at_once() -> None:
+    began = time.process_time()
+    (override,) = check_overrides({"a": "\\" * 30_000 + "x"})
+    assert override.value == "'" + "\\" * 30_000 + "x'"
+    assert time.process_time() - began < 0.5
 
 
 def test_a_line_break_in_a_value_is_refused_as_is_a_key_that_is_none() -> None:

@@ -1,6 +1,7 @@
 """The small HTTP server: what it takes, what it refuses, and whom it does not wait for."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -45,6 +46,52 @@ def test_a_request_is_read_without_its_query() -> None:
     ],
 )
 def test_what_two_readers_may_take_differently_is_refused(head: bytes) -> None:
+    with pytest.raises(WireError):
+        parse_head(head)
+
+
+@pytest.mark.scenario("M13")
+@pytest.mark.parametrize(
+    ("before", "after"), [(b"", b""), (b"", b"\xff"), (b"x", b"y"), (b"x", b"\x00"), (b"", b"y\x7f")]
+)
+@pytest.mark.parametrize("blank", [b" ", b"\t", b" \t", b"x "], ids=repr)
+def test_a_head_full_of_blanks_is_judged_at_once(before: bytes, blank: bytes, after: bytes) -> None:
+    for num_bytes in (1024, 16 * 1024):
+        value = before + blank * (num_bytes // len(blank)) + after
+        began = time.process_time()
+        try:
+            found = parse_head(b"GET / HTTP/1.1\r\na:" + value + b"\r\n\r\n").headers
+        except WireError:
+            found = {}
+        assert time.process_time() - began < 0.2, num_bytes
+        assert found == ({"a": value.strip().decode()} if after in (b"", b"y") else {})
+
+
+@pytest.mark.parametrize(
+    ("line", "headers"),
+    [
+        (b"a:", {"a": ""}),
+        (b"a: \t ", {"a": ""}),
+        (b"A:b", {"a": "b"}),
+        (b"a:\t b: c\td  ", {"a": "b: c\td"}),
+        (b"x" * 64 + b": y", {"x" * 64: "y"}),
+        (b"x" * 65 + b": y", None),
+        (b": y", None),
+        (b"a", None),
+        (b"a b: y", None),
+        (b" a: y", None),
+        (b"a: \x0b", None),
+        (b"\xe4: y", None),
+        (b"a: \xe4", None),
+    ],
+)
+def test_a_header_is_a_token_and_printable_text_without_blanks_around_it(
+    line: bytes, headers: dict[str, str] | None
+) -> None:
+    head = b"GET / HTTP/1.1\r\n" + line + b"\r\n\r\n"
+    if headers is not None:
+        assert parse_head(head).headers == headers
+        return
     with pytest.raises(WireError):
         parse_head(head)
 

@@ -3,11 +3,13 @@
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl_slurm.bounded import TooMuch
 from verl_slurm.checkpoint.format import MAX_DEPTH
 from verl_slurm.errors import PermissionRefused
 
@@ -115,31 +117,37 @@ def open_below(root: int, path: str) -> Iterator[int]:
             os.close(fd)
 
 
-def list_tree(root: int) -> list[Entry]:
+def list_tree(root: int, most: int = sys.maxsize) -> list[Entry]:
     """Everything below the directory `root`, links and special files as themselves; sorted by path.
 
     Directories deeper than any checkpoint has are named and not entered. What is removed while we walk is left out: a
     tree that others work in must not look as if it were not there at all.
 
+    Args:
+        most: entries that are held in memory, each about 1 KB.
+
     Raises:
         OSError: a directory cannot be read.
+        TooMuch: there are more than `most`; no more of them were read.
     """
     entries: list[Entry] = []
-    _descend(root, "", entries)
+    _descend(root, "", entries, most)
     return sorted(entries, key=lambda entry: entry.path)
 
 
-def _descend(fd: int, prefix: str, entries: list[Entry]) -> None:
-    found: list[Entry] = []
+def _descend(fd: int, prefix: str, entries: list[Entry], most: int) -> None:
+    """Append what is in `fd` and below it. Raises as `list_tree`."""
+    begin = len(entries)
     with os.scandir(fd) as names:
         for name in names:
+            if len(entries) == most:
+                raise TooMuch(f"more than {most} files and directories")
             with suppress(FileNotFoundError):
-                found.append(Entry(path=prefix + name.name, info=name.stat(follow_symlinks=False)))
-    for entry in found:
-        entries.append(entry)
+                entries.append(Entry(path=prefix + name.name, info=name.stat(follow_symlinks=False)))
+    for entry in entries[begin:]:
         if entry.kind == "directory" and entry.path.count("/") < MAX_DEPTH:
             with (
                 suppress(FileNotFoundError),
                 open_directory(entry.path.rsplit("/", 1)[-1], below=fd) as below,
             ):
-                _descend(below, entry.path + "/", entries)
+                _descend(below, entry.path + "/", entries, most)

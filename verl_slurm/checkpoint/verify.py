@@ -26,6 +26,9 @@ from verl_slurm.one_line import printable
 
 __all__ = ["read_manifest", "verify"]
 
+_MOST_EXTRA = 4096
+"""Files and directories beside those of the manifest. Each takes about 1 KB of memory, and a line of the verdict."""
+
 # These say that the tree is not what was committed; any other error may be the storage's mood.
 _TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 
@@ -63,8 +66,10 @@ def verify(
     num_bytes = 0
     try:
         with open_directory(directory) as root:
-            manifest = _authentic(_manifest(root, problems), keys, problems)
-            entries = list_tree(root)
+            parsed = _manifest(root, problems)
+            manifest = _authentic(parsed, keys, problems)
+            # By the manifest as it lies there: one that is signed with another key may be good, with all its files.
+            entries = list_tree(root, sum(map(len, _named(parsed))) + _MOST_EXTRA)
             if require_owner:
                 here = Entry(path=".", info=os.fstat(root))
                 problems.extend(_untrusted([here, *entries]))
@@ -73,6 +78,10 @@ def verify(
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
+    except bounded.TooMuch as error:
+        # "damaged" is set aside; a good checkpoint of another key is not.
+        kind: ProblemKind = "untrusted" if manifest is None else "damaged"
+        problems.append(Problem(path=".", what=f"{error}: nothing of it was read", kind=kind))
     except OSError as error:
         problems.append(_os_problem(".", error))
     return Verdict(
@@ -157,10 +166,16 @@ def _untrusted(entries: list[Entry]) -> list[Problem]:
     return problems
 
 
+def _named(manifest: Manifest | None) -> tuple[set[str], set[str]]:
+    """The files and the directories that a checkpoint has by its manifest."""
+    files = {entry.path for entry in manifest.files} if manifest is not None else set()
+    files.add(MANIFEST)
+    return files, {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+
+
 def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
     """Names alone: what is there and should not be, what should be there at all."""
-    files = {entry.path for entry in manifest.files} | {MANIFEST}
-    folders = {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+    files, folders = _named(manifest)
     problems = [
         Problem(path=p, what="a required part is not in the manifest") for p in missing_parts(manifest)
     ]

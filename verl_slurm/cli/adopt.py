@@ -31,6 +31,7 @@ _COLOURS = {"whole": "green", "adopted": "green", "there": "green", "BROKEN": "r
     epilog=exits(
         ExitCode.CONFIG,
         ExitCode.DATA,
+        ExitCode.PERMISSION,
         ExitCode.CORRUPT,
         ExitCode.NOT_FOUND,
         ExitCode.FENCED,
@@ -81,10 +82,13 @@ def adopt(
     verl-slurm adopt checkpoints/gsm8k/grpo my.yaml name=grpo
     verl-slurm submit my.yaml name=grpo
     """
+    from verl_slurm.verl.adopt import require_own_directory
     from verl_slurm.verl.shards import judge_all, list_steps, step_bytes
     from verl_slurm.verl.tracker import look_at_tracker, write_tracker
 
     directory = _require_directory(directory)
+    if run is not None:
+        require_own_directory(directory)
     steps = list_steps(directory)
     bar = render.Bar(enabled=not as_json)
     with ExitStack() as held:

@@ -36,7 +36,8 @@ _PLAIN = {
     "operator": "an operator asked for a save",
     "operator_requeue": "an operator asked for a requeue",
 }
-_RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S+ .*$")
+# A hostile event has 8 MiB of mentions. So a match takes the rest of the text, and a mention that is none fails soon.
+_RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S{1,64} .*", re.DOTALL)
 
 
 def for_people(event: Event) -> Event:

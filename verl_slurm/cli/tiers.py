@@ -89,7 +89,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
     return _code(seen)
 
 
-@click.command(epilog=exits(ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.TIER))
+@click.command(epilog=exits(ExitCode.CONFIG, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.TIER))
 @click.argument("run", type=RUN)
 @click.option("--dry-run", is_flag=True, help="Print the plan, change nothing in any tier.")
 @json_option
@@ -106,10 +106,14 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     verl-slurm offload runs/big --dry-run
     verl-slurm offload runs/big --json
     """
+    from verl_slurm.config.in_place import require_in_place
     from verl_slurm.config.load import load_resolved
     from verl_slurm.tiers.mover import look, sync
 
     config = load_resolved(run.run_yaml)
+    require_in_place(
+        run.root, config, "offload"
+    )  # `look` does not ask, and a dry run must say what a real one would
     did = look(run, config) if dry_run else sync(run, config)
     problems = {(d.action.tier, d.action.name): d.problem for d in did.done if d.problem}
     if as_json:

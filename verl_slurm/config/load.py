@@ -5,6 +5,7 @@ known one. Nothing here touches the disk except reading the one file.
 """
 
 import difflib
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from verl_slurm.bounded import CONFIG, TooMuch, read_regular
+from verl_slurm.bounded import CONFIG, TooMuch, read_fd, read_regular
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks import check
 from verl_slurm.config.guest import flattened
@@ -22,9 +23,10 @@ from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
+from verl_slurm.files import require_own
 from verl_slurm.shipped import examples
 
-__all__ = ["differences", "dump", "known_keys", "load", "load_resolved", "parse_config"]
+__all__ = ["differences", "dump", "known_keys", "load", "load_own", "load_resolved", "parse_config"]
 
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
@@ -97,13 +99,48 @@ def load_resolved(path: Path | str) -> RunConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise NotFound(
-            "not a run directory",
-            where=path.parent,
-            expected=f"a file {path.name} in it",
-            remedy="see the runs with `verl-slurm list DIR`",
-        )
+        raise _no_run(path)
     return load(path)
+
+
+def load_own(path: Path) -> RunConfig:
+    """`load_resolved` for whatever runs the programs that `run.yaml` names: lead, agents, ranks.
+
+    In a directory that others may write, one of them can put a run of their own in the place of ours.
+
+    Raises:
+        NotFound, ConfigError: as `load_resolved`.
+        PermissionRefused: the run's directory or its run.yaml is another user's, or others may write it.
+        OSError: the storage does not give it.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Both by descriptor: what is asked is what is read, whatever has the name by then.
+            require_own(os.fstat(folder), path.parent)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(path.name, flags, dir_fd=folder)
+            try:
+                require_own(os.fstat(fd), path)
+                raw = read_fd(fd, CONFIG)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _no_run(path) from None
+    except TooMuch as error:
+        raise ConfigError("the configuration cannot be read", where=path, found=error) from None
+    return parse_config(raw, str(path))
+
+
+def _no_run(path: Path) -> NotFound:
+    return NotFound(
+        "not a run directory",
+        where=path.parent,
+        expected=f"a file {path.name} in it",
+        remedy="see the runs with `verl-slurm list DIR`",
+    )
 
 
 def dump(config: RunConfig) -> bytes:

@@ -23,7 +23,7 @@ from typing import Self
 import msgspec
 import torch.distributed as dist
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
@@ -114,7 +114,7 @@ class Run:
         self._every = self._save_every or 0
         self._keeper: Keeper | None = None
         if self._session.has_run:
-            config = load_resolved(self._session.paths.run_yaml)
+            config = load_own(self._session.paths.run_yaml)
             self._every = self._save_every or config.checkpoint.every_steps
             if self._session.rank == 0:
                 self._keeper = Keeper(self._session, config.checkpoint)

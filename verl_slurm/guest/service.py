@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from verl_slurm.checkpoint.format import guest_directory
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
@@ -62,7 +62,7 @@ class Service:
         self.saving = False
         self.committed = step if session.resume is not None else -1
         self.work = session.paths.work(session.epoch)
-        config = load_resolved(session.paths.run_yaml).checkpoint
+        config = load_own(session.paths.run_yaml).checkpoint
         self.every_steps = config.every_steps
         self._keeper = Keeper(session, config) if session.rank == 0 else None
         self.ranks.on_first("preparing to save", self._prepare)

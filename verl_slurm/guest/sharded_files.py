@@ -4,20 +4,23 @@ DCP's own reader unpickles `.metadata` with every class that the file names, whi
 those of DCP's metadata alone, and a piece of a tensor lies in a file of this directory.
 """
 
+import dataclasses
 import io
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from verl_slurm import bounded
 from verl_slurm.errors import CheckpointCorrupt
 
-__all__ = ["ShardedFiles"]
+__all__ = ["ShardedFiles", "TensorsOnly"]
 
 _METADATA = ".metadata"
 _DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
@@ -27,7 +30,6 @@ _ALLOWED = {
     *(
         (f"{_DCP}.metadata", name)
         for name in (
-            "BytesStorageMetadata",
             "ChunkStorageMetadata",
             "Metadata",
             "MetadataIndex",
@@ -63,7 +65,28 @@ class ShardedFiles(FileSystemReader):
         return self._metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class TensorsOnly(DefaultLoadPlanner):
+    """A `planner` for DCP's `load` that reads no bytes: DCP would unpickle them, with any class that they name."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointCorrupt("an object in the place of a tensor", found=read_item.storage_index.fqn)
+
+
+_PythonUnpickler: Any = pickle._Unpickler
+"""The one in Python: its opcodes can be refused."""
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
+
+    def load_build(self) -> None:
+        # On a class or a function it would set attributes for this whole process.
+        if not dataclasses.is_dataclass(type(self.stack[-2])):
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(self.stack[-2]).__name__}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
@@ -85,6 +108,12 @@ def _unpickled(path: Path) -> object:
 def _checked(metadata: object, path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise _corrupt(path, f"an object of {type(metadata).__name__}")
+    tensors = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(tensors, dict):
+        raise _corrupt(path, "no table of tensors")
+    for value in tensors.values():
+        if not isinstance(value, TensorStorageMetadata):
+            raise _corrupt(path, f"{type(value).__name__} in the place of a tensor's")
     pieces = getattr(metadata, "storage_data", None)
     if not isinstance(pieces, dict):
         raise _corrupt(path, "no table of pieces")

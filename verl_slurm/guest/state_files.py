@@ -28,7 +28,7 @@ from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.guest.sharded_files import ShardedFiles
+from verl_slurm.guest.sharded_files import ShardedFiles, TensorsOnly
 from verl_slurm.guest.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
 
 __all__ = ["load_state", "restore_rng", "write_state"]
@@ -109,7 +109,7 @@ def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generat
     if any(ranks.max([len(sharded)])):
         reader = ranks.together("reading the state", lambda: ShardedFiles(directory / _SHARDED))
         try:
-            load_sharded(sharded, storage_reader=reader, process_group=ranks.group)
+            load_sharded(sharded, storage_reader=reader, planner=TensorsOnly(), process_group=ranks.group)
         except CheckpointException as error:
             raise _failed("reading the sharded state failed", error) from error
     ranks.together(

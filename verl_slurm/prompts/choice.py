@@ -50,8 +50,8 @@ def choose(
     """
     files_key = key.replace("root", "files")
     if pattern is not None:
-        wanted = _regex(pattern)
-        chosen = sorted(name for name in names if wanted.fullmatch(name))
+        parts = _parts(pattern)
+        chosen = sorted(name for name in names if _matches(parts, name))
         if not chosen:
             raise DataError(
                 f"no file matches {files_key}={pattern}",
@@ -171,7 +171,52 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
     return f"set {key} to a directory with prompts"
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*/|\*|\?)", pattern)
-    words = {"**/": "(?:[^/]+/)*", "*": "[^/]*", "?": "[^/]"}
-    return re.compile("".join(words.get(part) or re.escape(part) for part in parts))
+def _parts(pattern: str) -> list[str]:
+    """A glob as `**/`, `*`, `?` and the text between; equal stars in a row are one."""
+    parts = [part for part in re.split(r"(\*\*/|\*|\?)", pattern) if part]
+    return [
+        part for part, before in zip(parts, ["", *parts], strict=False) if part[0] != "*" or part != before
+    ]
+
+
+def _matches(parts: Iterable[str], name: str) -> bool:
+    """Whether a glob matches all of `name`.
+
+    Follows every reading of the glob at once, so the work grows with the product of both lengths. A regular expression
+    tries one reading after the other, and each star multiplies their number.
+    """
+    ends = {0}  # where in `name` the parts so far can end
+    for part in parts:
+        if part == "**/":
+            ends = _after_folders(name, ends)
+        elif part == "*":
+            ends = _within_name(name, ends)
+        elif part == "?":
+            ends = {at + 1 for at in ends if at < len(name) and name[at] != "/"}
+        else:
+            ends = {at + len(part) for at in ends if name.startswith(part, at)}
+        if not ends:
+            return False
+    return len(name) in ends
+
+
+def _within_name(name: str, begins: set[int]) -> set[int]:
+    ends: set[int] = set()
+    reached = -1
+    for begin in sorted(begins):
+        if begin > reached:  # otherwise in the same name as one before, which reaches as far
+            slash = name.find("/", begin)
+            reached = slash if slash >= 0 else len(name)
+            ends.update(range(begin, reached + 1))
+    return ends
+
+
+def _after_folders(name: str, begins: set[int]) -> set[int]:
+    walked: set[int] = set()
+    for begin in begins:
+        at = begin
+        # A slash right at the beginning closes no directory: `**/` takes whole, non-empty names.
+        while (slash := name.find("/", at)) > at and slash + 1 not in walked:
+            at = slash + 1
+            walked.add(at)
+    return begins | walked

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
+from verl_slurm.files import read_private
 from verl_slurm.rendezvous.install import after_import, install_on_import, node_of, unknown_version
 from verl_slurm.wire.lifeline import CONTROL_VARIABLE
 from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
@@ -87,7 +88,7 @@ def _guard_zmq(module: ModuleType, control: Path) -> None:
 
     if not zmq.has("curve") or not hasattr(module, "Socket"):
         raise unknown_version("pyzmq", "zmq.sugar.socket.Socket, with libsodium")
-    key = (control / RANKS_KEY_NAME).read_bytes()
+    key = read_private(control / RANKS_KEY_NAME)
     secret = z85.encode(hmac.new(key, b"zmq", hashlib.sha256).digest())
     public = zmq.curve_public(secret)
     bind, connect = module.Socket.bind, module.Socket.connect

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from verl_slurm.errors import ConfigError, VerlSlurmError, WireError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.files import read_private
 from verl_slurm.wire.lifeline import CONTROL_VARIABLE
 
 __all__ = ["after_import", "install", "install_on_import", "node_of", "unknown_version"]
@@ -57,7 +58,7 @@ def install() -> None:
     groups = importlib.import_module(_PLACE)
     from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
 
-    line, key = StoreLine(Path(control)), (Path(control) / RANKS_KEY_NAME).read_bytes()
+    line, key = StoreLine(Path(control)), read_private(Path(control) / RANKS_KEY_NAME)
     handlers = getattr(rendezvous, "_rendezvous_handlers", None)
     if not isinstance(handlers, dict) or not {"env", "tcp"} <= handlers.keys():
         raise unknown_version("torch", "torch.distributed.rendezvous._rendezvous_handlers")

@@ -32,5 +32,7 @@ class BecomeLead:
         signal.pthread_sigmask(signal.SIG_BLOCK, _EARLY)
         sys.stdout.flush()
         sys.stderr.flush()
+        # `start_job` names an open descriptor there, which ends with this exec.
+        os.environ["SUBMITIT_FOLDER"] = os.path.join(self.run_dir, "logs")
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", "lead", "--run", self.run_dir]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours, and no shell is what we want

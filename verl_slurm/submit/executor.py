@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import SlurmMissing
 from verl_slurm.paths import RunPaths
@@ -31,6 +31,7 @@ from verl_slurm.submit.slurm_verdict import refusal
 
 __all__ = ["local_command", "main", "render_script", "submit_job"]
 
+_ENTRY = "verl_slurm.submit.start_job"
 _TIMEOUT_S = 120.0
 _NO_LIMIT_MIN = 366 * 24 * 60
 
@@ -56,7 +57,7 @@ def render_script(plan: SubmissionPlan) -> str:
 def local_command(plan: SubmissionPlan) -> str:
     """The command that the local executor would start."""
     folder = RunPaths(plan.run_dir).logs
-    return shlex.join([sys.executable, "-P", "-u", "-m", "submitit.core._submit", str(folder)])
+    return shlex.join([sys.executable, "-P", "-u", "-m", _ENTRY, str(folder)])
 
 
 def submit_job(plan: SubmissionPlan) -> str:
@@ -104,7 +105,7 @@ def main(run_dir: str, cluster: Cluster) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     paths = RunPaths(run_dir)
-    config = load_resolved(paths.run_yaml)
+    config = load_own(paths.run_yaml)
     try:
         executor = _slurm_executor(config, paths) if cluster == "slurm" else _local_executor(config, paths)
         job = executor.submit(BecomeLead(run_dir))
@@ -118,8 +119,11 @@ def main(run_dir: str, cluster: Cluster) -> int:
 def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import SlurmExecutor
 
+    class OwnSlurmExecutor(SlurmExecutor):
+        _submitit_command_str = property(_entry_of)
+
     try:
-        executor = SlurmExecutor(folder=paths.logs, python=f"exec {shlex.quote(sys.executable)} -P")
+        executor = OwnSlurmExecutor(folder=paths.logs, python=f"exec {shlex.quote(sys.executable)} -P")
     except RuntimeError as error:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
@@ -132,8 +136,11 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
 def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import LocalExecutor
 
+    class OwnLocalExecutor(LocalExecutor):
+        _submitit_command_str = property(_entry_of)
+
     _stay_private_to_this_process()
-    executor = LocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
+    executor = OwnLocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
     executor.update_parameters(
         timeout_min=_NO_LIMIT_MIN,
         signal_delay_s=0,
@@ -141,6 +148,11 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
         stderr_to_stdout=True,
     )
     return executor
+
+
+def _entry_of(executor: Any) -> str:
+    """submitit's own command, with our entry in the place of its module."""
+    return f"{executor.python} -u -m {_ENTRY} {shlex.quote(str(executor.folder))}"
 
 
 def _stay_private_to_this_process() -> None:

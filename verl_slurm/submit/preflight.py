@@ -251,14 +251,20 @@ def check_surroundings(config: RunConfig) -> str | None:
 
     Raises:
         PermissionRefused: others could exchange the second copies, of which a manifest without a key does not say
-            which run it is.
+            which run it is. Or everybody could put a run of theirs in the place of this one.
     """
     if config.checkpoint.local_dir is not None:
         require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
-    # A group's directory is an ordinary place for runs: its members are trusted not to rename them.
     if (found := unsafe_on_the_way(Path(config.run_dir).parent)) is None:
         return None
-    return f"run_dir: others can rename or replace the run ({found[0]}: {found[1]})"
+    folder, what = found
+    if folder.stat().st_mode & stat.S_IWOTH:
+        require_safe_way(Path(config.run_dir).parent, "run_dir")
+    # A group's directory is an ordinary place for runs: its members can take the run away, and are trusted not to.
+    return (
+        f"run_dir: others can rename the run, or put another one in its place ({folder}: {what}); "
+        "the sticky bit prevents it (chmod +t)"
+    )
 
 
 def _is_read_only(place: Path) -> bool:

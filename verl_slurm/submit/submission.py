@@ -23,11 +23,12 @@ from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.trained_with import trained_with
 from verl_slurm.config.changes import refuse_changes
+from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, DatasetDrift, Fenced, NotFound
+from verl_slurm.errors import DatasetDrift, Fenced, NotFound
 from verl_slurm.events import append_event
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.one_line import counted
@@ -344,15 +345,7 @@ def _run_yaml_of(directory: Path) -> Path:
             expected="a YAML file, or a run directory with its run.yaml",
             remedy="see the runs with `verl-slurm list DIR`",
         )
-    made_as = Path(load(source).run_dir)
-    if made_as.resolve() != directory.resolve():
-        raise ConfigError(
-            "a copy, or a run that was moved",
-            where=directory,
-            found=f"this run was made as {made_as} and lies in {directory.resolve()}",
-            remedy=f"submit {made_as}, move this one there, or start a new run from {source} "
-            "with another name= and run_dir=",
-        )
+    require_in_place(directory, load(source), "submit")
     return source
 
 

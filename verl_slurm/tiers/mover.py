@@ -18,6 +18,7 @@ import psutil
 
 from verl_slurm.checkpoint.manifest import parse
 from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import LOCAL_TIER
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, PermissionRefused, TierError, VerlSlurmError
@@ -108,11 +109,15 @@ def sync(
         tiers: for tests: opened ones in place of the config's.
 
     Raises:
+        ConfigError: the directory is a copy, or was moved.
         TierError: another mover of this run is at work.
         KeyRefused, PermissionRefused: `keys.load_keys`.
 
     Called by: `python -m verl_slurm.tiers sync` (the daemon's child), cli (`offload`).
     """
+    if tiers is None:
+        # A copy has the original's run id, and so the original's keys in every tier: it would replace and drop those.
+        require_in_place(paths.root, config, "offload")
     keys = load_keys(config.checkpoint.encryption)
     with mover_lock(paths):
         opened = open_tiers(paths, config) if tiers is None else tiers

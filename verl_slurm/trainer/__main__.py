@@ -81,11 +81,11 @@ def _is_mood(error: BaseException | None) -> bool:
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
-    from verl_slurm.config.load import load_resolved
+    from verl_slurm.config.load import load_own
     from verl_slurm.trainer.place import Place, process_group
     from verl_slurm.trainer.setup import build_loop
 
-    config = load_resolved(paths.run_yaml)
+    config = load_own(paths.run_yaml)
     place = Place.from_environ(os.environ)
     with process_group(config, place) as (device, ranks):
         loop = build_loop(

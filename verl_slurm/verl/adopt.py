@@ -3,7 +3,8 @@
 ```
 judge    every byte of every step is read where it lies (`shards`), the tracker beside them (`tracker`)
 plan     pure: which become checkpoints, and why each of the others does not
-adopt    newest first: copied into RUN/work, the copy read and judged again, hashed and committed (`guest.tree`)
+adopt    newest first: the files that were judged are copied into RUN/work, the copy is read and judged again, hashed
+         and committed (`guest.tree`)
 repair   DIR's tracker points to the newest whole step, so that plain verl, too, resumes right
 ```
 
@@ -12,8 +13,10 @@ checkpoints, and at most a work directory that the next start, or the next adopt
 """
 
 import errno
+import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +29,16 @@ from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.retention import plan_prune
 from verl_slurm.checkpoint.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
+from verl_slurm.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    Fenced,
+    NoRoom,
+    PermissionRefused,
+    VerlSlurmError,
+)
 from verl_slurm.fence import Epoch, read_epoch
-from verl_slurm.files import private_dir, write_file
+from verl_slurm.files import others_may_replace, private_dir, write_file
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
@@ -44,6 +54,7 @@ __all__ = [
     "is_adopted",
     "plan_adoption",
     "refuse_if_nothing_fits",
+    "require_own_directory",
 ]
 
 OnBytes = Callable[[int], None]
@@ -123,6 +134,25 @@ def plan_adoption(
             why = f"as {name}"
         rows.append(Row(judged=one, choice=choice, why=why))
     return rows
+
+
+def require_own_directory(directory: Path) -> None:
+    """Refuse steps in whose place others could put theirs.
+
+    The steps are then what others choose, even if each is judged; `copying` sees to it that it is also what is copied.
+
+    Raises:
+        PermissionRefused: others may rename in `directory`.
+    """
+    info = directory.stat()
+    if others_may_replace(info):
+        raise PermissionRefused(
+            "others can put steps of theirs in the place of these",
+            where=directory,
+            found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
+            expected=f"a directory of uid {os.geteuid()} or root that no other user may write, or a sticky one (1777)",
+            remedy=f"chmod go-w {directory}, or copy the steps to a directory of your own, and adopt again",
+        )
 
 
 def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
@@ -207,7 +237,7 @@ def _adopt(
     on_step(one, how)
     copy = work / guest_directory("verl", one.step)
     try:
-        copy_files(one.path, copy, [name for name, _ in one.files], how, on_bytes=on_bytes)
+        copy_files(one.path, copy, one.identities, how, on_bytes=on_bytes)
         again = judge_step(copy, on_bytes=on_bytes)
         if not again.ok or again.files != one.files:
             found = "its files changed while they were copied" if again.ok else again.one_line()

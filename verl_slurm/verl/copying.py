@@ -10,12 +10,15 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from verl_slurm.checkpoint.tree import open_below, open_directory
+from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.verl.shards import Identity, identity_of, trust_problem
 
 __all__ = ["How", "copy_files", "how_to_copy"]
 
@@ -64,20 +67,22 @@ def how_to_copy(source: Path, target: Path) -> How:
 def copy_files(
     source: Path,
     target: Path,
-    files: Sequence[str],
+    files: Mapping[str, Identity],
     how: How,
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Make `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700.
 
-    What a link would lead out of `source` to is never opened. A clone that does not work becomes a copy. Nothing is
-    made durable here: the commit does that.
+    What a link would lead out of `source` to is never opened. Each file must be the very one that was judged: what has
+    its name now may be another user's. A clone that does not work becomes a copy. Nothing is made durable here: the
+    commit does that.
 
     Args:
-        files: relative, `/` between names.
+        files: relative, `/` between names; with what `judge_step` saw of each.
 
     Raises:
+        CheckpointCorrupt: a file is another than the one that was judged, or has changed since.
         OSError: a file cannot be read, written, or, with `link`, linked (EXDEV: another file system).
 
     Called by: adopt.
@@ -86,8 +91,9 @@ def copy_files(
     for folder in sorted({name[:at] for name in files for at, char in enumerate(name) if char == "/"}):
         (target / folder).mkdir(mode=0o700)
     with open_directory(source) as root:
-        for name in files:
+        for name, judged in files.items():
             with open_below(root, name) as fd:
+                _require_judged(fd, source / name, judged, how)
                 if how == "link":
                     # By the descriptor: the name might have become another file's since it was judged. That a directory
                     # is given makes Python call linkat(2), which follows the link in /proc; link(2) would not.
@@ -95,6 +101,25 @@ def copy_files(
                     on_bytes(os.fstat(fd).st_size)
                 else:
                     _copy(fd, target / name, how, on_bytes)
+                    # Whoever opened the file for writing before it was judged may have written in between.
+                    _require_judged(fd, source / name, judged, how)
+
+
+def _require_judged(fd: int, path: Path, judged: Identity, how: How) -> None:
+    info = os.fstat(fd)
+    # A hard link changes ctime itself, and two names in a step may be one file. An mtime only its owner can set back.
+    count = len(judged) - 1 if how == "link" else len(judged)
+    found = trust_problem(info) if stat.S_ISREG(info.st_mode) else "is no regular file"
+    if not found and identity_of(info)[:count] != judged[:count]:
+        found = "another file, or other bytes"
+    if found:
+        raise CheckpointCorrupt(
+            "not the file that was judged",
+            where=path,
+            found=found,
+            expected="what was read and judged before",
+            remedy="let nobody else write there, and adopt again",
+        )
 
 
 def _copy(fd: int, target: Path, how: How, on_bytes: Callable[[int], None]) -> None:

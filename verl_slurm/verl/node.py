@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import UNREADABLE, ConfigError, Fenced, VerlSlurmError, WireError
 from verl_slurm.files import read_private, write_file
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # Ray's processes hold thousands, of 1024 by default
     args = _parser().parse_args(argv)
     paths = RunPaths(args.run)
-    config = load_resolved(paths.run_yaml)
+    config = load_own(paths.run_yaml)
     try:
         return asyncio.run(_run(paths, config, args))
     except VerlSlurmError as error:

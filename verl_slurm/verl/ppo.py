@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_slurm.config.load import load_resolved
+from verl_slurm.config.load import load_own
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work
@@ -68,7 +68,7 @@ class _Interruptible:
         }
         keeper = None
         if session.has_run:
-            keeper = Keeper(session, load_resolved(session.paths.run_yaml).checkpoint)
+            keeper = Keeper(session, load_own(session.paths.run_yaml).checkpoint)
         self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata, keeper=keeper)
         super().__init__(config)  # type: ignore[call-arg]
 

@@ -88,10 +88,10 @@ def _train(session: Session, words: Sequence[str]) -> None:
 
 
 def _under_a_daemon(session: Session) -> None:
-    from verl_slurm.config.load import load_resolved
+    from verl_slurm.config.load import load_own
 
     paths, resume, resume_step = session.paths, None, 0
-    config = load_resolved(paths.run_yaml)
+    config = load_own(paths.run_yaml)
     if session.resume is not None:
         manifest = require_guest(session.resume, "verl", world_size=session.world_size)
         resume_step = manifest.step

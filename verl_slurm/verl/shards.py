@@ -14,10 +14,10 @@ import codecs
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,9 +34,20 @@ from verl_slurm.one_line import printable
 from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import directory_bytes, zip_problem
 
-__all__ = ["Judged", "judge_all", "judge_step", "list_steps", "step_bytes"]
+__all__ = [
+    "Identity",
+    "Judged",
+    "identity_of",
+    "judge_all",
+    "judge_step",
+    "list_steps",
+    "step_bytes",
+    "trust_problem",
+]
 
 OnBytes = Callable[[int], None]
+Identity = tuple[int, int, int, int, int]
+"""Device, inode, size, mtime_ns, ctime_ns: the same numbers are the same file with the same bytes."""
 
 _MAX_JSON = Limit(num_bytes=64 << 20)
 """The largest tokenizer.json are some 35 MB."""
@@ -55,6 +66,7 @@ class Judged:
         files: (path, size) of its regular files, sorted.
         problems: all that was found, by path; what comes from the disk is escaped. Empty: it is whole.
         unchecked: files whose content has nothing to be checked against.
+        identities: of each file that was judged, by its path. Names may lead to other files afterwards.
     """
 
     step: int
@@ -63,6 +75,7 @@ class Judged:
     files: tuple[tuple[str, int], ...]
     problems: tuple[Problem, ...]
     unchecked: tuple[str, ...] = ()
+    identities: Mapping[str, Identity] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -192,7 +205,22 @@ def judge_step(
         files=tuple((entry.path, entry.info.st_size) for entry in files),
         problems=_sorted(problems),
         unchecked=tuple(sorted(unchecked)),
+        identities={entry.path: identity_of(entry.info) for entry in files},
     )
+
+
+def identity_of(info: os.stat_result) -> Identity:
+    """What tells a file, and this state of it, from others."""
+    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+def trust_problem(info: os.stat_result) -> str:
+    """Why others decide what is in this file or directory; empty: they do not."""
+    if info.st_uid not in {0, os.geteuid()}:
+        return f"belongs to uid {info.st_uid}, and verl would run the pickle in it as you"
+    if stat.S_IMODE(info.st_mode) & 0o022:
+        return f"may be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
+    return ""
 
 
 def _sorted(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -201,18 +229,8 @@ def _sorted(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _untrusted(entries: Sequence[Entry]) -> list[Problem]:
-    problems = []
-    for entry in entries:
-        if entry.kind == "link":
-            continue
-        if entry.info.st_uid not in {0, os.geteuid()}:
-            what = f"belongs to uid {entry.info.st_uid}, and verl would run the pickle in it as you"
-        elif stat.S_IMODE(entry.info.st_mode) & 0o022:
-            what = f"may be written by others (mode {stat.S_IMODE(entry.info.st_mode):04o})"
-        else:
-            continue
-        problems.append(Problem(path=entry.path, what=what, kind="untrusted"))
-    return problems
+    found = [(entry.path, trust_problem(entry.info)) for entry in entries if entry.kind != "link"]
+    return [Problem(path=path, what=what, kind="untrusted") for path, what in found if what]
 
 
 def _odd(entries: Sequence[Entry]) -> list[Problem]:
@@ -239,6 +257,9 @@ def _check_file(
     path = entry.path
     try:
         with open_below(root, path) as fd:
+            if identity_of(os.fstat(fd)) != identity_of(entry.info):
+                # The owner was asked of the file that was listed, and the bytes would be another's.
+                return [Problem(path=path, what="changed while it was judged")]
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the medium's bytes, not those of a cache
             if path.endswith(".pt"):
                 with turn if directory_bytes(fd) > _LARGE else nullcontext():

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 import msgspec
 
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
+from verl_slurm.wire.lifeline import require_our_agent
 from verl_slurm.wire.messages import FromRank, Progress
 
 __all__ = ["MAX_MESSAGE", "SOCKET_NAME", "NoDaemon", "RankClient", "RankLine"]
@@ -64,7 +65,12 @@ class RankClient:
         """Connect to the agent that made the directory `control`."""
         page = ControlPage.open(control / PAGE_NAME)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        connection.connect(str(control / SOCKET_NAME))
+        try:
+            connection.connect(path := str(control / SOCKET_NAME))
+            require_our_agent(connection, path)
+        except BaseException:
+            connection.close()
+            raise
         return cls(connection, page)
 
     def send(self, message: FromRank) -> None:

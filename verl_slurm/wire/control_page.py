@@ -62,9 +62,11 @@ class ControlPage:
         """Map an agent's page for reading."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            size = os.fstat(fd).st_size
-            if size != _SIZE:
-                raise WireError("not a control page", where=path, found=f"{size} bytes", expected=_SIZE)
+            info = os.fstat(fd)
+            if info.st_size != _SIZE or info.st_uid != os.geteuid():
+                found = f"{info.st_size} bytes of uid {info.st_uid}"
+                expected = f"{_SIZE} bytes of uid {os.geteuid()}"
+                raise WireError("not a control page of ours", where=path, found=found, expected=expected)
             memory = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
         finally:
             os.close(fd)

@@ -15,6 +15,7 @@ import msgspec
 
 from verl_slurm.errors import UNREADABLE, WireError
 from verl_slurm.wire.framing import MAX_FRAME
+from verl_slurm.wire.lifeline import require_our_agent
 from verl_slurm.wire.messages import FromStoreClient, StoreAnswer
 
 __all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
@@ -79,11 +80,15 @@ class StoreLine:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             connection.connect(self._path)
+            require_our_agent(connection, self._path)
         except OSError as error:
             connection.close()
             raise WireError(
                 "the agent of this node does not listen", where=self._path, found=error
             ) from error
+        except WireError:
+            connection.close()
+            raise
         return connection
 
 

@@ -1,0 +1,74 @@
+"""`data.files`: a glob means what its regular expression would, and no name makes it slow."""
+
+import random
+import re
+import time
+
+import pytest
+
+from verl_slurm.errors import DataError
+from verl_slurm.prompts.choice import choose
+
+
+def chosen(pattern: str, *names: str) -> list[str]:
+    try:
+        return choose(names, pattern, lambda _: b"", root="data", key="data.root")
+    except DataError:
+        return []
+
+
+NAMES = ("a.json", "ab.json", "x/a.json", "x/y/a.json", "x/y/.json", "a*.json", "train-00000-of-00002.json")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("a.json", ["a.json"]),
+        ("*.json", ["a*.json", "a.json", "ab.json", "train-00000-of-00002.json"]),
+        ("?.json", ["a.json"]),
+        ("a?.json", ["a*.json", "ab.json"]),
+        ("*/*.json", ["x/a.json"]),
+        ("x/**/*.json", ["x/a.json", "x/y/.json", "x/y/a.json"]),
+        ("**/a.json", ["a.json", "x/a.json", "x/y/a.json"]),
+        ("**/**/?.json", ["a.json", "x/a.json", "x/y/a.json"]),
+        ("**.json", ["a*.json", "a.json", "ab.json", "train-00000-of-00002.json"]),
+        ("**/y/*.json", ["x/y/.json", "x/y/a.json"]),
+        ("train-*-of-*.json", ["train-00000-of-00002.json"]),
+        ("*a.json", ["a.json"]),
+        ("a.jso", []),
+        (".json", []),
+        ("[a].json", []),
+        ("/a.json", []),
+    ],
+)
+def test_a_glob_takes_the_files_it_names(pattern: str, expected: list[str]) -> None:
+    assert chosen(pattern, *NAMES) == expected
+
+
+def test_a_glob_is_taken_as_its_regular_expression_would_be() -> None:
+    words = {"**/": "(?:[^/]+/)*", "*": "[^/]*", "?": "[^/]"}
+    luck = random.Random(1)
+    for _ in range(5000):
+        pattern = "".join(luck.choices(["a", "b", "/", "*", "**/", "?"], k=luck.randrange(1, 8))) + "a.csv"
+        parts = re.split(r"(\*\*/|\*|\?)", pattern)
+        naive = re.compile("".join(words.get(part) or re.escape(part) for part in parts))
+        names = {"".join(luck.choices("ab/", k=luck.randrange(0, 9))) + "a.csv" for _ in range(20)}
+        assert chosen(pattern, *names) == sorted(filter(naive.fullmatch, names)), pattern
+
+
+@pytest.mark.scenario("SEC05")
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("*a" * 4 + "*ab.jsonl", "a" * 200),
+        ("*a" * 25 + "*ab.jsonl", "a" * 200),
+        ("*?" * 25 + "b.jsonl", "a" * 200),
+        ("**/" * 25 + "b.jsonl", "a/" * 100),
+        ("**/*" * 25 + "b.jsonl", "a/" * 100),
+        ("**/*a" * 25 + "b.jsonl", "aaaa/" * 40),
+    ],
+)
+def test_many_stars_against_a_long_name_take_no_time(pattern: str, name: str) -> None:
+    began = time.process_time()
+    assert chosen(pattern, name) == []
+    assert time.process_time() - began < 0.5
