@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.verl.verl_steps import make_directory, make_step
+from verl_slurm.verl import shards
 from verl_slurm.verl.shards import Judged, judge_all, judge_step, list_steps
 
 pytestmark = pytest.mark.torch
@@ -188,6 +189,17 @@ def test_a_fifo_in_the_place_of_a_shard_holds_nobody_up(verl_dir: Path) -> None:
     shard.unlink()
     os.mkfifo(shard)
     assert "special file" in "; ".join(p.what for p in newest(verl_dir).problems)
+
+
+def test_a_step_of_more_files_than_any_has_is_refused_unread(
+    verl_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "MAX_FILES", 3)
+    found = newest(verl_dir)
+    assert [problem.what for problem in found.problems] == [
+        "more than 3 files and directories, which no checkpoint of ours can hold"
+    ]
+    assert shards.step_bytes(verl_dir / "global_step_6") == 0
 
 
 def test_what_others_may_write_is_not_called_good(verl_dir: Path) -> None:

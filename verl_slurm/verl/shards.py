@@ -23,9 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.bounded import Limit, read_fd
+from verl_slurm.bounded import Limit, TooMuch, read_fd
 from verl_slurm.checkpoint.digest import num_threads
-from verl_slurm.checkpoint.format import path_problem
+from verl_slurm.checkpoint.format import MAX_FILES, path_problem
 from verl_slurm.checkpoint.info import Problem, ProblemKind
 from verl_slurm.checkpoint.safetensors_file import safetensors_problem
 from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
@@ -118,8 +118,9 @@ def step_bytes(path: Path) -> int:
     """What reading a step will come to, for a progress bar; 0 where it cannot be told."""
     try:
         with open_directory(path) as root:
-            return sum(entry.info.st_size for entry in list_tree(root) if entry.kind == "file")
-    except OSError:
+            entries = list_tree(root, MAX_FILES)
+            return sum(entry.info.st_size for entry in entries if entry.kind == "file")
+    except (OSError, TooMuch):
         return 0
 
 
@@ -171,7 +172,7 @@ def judge_step(
     try:
         with open_directory(path) as root:
             here = Entry(path=".", info=os.fstat(root))
-            entries = list_tree(root)
+            entries = list_tree(root, MAX_FILES)
             files = [entry for entry in entries if entry.kind == "file"]
             untrusted = _untrusted([here, *entries])
             layout = read_layout([entry.path for entry in files])
@@ -198,6 +199,9 @@ def judge_step(
         layout, files = read_layout([]), []
         what = "is a link, and those are not followed"
         problems = [Problem(path=".", what=what) if path.is_symlink() else _os_problem(".", error)]
+    except TooMuch as error:
+        layout, files = read_layout([]), []
+        problems = [Problem(path=".", what=f"{error}, which no checkpoint of ours can hold")]
     return Judged(
         step=step,
         path=path,
