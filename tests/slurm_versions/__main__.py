@@ -10,6 +10,7 @@ It needs root, debootstrap, and a Python outside of /usr, as pyenv and uv instal
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,8 @@ def main() -> int:
     parser.add_argument("--suite", default="trixie", help="a release of Debian (trixie: Slurm 24.11)")
     parser.add_argument("words", nargs="*", help="for pytest; default: the table of causes")
     chosen = parser.parse_args()
+    # As an exception, so that `subprocess.run` ends the namespace, and with it every daemon in there.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if problem := _missing():
         print(f"NOT RUN: {problem}")
         return 0
