@@ -31,6 +31,7 @@ def ended(tmp_path: Path, program: str, *, below_ray: bool) -> "subprocess.Compl
     control = tmp_path / "control"
     control.mkdir()
     (control / "ranks.key").write_bytes(bytes(32))
+    (control / "ranks.key").chmod(0o600)
     script = tmp_path / "program.py"
     script.write_text(program)
     first = [BELOW_RAY, tmp_path] if below_ray else [tmp_path]

@@ -299,8 +299,8 @@ def test_a_file_that_is_exchanged_while_it_is_judged_is_not_called_good(
 ) -> None:
     name, step = "data_0.pt", verl_dir / "global_step_6"
 
-    def then_exchanged(root: int) -> list[Entry]:
-        found = list_tree(root)
+    def then_exchanged(root: int, most: int) -> list[Entry]:
+        found = list_tree(root, most)
         shutil.copy2(step / name, verl_dir / "other")
         os.replace(verl_dir / "other", step / name)
         return found

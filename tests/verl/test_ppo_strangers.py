@@ -100,6 +100,7 @@ def test_verls_transfer_queue_unpickles_what_the_run_says_and_nothing_of_another
     loot = tmp_path_factory.mktemp("loot")
     loot.chmod(0o777)
     (tmp_path / "ranks.key").write_bytes(bytes(range(32)))
+    (tmp_path / "ranks.key").chmod(0o600)
     environ = os.environ | python_path(BELOW_RAY) | {"VERL_SLURM_CONTROL": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", QUEUE], env=environ, text=True, **pipes) as unit:  # type: ignore[call-overload]
