@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
 
 from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
@@ -90,7 +90,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
     paths = RunPaths(root)
     private_dir(paths.control)
     config = RunConfig(distributed=DistributedConfig(nodes=agents, dp_size=agents))
-    posted: asyncio.Queue[ev.Event] = asyncio.Queue()
+    posted: asyncio.Queue[inputs.Input] = asyncio.Queue()
     journal = Journal(paths, epoch=EPOCH, job_id="benchmark")
     effects = Effects(paths, config, LocalAllocation(config, paths), journal, EPOCH, posted.put_nowait)
     await effects.open()
@@ -135,7 +135,7 @@ async def _line(crowd: asyncio.subprocess.Process) -> dict[str, Any]:
     return found
 
 
-async def _decide(config: RunConfig, posted: "asyncio.Queue[ev.Event]") -> None:
+async def _decide(config: RunConfig, posted: "asyncio.Queue[inputs.Input]") -> None:
     """As the lead: what each message means. What follows from it is not done."""
     daemon = config.daemon
     limits = Limits(
@@ -145,7 +145,7 @@ async def _decide(config: RunConfig, posted: "asyncio.Queue[ev.Event]") -> None:
         hang_budget=daemon.hang_budget,
         node_budget=daemon.node_budget,
     )
-    model = decide(Model(limits), ev.Ready(config.distributed.world_size)).model
+    model = decide(Model(limits), inputs.Ready(config.distributed.world_size)).model
     while True:
         model = decide(model, await posted.get()).model
 

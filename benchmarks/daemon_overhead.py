@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT))
 import psutil
 
 from verl_slurm.fence import take_epoch
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import last_steps
 from verl_slurm.submit.follow import follow_lines
 
 _SKIP = 2

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.curves import picture
 from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import last_steps
 
 CONFIGS = {"PPO": "configs/quickstart.yaml", "GRPO": "configs/quickstart_grpo.yaml"}
 _NUMBERS = ("reward", "reward_std", "kl", "response_tokens")

@@ -32,12 +32,12 @@ sys.path.insert(0, str(ROOT))
 import msgspec
 
 from verl_slurm.fence import take_epoch
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.mounts import file_system
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.runtime_state.syncing import BackgroundSync
-from verl_slurm.step_log import last_steps
 
 
 class Append(msgspec.Struct):

@@ -29,6 +29,7 @@ from verl_slurm.demo import timings
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
+from verl_slurm.journal.files import read_events
 
 _SCRIPT = """#!/bin/bash
 date +%s.%N >> "$1"
@@ -73,7 +74,7 @@ def main() -> int:
             run.wait_phase("generate")
             preempt(cluster, int(run.job_id), hold_s=1)
             run.wait_end()
-            ours = timings(run.events())
+            ours = timings(read_events(run.paths))
             other.join()
         finally:
             cluster.stop()

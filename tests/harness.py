@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 import psutil
 
+from tests.journals import Line, read_events
 from tests.processes import tell
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import VerlSlurmError
-from verl_slurm.events import Event, read_events
+from verl_slurm.journal.status import read_status
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
-from verl_slurm.snapshot import read_status
 from verl_slurm.submit.follow import follow_lines
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +87,7 @@ class LiveRun:
         """The job as Slurm has it now."""
         return asyncio.run(SlurmClient(self.cluster.client_env()).job(int(self.job_id)))
 
-    def events(self, name: str | None = None) -> list[Event]:
+    def events(self, name: str | None = None) -> list[Line]:
         return [e for e in read_events(self.paths) if name is None or e["event"] == name]
 
     def status(self) -> dict[str, Any]:
@@ -121,10 +121,10 @@ class LiveRun:
 
     def wait_event(
         self, event_name: str, /, *, after: int = 0, timeout_s: float = 300.0, **wanted: object
-    ) -> Event:
+    ) -> Line:
         """The first event of that name behind the first `after` ones."""
 
-        def there() -> Event | None:
+        def there() -> Line | None:
             for event in read_events(self.paths)[after:]:
                 if event["event"] == "ended" and event_name != "ended" and event["exit_code"] not in (0, 25):
                     raise AssertionError(f"the run ended:\n{self.story()}")
@@ -132,7 +132,7 @@ class LiveRun:
                     return event
             return None
 
-        found: Event = self.wait(there, timeout_s)
+        found: Line = self.wait(there, timeout_s)
         return found
 
     def wait_phase(self, phase: str, *, step: int = 1, index: int = 0) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class LiveRun:
         found: dict[str, Any] = self.wait(there)
         return found
 
-    def wait_end(self, exit_code: int = 0, timeout_s: float = 600.0) -> Event:
+    def wait_end(self, exit_code: int = 0, timeout_s: float = 600.0) -> Line:
         """Until the last lead has said how the run ended, and Slurm has it that way too."""
         ended = self.wait_event("ended", timeout_s=timeout_s, exit_code=exit_code)
         return ended

@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from tests.journals import make_events
 from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
 from verl_slurm.checkpoint.manifest import render, sealed
-from verl_slurm.outages import Outages
+from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.paths import RunPaths
 
 Kind = Literal["running", "done", "queued", "cancelled", "failed"]
@@ -49,7 +50,7 @@ class Teller:
     def preempt(self) -> None:
         evidence = "SIGCONT to lead; JobState=RUNNING Reason=None Restarts=0 (ours 0) PreemptTime=2026-11-21"
         self.say("cause", 30.0, cause="preemption", evidence=evidence, seconds_left=29.3)
-        self.say("save", 0.1, request_id=1, stop=True)
+        self.say("save", 0.1, request=1, stop=True)
         self.save(emergency=True)
         self.say("requeue", 0.5, accepted=True, detail="requeued: JobState=COMPLETING Restarts=1")
         self.say("ended", exit_code=25, exit="REQUEUED", reason="requeued")
@@ -91,7 +92,7 @@ def make_run(
 
 
 def _write_status(paths: RunPaths, teller: Teller, kind: Kind) -> None:
-    outages = Outages(teller.events)
+    outages = Outages(make_events(teller.events))
     status = {
         "state": "running" if kind == "running" else "ended",
         **{"job_id": teller.job_id, "cluster": teller.cluster, "host": teller.host},

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.errors import NotFound, VerlSlurmError
-from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
+from verl_slurm.journal.events import Cause, Event, FirstRollout, Requeue, Saved, Started, Training, Verified
+from verl_slurm.journal.files import read_events
 from verl_slurm.one_line import counted
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.follow import follow_run
@@ -71,7 +71,7 @@ class Teller(msgspec.Struct, frozen=True):
 
     say: Callable[[str], None]
     event: Callable[[Event], None]
-    status: Callable[[Event], None]
+    status: Callable[[dict[str, Any]], None]
 
 
 def run_demo(
@@ -112,13 +112,13 @@ def run_demo(
     comparison = compare(newest_checkpoint(interrupted), newest_checkpoint(undisturbed))
     events = read_events(RunPaths(interrupted))
     rewards = _rewards(RunPaths(interrupted))
-    saved = next(e for e in events if e["event"] == "saved" and e.get("emergency"))
+    saved = next(e for e in events if isinstance(e, Saved) and e.emergency)
     return DemoResult(
         cluster=kind,
         interrupted_run=str(interrupted),
         undisturbed_run=str(undisturbed),
         preempted_at=strike.where,
-        checkpoint=saved["name"],
+        checkpoint=saved.name,
         timing=timings(events),
         interrupted_s=round(between - began, 1),
         undisturbed_s=round(ended - between, 1),
@@ -187,7 +187,11 @@ class _Preemption:
 
 
 def _run(
-    config: Path, overrides: list[str], kind: str, tell: Teller, strike: Callable[[Event], None] | None
+    config: Path,
+    overrides: list[str],
+    kind: str,
+    tell: Teller,
+    strike: Callable[[dict[str, Any]], None] | None,
 ) -> None:
     plan = plan_submission(config, overrides, cluster="slurm" if kind == "slurm" else "local")
     paths = RunPaths(plan.run_dir)
@@ -207,12 +211,12 @@ def _run(
 
 
 def _follow(
-    plan: SubmissionPlan, paths: RunPaths, tell: Teller, strike: Callable[[Event], None] | None
+    plan: SubmissionPlan, paths: RunPaths, tell: Teller, strike: Callable[[dict[str, Any]], None] | None
 ) -> ExitCode:
     submitted = carry_out(plan)
     tell.say(f"   job {submitted.job_id}, {submitted.run_dir}")
 
-    def on_status(status: Event) -> None:
+    def on_status(status: dict[str, Any]) -> None:
         tell.status(status)
         if strike is not None:
             strike(status)
@@ -245,34 +249,23 @@ def timings(events: list[Event]) -> Timing:
     Raises:
         StopIteration: there was none, or the run did not come back.
     """
-    moments: dict[str, float] = {}
-
-    def at(name: str, after: str | None = None, **wanted: object) -> None:
-        since = moments.get(after, 0.0) if after else 0.0
-        moments[name] = next(
-            t
-            for event in events
-            if event["event"] == name
-            and (t := datetime.fromisoformat(event["time"]).timestamp()) >= since
-            and all(event.get(key) == value for key, value in wanted.items())
-        )
-
-    at("cause", cause="preemption")
-    at("saved", after="cause", emergency=True)
-    at("verified", after="saved")
-    at("requeue", after="cause", accepted=True)
-    at("started", after="requeue")
-    at("training", after="started")
-    at("first_rollout", after="started")
-
-    def between(first: str, second: str) -> float:
-        return round(moments[second] - moments[first], 3)
-
+    cause = _first(events, lambda event: isinstance(event, Cause) and event.cause == "preemption")
+    saved = _first(events, lambda event: isinstance(event, Saved) and event.emergency, cause)
+    verified = _first(events, lambda event: isinstance(event, Verified), saved)
+    requeued = _first(events, lambda event: isinstance(event, Requeue) and event.accepted, cause)
+    started = _first(events, lambda event: isinstance(event, Started), requeued)
+    training = _first(events, lambda event: isinstance(event, Training), started)
+    first_rollout = _first(events, lambda event: isinstance(event, FirstRollout), started)
     return Timing(
-        cause_to_saved=between("cause", "saved"),
-        saved_to_verified=between("saved", "verified"),
-        verified_to_requeued=between("verified", "requeue"),
-        requeued_to_started=between("requeue", "started"),
-        started_to_training=between("started", "training"),
-        cause_to_first_rollout=between("cause", "first_rollout"),
+        cause_to_saved=round(saved - cause, 3),
+        saved_to_verified=round(verified - saved, 3),
+        verified_to_requeued=round(requeued - verified, 3),
+        requeued_to_started=round(started - requeued, 3),
+        started_to_training=round(training - started, 3),
+        cause_to_first_rollout=round(first_rollout - cause, 3),
     )
+
+
+def _first(events: list[Event], wanted: Callable[[Event], bool], since: float = 0.0) -> float:
+    """When the first such event was written, in seconds since 1970."""
+    return next(at for event in events if wanted(event) and (at := event.at) is not None and at >= since)

@@ -5,7 +5,7 @@ RUN/                        0700
   run.yaml                  the resolved config of the first start
   epoch                     fencing token: the incarnation that may write
   events.jsonl              what happened, append-only
-  steps.jsonl               the numbers of every step, append-only (`step_log.py`)
+  steps.jsonl               the numbers of every step, append-only (`journal/steps.py`)
   samples.jsonl             a few responses of each step as text; samples.old.jsonl: older ones
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start

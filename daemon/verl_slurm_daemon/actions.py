@@ -3,6 +3,7 @@
 import msgspec
 
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import Event
 
 __all__ = [
     "Action",
@@ -86,8 +87,7 @@ class Exit(_Action, frozen=True):
 class Note(_Action, frozen=True):
     """A line for the journal (`events.jsonl`) and for the log."""
 
-    event: str
-    fields: dict[str, str | int | float | bool | None]
+    event: Event
 
 
 Action = (

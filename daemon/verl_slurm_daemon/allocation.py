@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from verl_slurm.fence import Epoch
-from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
+from verl_slurm_daemon.inputs import CauseKnown, RequeueAnswered
 
 __all__ = ["Allocation", "Outlook"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.events import Event
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.jobs import loop_ended_with
 
 __all__ = ["nothing_left"]
 
@@ -31,18 +31,6 @@ def nothing_left(
     if not config.trainer.is_guest:
         whole = manifest.safe_point == 0 and manifest.step >= config.train.steps
         return f"all {config.train.steps} steps are done: {manifest.name}" if whole else ""
-    for event in reversed(events):
-        if event["event"] == "submitted":
-            return ""
-        if event["event"] == "ended":
-            well = event.get("exit_code") == ExitCode.OK and event.get("checkpoint") == manifest.name
-            ours = event.get("job_id") == job_id or _of_array(events, event.get("job_id"), array)
-            return f"the loop has ended with {manifest.name}" if well and ours else ""
+    if loop_ended_with(events, manifest.name, job_id, array):
+        return f"the loop has ended with {manifest.name}"
     return ""
-
-
-def _of_array(events: Sequence[Event], job_id: object, array: str | None) -> bool:
-    return array is not None and any(
-        event["event"] == "started" and event.get("job_id") == job_id and event.get("array") == array
-        for event in events
-    )

@@ -21,8 +21,11 @@ from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.folds.saves import on_nodes_alone
 from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.connection_limits import REASONS
@@ -42,11 +45,11 @@ from verl_slurm.wire.messages import (
     StrangerMet,
 )
 from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.completion import nothing_left
-from verl_slurm_daemon.journal import Journal, stuck_starts
+from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.launcher import agent_argv
 from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.pace_watch import PaceWatch
@@ -84,7 +87,7 @@ class Effects:
         allocation: Allocation,
         journal: Journal,
         epoch: int,
-        post: Callable[[ev.Event], None],
+        post: Callable[[inputs.Input], None],
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._journal, self._epoch, self._post = journal, epoch, post
@@ -142,8 +145,8 @@ class Effects:
 
     def perform(self, action: act.Action) -> None:
         match action:
-            case act.Note(event, fields):
-                self._journal.event(event, **fields)
+            case act.Note(event):
+                self._journal.write(event)
             case act.StartGeneration(generation):
                 self._spawn(self._run_generation(generation))
             case act.AskCause(trigger):
@@ -166,7 +169,7 @@ class Effects:
                 assert_never(action)
 
     def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
-        self._journal.event("stranger", reason=reason, peer=peer, total=total)
+        self._journal.write(ev.Stranger(reason, peer, total))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -177,11 +180,11 @@ class Effects:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             # An effect that breaks must not leave the lead waiting for its event for ever.
-            self._journal.event("internal", error=f"{type(error).__name__}: {error}")
+            self._journal.write(ev.Internal(f"{type(error).__name__}: {error}"))
             if self.exit is None:
                 code = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
                 self.exit = (code, str(error))
-                self._post(ev.SignalArrived("internal", "effects"))
+                self._post(inputs.SignalArrived("internal", "effects"))
 
     # ---- a generation, from start to end
 
@@ -196,10 +199,10 @@ class Effects:
         try:
             point = await self._begin(generation)
         except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
-            self._journal.event("internal", error=f"the step was not started: {error}")
-            point = ev.GenerationEnded(1)
+            self._journal.write(ev.Internal(f"the step was not started: {error}"))
+            point = inputs.GenerationEnded(1)
         except VerlSlurmError as error:
-            point = ev.Over(error.exit_code, str(error))
+            point = inputs.Over(error.exit_code, str(error))
         if not isinstance(point, ResumePoint):
             self._post(point)
             return
@@ -216,9 +219,11 @@ class Effects:
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
             link.close()
-        self._post(ev.GenerationEnded(max(codes, key=abs)))
+        self._post(inputs.GenerationEnded(max(codes, key=abs)))
 
-    async def _begin(self, generation: int) -> ResumePoint | ev.GenerationEnded | ev.AllDone | ev.Over:
+    async def _begin(
+        self, generation: int
+    ) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone | inputs.Over:
         """Choose where to resume and start the step with the agents; else why it was not started.
 
         Raises:
@@ -229,14 +234,12 @@ class Effects:
         array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
         done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
         if not done:
-            self._journal.event(
-                "generation", number=generation, resume=point.name or None, progress=point.progress
-            )
+            self._journal.write(ev.Restart(generation, point.name or None, point.progress))
         self._paths.resume_once.unlink(missing_ok=True)
         if done:
-            return ev.AllDone(point.name, done)
+            return inputs.AllDone(point.name, done)
         if self._leaving.is_set():  # a cancel came while we looked
-            return ev.GenerationEnded(0)
+            return inputs.GenerationEnded(0)
         self._announce(generation)
         self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
         return point
@@ -256,7 +259,7 @@ class Effects:
 
     async def _watch_pace(self, generation: int) -> None:
         node, detail = await self._pace.hang()
-        self._post(ev.Hung(generation, node, detail))
+        self._post(inputs.Hung(generation, node, detail))
 
     async def _resume_point(self) -> ResumePoint:
         checkpoint = self._config.checkpoint
@@ -271,9 +274,10 @@ class Effects:
         point = await asyncio.to_thread(find, has_tiers)
         if checkpoint.local_dir:
             present = os.listdir(self._paths.checkpoints)
-            told += left_behind(read_events(self._paths), present, parts_since(self._paths))
+            alone = on_nodes_alone(read_events(self._paths), present, parts_since(self._paths))
+            told += [left_behind(name, nodes) for name, nodes in alone.items()]
         for line in dict.fromkeys([*told, *point.reasons]):
-            self._journal.event("resume", reason=line)
+            self._journal.write(ev.Resume(line))
         return point
 
     async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
@@ -282,7 +286,7 @@ class Effects:
                 await self._all_ready.wait()
         except TimeoutError:
             if generation == self._generation:
-                self._post(ev.StartTimedOut(generation))
+                self._post(inputs.StartTimedOut(generation))
             return
         self._allocation.keep_step(self._step)
         if self._leaving.is_set():
@@ -301,7 +305,7 @@ class Effects:
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
         if generation == self._generation:
-            self._post(ev.StartTimedOut(generation))
+            self._post(inputs.StartTimedOut(generation))
 
     async def _on_link(self, link: AgentLink) -> None:
         task = asyncio.current_task()
@@ -320,41 +324,43 @@ class Effects:
                     if len(self._ready) == self._config.distributed.nodes:
                         self._all_ready.set()
                 case SignalSeen():
-                    self._post(ev.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}"))
+                    self._post(
+                        inputs.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}")
+                    )
                 case NodeExited():
                     said_goodbye = True
                     # The agent waits for it, for we might be gone; without its driver, all of Ray waits for nothing.
                     for heard in self._links.values() if self._config.trainer.on_ray else (link,):
                         heard.send(Shutdown())
                     if message.exit_code != 0:
-                        self._post(ev.NodeFailed(message.node, message.detail or f"exit {message.exit_code}"))
+                        self._post(
+                            inputs.NodeFailed(message.node, message.detail or f"exit {message.exit_code}")
+                        )
                 case StoreCall():
                     store.call(message, link.send)
                 case StrangerMet():
-                    self._journal.event(
-                        "stranger", reason="ranks", peer=message.peers, node=node, rank=message.rank, total=1
-                    )
+                    self._journal.write(ev.Stranger("ranks", message.peers, node=node, rank=message.rank))
                     # Before the answer, for which the rank waits: its end, and its peers' words on it, come after.
-                    self._post(ev.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
+                    self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
                     link.send(StoreAnswer(call=message.call, outcome="ok"))
                 case StacksWritten():
                     self._stacks.put_nowait(message)
                 case _:
                     rank_message: FromRank = message
                     self._pace.hear(node, rank_message)
-                    self._post(ev.RankSaid(rank_message))
+                    self._post(inputs.RankSaid(rank_message))
 
         try:
             await link.messages(deliver)
         except (OSError, VerlSlurmError) as error:
-            self._journal.event("link", node=node, error=str(error))
+            self._journal.write(ev.Link(node, str(error)))
         if node and not said_goodbye:
             detail = "the agent is gone without a word"
             if await self._fell_with_the_step():
                 nodes = self._config.distributed.nodes
                 absent = nodes - len(self._ready)
                 node, detail = "", f"the step ended while {absent} of {nodes} agents had not come"
-            self._post(ev.NodeFailed(node, detail, lost=True))
+            self._post(inputs.NodeFailed(node, detail, lost=True))
 
     async def _fell_with_the_step(self) -> bool:
         """Whether an agent is gone because its step did not come up as a whole: srun ends the agents that run when a
@@ -374,7 +380,7 @@ class Effects:
             async with asyncio.timeout(_STACKS_S):
                 for _ in range(len(self._links)):  # more may join meanwhile
                     written = await self._stacks.get()
-                    self._journal.event("stacks", node=written.node, log=written.log)
+                    self._journal.write(ev.Stacks(written.node, written.log))
 
     async def _take_down(self, *, stacks: bool = False) -> None:
         if stacks:
@@ -412,19 +418,19 @@ class Effects:
             self._arm(left)
             self._mover.interrupt()
         seconds_left = left and round(left, 1)  # written down last: a disk may be slow, and the time runs
-        self._journal.event("save", request=action.request_id, stop=action.stop, seconds_left=seconds_left)
+        self._journal.write(ev.Save(action.stop, action.request_id, seconds_left))
 
     def _arm(self, seconds_left: float) -> None:
         seconds = max(0.0, seconds_left - self._config.daemon.save_margin_s)
-        asyncio.get_running_loop().call_later(seconds, self._post, ev.SaveDeadline())
+        asyncio.get_running_loop().call_later(seconds, self._post, inputs.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
         found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
         if not found.good and not found.pruned and self._config.checkpoint.local_dir:
-            self._journal.event("corrupt", name=name, detail=found.detail)
+            self._journal.write(ev.Corrupt(name, found.detail))
             if await self._bring_home(""):
                 found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
-        self._post(ev.Verified(name, found.good, found.detail, found.pruned))
+        self._post(inputs.Verified(name, found.good, found.detail, found.pruned))
         if found.good:
             self._mover.wake()
 
@@ -438,11 +444,10 @@ class Effects:
         except OSError as error:
             lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
         for line in lines:
-            self._journal.event("second_copy", reason=line)
+            self._journal.write(ev.SecondCopy(line))
         if any(codes):
-            self._journal.event(
-                "second_copy", reason=f"a node could not send its part (exit {max(codes, key=abs)})"
-            )
+            problem = f"a node could not send its part (exit {max(codes, key=abs)})"
+            self._journal.write(ev.SecondCopy(problem))
         return bool(lines)
 
     # ---- the scheduler
@@ -459,5 +464,5 @@ class Effects:
         await asyncio.sleep(seconds)  # the back-off itself
         stuck = 0
         with contextlib.suppress(OSError):  # storage may be better by now; if not, we are here again soon
-            stuck = stuck_starts(read_events(self._paths))
-        self._post(ev.BackoffOver(stuck))
+            stuck = stuck_restarts(read_events(self._paths))
+        self._post(inputs.BackoffOver(stuck))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from verl_slurm.config.load import load_own
 from verl_slurm.errors import VerlSlurmError, WireError
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import Ended
+from verl_slurm.journal.files import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.agent import Agent
 from verl_slurm_daemon.hostfile import check_hosts, find_host, read_hostfile
@@ -58,6 +59,6 @@ def _address(paths: RunPaths) -> LeadAddress | None:
 
 def _ended(paths: RunPaths, since: int) -> ExitCode | None:
     for event in read_events(paths)[since:]:
-        if event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED:
-            return next((code for code in ExitCode if code == event.get("exit_code")), ExitCode.INTERNAL)
+        if isinstance(event, Ended) and event.is_final:
+            return event.code
     return None

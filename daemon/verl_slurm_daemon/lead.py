@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -24,21 +24,22 @@ from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch, read_epoch, take_epoch
-from verl_slurm.outages import Outages
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
+from verl_slurm.journal.status import Status, read_status
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
-from verl_slurm.snapshot import read_status
 from verl_slurm.wire.messages import Progress, Saved
-from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.allocation import Allocation
 from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.effects import Effects
-from verl_slurm_daemon.journal import Journal, Status, stranger_starts, stuck_starts
+from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.local_allocation import LocalAllocation
-from verl_slurm_daemon.log_line import now
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.reserve import keep_threads
@@ -72,7 +73,7 @@ class Lead:
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._failed = failed
-        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[inputs.Input] = asyncio.Queue()
         limits = Limits(
             crash_budget=config.daemon.crash_budget,
             backoff_s=config.daemon.backoff_s,
@@ -97,7 +98,7 @@ class Lead:
         bury_orphans(loop)
         for number in SIGNALS:
             name = signal.Signals(number).name
-            listen(loop, number, partial(self._events.put_nowait, ev.SignalArrived(name, "lead")))
+            listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
         # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
@@ -159,14 +160,15 @@ class Lead:
         status.epoch, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
         status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
         self._take_over()
-        journal.event(
-            "started",
-            cluster=mine.cluster,
-            host=mine.host,
-            restart=mine.restart,
-            nodes=os.environ.get("SLURM_JOB_NODELIST", mine.host),
-            pid=mine.pid,
-            array=os.environ.get("SLURM_ARRAY_JOB_ID"),
+        journal.write(
+            ev.Started(
+                "slurm" if mine.cluster == "slurm" else "local",
+                mine.host,
+                mine.restart,
+                nodes=os.environ.get("SLURM_JOB_NODELIST", mine.host),
+                pid=mine.pid,
+                array=os.environ.get("SLURM_ARRAY_JOB_ID"),
+            )
         )
 
     async def _end(
@@ -179,7 +181,7 @@ class Lead:
         if code is ExitCode.REQUEUED:
             await self._allocation.hasten(clean)
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
-            journal.event("notice", topic="Slurm", text=said)
+            journal.write(ev.Notice("Slurm", said))
         try:
             ours = mine is None or read_epoch(self._paths) == mine
         except OSError:  # it cannot be told; the epoch is in the line
@@ -187,10 +189,10 @@ class Lead:
         if ours:
             self._status.state = State.ENDED
             last = self._status.last_checkpoint or None
-            journal.event("ended", exit_code=int(code), exit=code.name, reason=reason, checkpoint=last)
+            journal.write(ev.Ended(int(code), code.name, reason, last))
             journal.status(self._status)
         else:  # the run goes on without us; its end is not ours to announce
-            journal.event("fenced", exit_code=int(code), reason=reason)
+            journal.write(ev.Fenced(int(code), reason))
 
     def _take_over(self) -> None:
         """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
@@ -199,15 +201,15 @@ class Lead:
             self._status.step = max(former.get("step", 0), 0)
             self._outages = Outages(read_events(self._paths))
 
-    def _journaled(self, event: str, fields: dict[str, Any]) -> None:
+    def _journaled(self, event: ev.Event) -> None:
         if self._metrics is not None:
-            self._metrics.journaled(event, fields)
+            self._metrics.journaled(event)
         status = self._status
-        if event == "generation":  # it may have gone back: then so has the run
-            status.last_checkpoint = fields.get("resume") or ""
+        if isinstance(event, ev.Restart):  # it may have gone back: then so has the run
+            status.last_checkpoint = event.resume or ""
             status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
             status.phase = ""
-        self._outages.feed({**fields, "event": event, "time": now(), "epoch": status.epoch})
+        self._outages.feed(event)
         if each := self._outages.each:
             status.interruptions, status.interrupted_s = len(each), self._outages.seconds
             status.last_interruption = msgspec.to_builtins(each[-1])
@@ -245,21 +247,23 @@ class Lead:
                 task.cancel()
         return effects.exit
 
-    async def _first_event(self, journal: Journal, effects: Effects) -> ev.Event:
+    async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:
             return start_failed(self._paths, self._allocation, self._failed)
         try:
             if cancelled := await self._allocation.cancelled_before():
-                return ev.Over(ExitCode.CANCELLED, cancelled)
-            stuck = stuck_starts(read_events(self._paths))
+                return inputs.Over(ExitCode.CANCELLED, cancelled)
+            stuck = stuck_restarts(read_events(self._paths))
             if stuck >= self._config.daemon.no_progress_limit:
-                journal.event("held", stuck=stuck, reason="every start crashed at the same place")
-                return ev.Over(ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new")
+                journal.write(ev.Held(stuck, "every start crashed at the same place"))
+                return inputs.Over(
+                    ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
+                )
             return await self._begin(journal, effects)
         except OSError as error:
             return start_failed(self._paths, self._allocation, error)
 
-    async def _begin(self, journal: Journal, effects: Effects) -> ev.Ready:
+    async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
         """What has to hold before a rank may start.
 
         Raises:
@@ -270,11 +274,11 @@ class Lead:
         if root is not None:
             await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
         for text in notices:
-            journal.event("notice", topic="data", text=text)
+            journal.write(ev.Notice("data", text))
         await effects.open()
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
-            journal.event("warning", topic="metrics", text=problem)
-        return ev.Ready(self._config.speakers, stranger_starts(read_events(self._paths)))
+            journal.write(ev.Warned("metrics", problem))
+        return inputs.Ready(self._config.speakers, stranger_restarts(read_events(self._paths)))
 
     async def _watch_the_fence(self) -> None:
         """Whether the run is still ours, asked while nothing else happens: a lead may wait for srun."""
@@ -286,7 +290,7 @@ class Lead:
                 continue
             if owner is not None and owner.epoch > self._status.epoch:
                 self._events.put_nowait(
-                    ev.RunLost(f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}")
+                    inputs.RunLost(f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}")
                 )
 
     async def _watch_the_clock(self) -> None:
@@ -299,31 +303,31 @@ class Lead:
             model = self._model
             listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
             if near and listens:
-                self._events.put_nowait(ev.SignalArrived("TIMER", "lead"))
+                self._events.put_nowait(inputs.SignalArrived("TIMER", "lead"))
             # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
             if not outlook.answered or near:
                 await asyncio.sleep(_LOOK_SOON_S)
             else:
                 await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
 
-    def _note(self, event: ev.Event, journal: Journal) -> None:
+    def _note(self, event: inputs.Input, journal: Journal) -> None:
         """Keep the snapshot for `verl-slurm status`."""
         status, model = self._status, self._model
-        if self._metrics is not None and isinstance(event, ev.RankSaid):
+        if self._metrics is not None and isinstance(event, inputs.RankSaid):
             self._metrics.heard(event.message)
         changed = status.state != model.state or status.generation != model.generation
         status.state, status.generation, status.cause = model.state, model.generation, model.cause
         match event:
-            case ev.RankSaid(Progress() as message) if message.rank == 0:
+            case inputs.RankSaid(Progress() as message) if message.rank == 0:
                 changed = changed or message.phase != status.phase
                 status.step, status.phase, status.index = message.step, message.phase, message.index
                 status.steps = message.total or status.steps
                 status.metrics = message.metrics or status.metrics
-            case ev.RankSaid(Saved() as message):
+            case inputs.RankSaid(Saved() as message):
                 changed = True
-            case ev.AllDone(name, _):
+            case inputs.AllDone(name, _):
                 status.last_checkpoint, status.step = name, (checkpoint_order(name) or (0, 0))[0]
-            case ev.Verified(name, good, _) if good:
+            case inputs.Verified(name, good, _) if good:
                 status.last_checkpoint, changed = name, True
                 status.last_checkpoint_time = status.updated
         now = asyncio.get_running_loop().time()

@@ -7,21 +7,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.events import read_events
+from verl_slurm.journal.events import Event, Restart
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.goodput import RunNumbers
+from verl_slurm.journal.status import Status
+from verl_slurm.journal.steps import step_seconds
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import step_seconds
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.messages import FromRank, Progress
 from verl_slurm_daemon.exporter import Exporter
 from verl_slurm_daemon.exposition import counter, gauge, labelled, renderer
-from verl_slurm_daemon.journal import Status
 from verl_slurm_daemon.live_numbers import LiveNumbers, queue_length
-from verl_slurm_daemon.run_numbers import RunNumbers
 from verl_slurm_daemon.states import State
 
 __all__ = ["LeadMetrics", "steady_clock"]
@@ -90,12 +91,12 @@ class LeadMetrics:
     def close(self) -> None:
         self._exporter.close()
 
-    def journaled(self, event: str, fields: dict[str, Any]) -> None:
+    def journaled(self, event: Event) -> None:
         """The lead writes this down now."""
-        if event == "generation":
+        if isinstance(event, Restart):
             self.live.new_generation()
-        time_ = datetime.fromtimestamp(self._clock(), UTC).isoformat()
-        self.run.feed({"time": time_, "event": event, **fields})
+        steady = datetime.fromtimestamp(self._clock(), UTC).isoformat()
+        self.run.feed(msgspec.structs.replace(event, time=steady))
 
     def heard(self, message: FromRank) -> None:
         """A rank said this now."""

@@ -15,7 +15,7 @@ from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 from verl_slurm_daemon.allocation import Outlook
-from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
+from verl_slurm_daemon.inputs import CauseKnown, RequeueAnswered
 
 __all__ = ["HostfileAllocation", "LocalAllocation"]
 

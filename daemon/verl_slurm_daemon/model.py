@@ -7,7 +7,7 @@ import msgspec
 
 from verl_slurm.wire.messages import Refused, SavedOnNodes
 from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.states import State
 
 __all__ = ["Decision", "FailureKind", "Intent", "Limits", "Model", "suspects"]
@@ -90,7 +90,7 @@ class Model(msgspec.Struct, frozen=True):
     step_gone: bool = True
     fresh: bool = False
     """This generation has sampled a rollout of its own: it is past everything that was replayed."""
-    requeue: ev.RequeueAnswered | None = None
+    requeue: inputs.RequeueAnswered | None = None
     delay_s: int | None = None
     """Seconds that the next start is to wait; None: as the user configured it."""
     step: int = 0

@@ -1,5 +1,6 @@
 """What the journal is told of saves: pure, and the one place that says when a save has one copy only."""
 
+from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import Saved, SavedOnNodes
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon.model import Model
@@ -12,22 +13,22 @@ _MOST_NAMED = 8
 
 def saved_notes(message: Saved) -> tuple[act.Note, ...]:
     """A save that is done; with which medium does not have it, if one has not. Called by: policy."""
-    facts: dict[str, str | int | float | bool | None] = {
-        "name": message.name,
-        "seconds": round(message.seconds, 3),
-        "num_bytes": message.num_bytes,
-        "emergency": message.request_id > 0,
-        "reason": message.reason,
-        "on_shared": message.on_shared,
-    }
-    missing = (act.Note("one_copy", {"name": message.name, "reason": message.problem}),)
-    return (act.Note("saved", facts), *(missing if message.problem else ()))
+    saved = ev.Saved(
+        message.name,
+        seconds=round(message.seconds, 3),
+        num_bytes=message.num_bytes,
+        emergency=message.request_id > 0,
+        reason=message.reason,
+        on_shared=message.on_shared,
+    )
+    missing = (act.Note(ev.OneCopy(message.name, message.problem)),)
+    return (act.Note(saved), *(missing if message.problem else ()))
 
 
 def kept_note(message: SavedOnNodes) -> act.Note:
     """Said at once: should the daemon be killed next, a person still reads where the work is. Called by: policy."""
     reason = f"{message.name} is on the nodes' disks, read back; shared storage is still being written"
-    return act.Note("second_copy", {"name": message.name, "reason": reason})
+    return act.Note(ev.SecondCopy(reason, message.name))
 
 
 def late_ranks(model: Model) -> str:
@@ -52,11 +53,9 @@ def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.
         reason: why nobody waits.
     """
     if kept is None:
-        return (act.Note("degraded", {"reason": reason}),)
+        return (act.Note(ev.Degraded(reason)),)
     if state is State.CHECKING:
-        return (
-            act.Note("one_copy", {"name": kept.name, "reason": f"read back on the nodes' disks; {reason}"}),
-        )
+        return (act.Note(ev.OneCopy(kept.name, f"read back on the nodes' disks; {reason}")),)
     return saved_notes(
         Saved(
             rank=kept.rank,

@@ -14,13 +14,15 @@ import msgspec
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import VerlSlurmError
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import Orphaned
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.jobs import lead_ended
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.agent_log import AgentLog
 from verl_slurm_daemon.channel import connect
-from verl_slurm_daemon.events import RequeueAnswered
+from verl_slurm_daemon.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead_address import LeadAddress
 from verl_slurm_daemon.leaving import Known, Verdict, decide
@@ -86,7 +88,7 @@ class SlurmSenses:
     async def lead_ended(self) -> bool:
         async with asyncio.timeout(_READ_S):
             events = await asyncio.to_thread(read_events, self._paths)
-        return any(e["event"] in ("ended", "fenced") and e.get("epoch") == self._epoch for e in events)
+        return lead_ended(events, self._epoch)
 
     async def lead_answers(self) -> bool:
         if self._address is None:
@@ -107,9 +109,8 @@ class SlurmSenses:
         return await self._allocation.requeue()
 
     def tell(self, accepted: bool, detail: str) -> None:
-        Journal(self._paths, epoch=self._epoch, job_id=self._job_id).event(
-            "orphaned", node_id=self._node_id, accepted=accepted, detail=detail
-        )
+        journal = Journal(self._paths, epoch=self._epoch, job_id=self._job_id)
+        journal.write(Orphaned(self._node_id, accepted, detail))
 
 
 def slurm_job(environ: dict[str, str], log: AgentLog) -> SlurmJob | None:

@@ -17,6 +17,7 @@ from typing import assert_never
 import msgspec
 
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
@@ -32,7 +33,7 @@ from verl_slurm.wire.messages import (
     Stopped,
 )
 from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.model import Decision, FailureKind, Intent, Model, suspects
 from verl_slurm_daemon.notes import given_up, kept_note, late_ranks, saved_notes
 from verl_slurm_daemon.states import NEXT, State
@@ -51,7 +52,7 @@ _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
 _TRAINING = (State.LAUNCHING, State.RUNNING)
 
 
-def decide(model: Model, event: ev.Event) -> Decision:
+def decide(model: Model, event: inputs.Input) -> Decision:
     """What follows from `event`.
 
     Raises:
@@ -63,54 +64,54 @@ def decide(model: Model, event: ev.Event) -> Decision:
     return decision
 
 
-def _decide(model: Model, event: ev.Event) -> Decision:
+def _decide(model: Model, event: inputs.Input) -> Decision:
     match event:
-        case ev.Ready(world_size, strangers):
+        case inputs.Ready(world_size, strangers):
             return _launch(msgspec.structs.replace(model, world_size=world_size, strangers=strangers))
-        case ev.Over(exit_code, reason):
+        case inputs.Over(exit_code, reason):
             return _exit(model, exit_code, reason)
-        case ev.AllDone(name, detail):
+        case inputs.AllDone(name, detail):
             return _on_all_done(model, name, detail)
-        case ev.StartFailed():
+        case inputs.StartFailed():
             return _on_start_failed(model, event)
-        case ev.SignalArrived(signal, where):
+        case inputs.SignalArrived(signal, where):
             return _on_signal(model, signal, where)
-        case ev.CauseKnown():
+        case inputs.CauseKnown():
             return _on_cause(msgspec.structs.replace(model, asking=False), event)
-        case ev.RankSaid(message):
+        case inputs.RankSaid(message):
             return _on_rank(model, message)
-        case ev.NodeFailed(node, detail, lost):
+        case inputs.NodeFailed(node, detail, lost):
             told = f"node {node}: {detail}" if node else detail
             return _on_failure(model, told, "node" if lost else "crash", node)
-        case ev.StrangerFound(node, detail):
+        case inputs.StrangerFound(node, detail):
             return _on_stranger(model, node, detail)
-        case ev.Hung(generation, node, detail):
+        case inputs.Hung(generation, node, detail):
             if generation == model.generation and model.saves_unbounded:
                 return _give_up(model, detail)
             if generation != model.generation or model.state not in _TRAINING:
                 return Decision(model)  # any other save before the end has its own deadline
             if _all_finished(model):  # their work is done, and counts; only their processes do not end
-                warning = act.Note("warning", {"topic": "hang", "text": detail})
+                warning = act.Note(ev.Warned("hang", detail))
                 return Decision(model, (warning, act.TakeDown(True)))
             return _on_failure(model, detail, "hang", node)
-        case ev.RunLost(owner):
+        case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
-        case ev.StartTimedOut(generation):
+        case inputs.StartTimedOut(generation):
             if model.state is State.LAUNCHING and generation == model.generation and not model.started:
                 return _on_failure(model, "the ranks did not start in time")
             return Decision(model)
-        case ev.GenerationEnded(exit_code):
+        case inputs.GenerationEnded(exit_code):
             return _on_generation_ended(model, exit_code)
-        case ev.Verified():
+        case inputs.Verified():
             return _on_verified(model, event)
-        case ev.SaveDeadline():
+        case inputs.SaveDeadline():
             if model.state in (State.SAVING, State.CHECKING):
                 why = f"the deadline is near and the save is not verified{late_ranks(model)}"
                 return _give_up(model, why)
             return Decision(model)
-        case ev.BackoffOver(stuck):
+        case inputs.BackoffOver(stuck):
             return _on_backoff_over(model, stuck)
-        case ev.RequeueAnswered():
+        case inputs.RequeueAnswered():
             return _maybe_exit(msgspec.structs.replace(model, requeue=event))
         case _:
             assert_never(event)
@@ -135,10 +136,10 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
     return Decision(after, (*notes, act.StartGeneration(generation)))
 
 
-def _on_start_failed(model: Model, event: ev.StartFailed) -> Decision:
+def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
     """Another node, or a later hour, may do. Each such start in a row waits twice as long as the one before, so that
     storage which is away for a night costs a few minutes of the allocation and not the run."""
-    note = act.Note("start_failed", {"detail": event.detail, "before": event.before})
+    note = act.Note(ev.StartFailed(event.detail, event.before))
     if event.before >= _MOST_FAILED_STARTS:
         reason = f"{event.before + 1} starts in a row could not begin: {event.detail}"
         ended = _exit(model, event.exit_code, reason)
@@ -151,7 +152,7 @@ def _on_start_failed(model: Model, event: ev.StartFailed) -> Decision:
 
 def _on_all_done(model: Model, name: str, detail: str) -> Decision:
     """No rank was started. A cancel, or a requeue that Slurm has taken, that came meanwhile is kept."""
-    note = act.Note("done", {"name": name, "reason": detail})
+    note = act.Note(ev.Done(name, detail))
     model = msgspec.structs.replace(model, step_gone=True)
     after = _exit(model, ExitCode.OK, detail) if model.state is State.LAUNCHING else _maybe_exit(model)
     return Decision(after.model, (note, *after.actions))
@@ -168,7 +169,7 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
         return _exit(model, ExitCode.FENCED, reason)
     refusal = Refused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
     after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
-    return Decision(after, (act.Note("refused", {"reason": reason}), act.TakeDown()))
+    return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
 
 
 def _on_signal(model: Model, signal: str, where: str) -> Decision:
@@ -183,23 +184,17 @@ def _on_signal(model: Model, signal: str, where: str) -> Decision:
     return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(trigger),))
 
 
-def _on_cause(model: Model, event: ev.CauseKnown) -> Decision:
+def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     again = model.ask_again
     decision = _act_on_cause(msgspec.structs.replace(model, asking=bool(again), ask_again=""), event)
     return Decision(decision.model, (*decision.actions, act.AskCause(again))) if again else decision
 
 
-def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
+def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     if event.kind == "none" or (model.state is State.LEAVING and event.kind != "cancel"):
         return Decision(model)  # on the way out: the requeue's own TERM, a preemption of what leaves anyway
-    note = act.Note(
-        "cause",
-        {
-            "cause": event.kind,
-            "evidence": event.evidence,
-            "seconds_left": None if event.seconds_left is None else round(event.seconds_left, 1),
-        },
-    )
+    left = None if event.seconds_left is None else round(event.seconds_left, 1)
+    note = act.Note(ev.Cause(event.kind, event.evidence, left))
     match event.kind:
         case "unknown" | "operator":  # Slurm may be away: a save can only help, whatever it is
             return _operator_save(model, note)
@@ -234,7 +229,7 @@ def _act_on_cause(model: Model, event: ev.CauseKnown) -> Decision:
 
 def _operator_save(model: Model, note: act.Note) -> Decision:
     if model.state is not State.RUNNING:
-        return Decision(model, (note, act.Note("ignored", {"reason": f"no save while {model.state}"})))
+        return Decision(model, (note, act.Note(ev.Ignored(f"no save while {model.state}"))))
     request_id = model.request_id + 1
     after = msgspec.structs.replace(model, request_id=request_id)
     return Decision(after, (note, act.RequestSave(request_id, False, None)))
@@ -256,9 +251,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
         case Saved():
             if message.request_id > model.request_id:  # nobody asked that
-                return Decision(
-                    model, (act.Note("ignored", {"reason": f"an answer to {message.request_id}"}),)
-                )
+                return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
             notes = saved_notes(message)
             if not message.on_shared:
                 # The ranks have read it back where it is; there is nothing here that we could read.
@@ -273,13 +266,13 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
             return Decision(model, actions)
         case SaveFailed():
-            note = act.Note("save_failed", {"rank": message.rank, "reason": message.reason})
+            note = act.Note(ev.SaveFailed(message.reason, message.rank))
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return _leave(model, note)
             return Decision(model, (note,))
         case Notice():
-            told = {"topic": message.topic, "text": message.text}
-            return Decision(model, (act.Note("warning" if message.loud else "notice", {**told}),))
+            form = ev.Warned if message.loud else ev.Notice
+            return Decision(model, (act.Note(form(message.topic, message.text)),))
         case Refused():
             return _on_refused(model, message)
         case Finished():
@@ -291,7 +284,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
 def _on_refused(model: Model, message: Refused) -> Decision:
     """What another start would not change ends the run. User code that raised after it had worked is started once more,
     since what it asks may answer again; the same exception at the same place, with nothing new in between, is final."""
-    note = act.Note("refused", {"rank": message.rank, "reason": message.reason})
+    note = act.Note(ev.Refused(message.reason, message.rank))
     if model.state not in _TRAINING:
         return Decision(model, (note,))
     if message.place and model.failure:
@@ -314,19 +307,15 @@ def _further(model: Model, message: SaveStarted | PartSaved) -> Model:
 
 
 def _on_progress(model: Model, message: Progress) -> Decision:
-    where: dict[str, str | int | float | bool | None] = {
-        "step": message.step,
-        "phase": message.phase,
-        "index": message.index,
-    }
+    where = (message.step, message.phase, message.index)
     notes = []
     model = msgspec.structs.replace(model, step=message.step)
     if model.state is State.LAUNCHING:
         model = msgspec.structs.replace(model, state=State.RUNNING)
-        notes.append(act.Note("training", where))
+        notes.append(act.Note(ev.Training(*where)))
     if message.new_rollouts > 0 and not model.fresh:
         model = msgspec.structs.replace(model, fresh=True)
-        notes.append(act.Note("first_rollout", where))
+        notes.append(act.Note(ev.FirstRollout(*where)))
     return Decision(model, tuple(notes))
 
 
@@ -336,9 +325,7 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
         return Decision(model)
     after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
     if kind == "hang":
-        return Decision(
-            after, (act.Note("hang", {"detail": detail, "node": node}), act.TakeDown(stacks=True))
-        )
+        return Decision(after, (act.Note(ev.Hang(detail, node)), act.TakeDown(stacks=True)))
     return Decision(after, (act.TakeDown(),))
 
 
@@ -381,9 +368,7 @@ def _on_crash(model: Model, detail: str) -> Decision:
     kind, node = model.failure_kind, model.failure_node
     failed = (*model.failed, (kind, node))
     of_kind, budget = sum(1 for k, _ in failed if k == kind), model.limits.budget(kind)
-    note = act.Note(
-        "crash", {"detail": detail, "kind": kind, "node": node or None, "crashes": of_kind, "budget": budget}
-    )
+    note = act.Note(ev.Crash(detail, kind, node or None, of_kind, budget))
     model = msgspec.structs.replace(model, crashes=len(failed), failed=failed)
     if kind == "stranger":
         return _after_stranger(model, of_kind, note)
@@ -422,14 +407,15 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
     return _launch(model)
 
 
-def _on_verified(model: Model, event: ev.Verified) -> Decision:
-    word = "verified" if event.good else "pruned" if event.pruned else "corrupt"
-    note = act.Note(word, {"name": event.name, "detail": event.detail})
+def _on_verified(model: Model, event: inputs.Verified) -> Decision:
+    found = ev.Verified if event.good else ev.Pruned if event.pruned else ev.Corrupt
+    note = act.Note(found(event.name, event.detail))
     if event.good:
         model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0)
     if event.name != model.unverified:
         return Decision(model, (note,))
-    model = msgspec.structs.replace(model, unverified="", lost="" if event.good else word)
+    lost = "" if event.good else "pruned" if event.pruned else "corrupt"
+    model = msgspec.structs.replace(model, unverified="", lost=lost)
     if model.state is State.CHECKING and not _all_finished(model):
         return _leave(model, note)
     # Where all are done, their end is the next event.

@@ -5,12 +5,13 @@ import contextlib
 from datetime import UTC, datetime
 
 from verl_slurm.config.schema import DaemonConfig
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.avoided import avoided_nodes
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.allocation import Allocation
-from verl_slurm_daemon.avoid import avoided
-from verl_slurm_daemon.events import RequeueAnswered
+from verl_slurm_daemon.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
 
 __all__ = ["requeue"]
@@ -35,10 +36,10 @@ async def requeue(
     Called by: effects.
     """
     while isinstance(answer := await allocation.requeue(delay_s), str):
-        journal.event("requeue", accepted=False, detail=answer)
+        journal.write(ev.Requeue(False, answer))
         await asyncio.sleep(_ASK_AGAIN_S)
     accepted = answer.exit_code is ExitCode.REQUEUED
-    journal.event("requeue", accepted=accepted, detail=answer.detail)
+    journal.write(ev.Requeue(accepted, answer.detail))
     if accepted:
         with contextlib.suppress(OSError):  # the journal cannot be read: then nothing is avoided
             await _avoid(allocation, config, paths, journal, avoid)
@@ -50,9 +51,9 @@ async def _avoid(
 ) -> None:
     """Name to Slurm the nodes that failed us lately; once there were some, also that there are none any more."""
     events = read_events(paths)
-    if not new and not any(event["event"] == "avoid" for event in events):
+    if not new and not any(isinstance(event, ev.Avoid) for event in events):
         return
-    nodes = avoided(events, new, datetime.now(UTC), config.avoid_node_s)
+    nodes = avoided_nodes(events, new, datetime.now(UTC), config.avoid_node_s)
     said = f"nothing is avoided: no answer in {_AVOID_S:.0f} s"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(
@@ -60,4 +61,4 @@ async def _avoid(
         ):  # the requeue is taken, and its delay runs: what waits is the way out
             said = await allocation.avoid(nodes)
     if said:
-        journal.event("avoid", nodes=list(new), detail=said)
+        journal.write(ev.Avoid(list(new), said))

@@ -7,7 +7,6 @@ second copy, the damaged one is brought home at once. Nothing here may end a run
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from datetime import datetime
 
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.frozen_check import frozen_digests
@@ -15,13 +14,15 @@ from verl_slurm.checkpoint.info import CheckpointInfo
 from verl_slurm.checkpoint.scrub import next_due, scrub_frozen, scrub_one
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import VerlSlurmError
-from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
+from verl_slurm.journal.events import Scrubbed
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.journal import Journal
 
-__all__ = ["last_read", "scrub_forever", "scrub_next"]
+__all__ = ["scrub_forever", "scrub_next"]
 
 _SETTLE_S = 600.0
 """After a start there is enough to do."""
@@ -29,43 +30,22 @@ _SETTLE_S = 600.0
 _FROZEN = "frozen/"
 
 
-def last_read(paths: RunPaths) -> dict[str, float]:
-    """Checkpoint → when it was judged last, in seconds of the epoch, by the journal.
-
-    Judged: found whole, or refused for what no second look would change (`judged`).
-    """
-    found: dict[str, float] = {}
-    for event in read_events(paths):
-        judged = event.get("good") is True or event.get("judged") is True
-        name, when = event.get("name"), event.get("time")
-        if (
-            (event["event"] == "verified" or (event["event"] == "scrubbed" and judged))
-            and isinstance(name, str)
-            and isinstance(when, str)
-        ):
-            try:
-                found[name] = datetime.fromisoformat(when).timestamp()
-            except ValueError:
-                continue
-    return found
-
-
 def scrub_next(
     paths: RunPaths, config: CheckpointConfig, epoch: int, now: float, keys: Keyring | None = None
-) -> tuple[float, dict[str, object]]:
+) -> tuple[float, Scrubbed | None]:
     """Read the next checkpoint back if one is due. Blocks; slow on purpose.
 
     Args:
         keys: where given, it must be signed with one of them.
 
     Returns:
-        Seconds until the next look, and what to journal; empty: nothing was due.
+        Seconds until the next look, and what to journal; None: nothing was due.
     """
     every_s = config.scrub_every_h * 3600
     infos = [*list_checkpoints(paths), *_frozen(paths)]
-    due = next_due(infos, last_read(paths), now=now, every_s=every_s)
+    due = next_due(infos, last_judged(read_events(paths)), now=now, every_s=every_s)
     if due.name is None or due.in_s > 0:
-        return min(due.in_s, every_s), {}
+        return min(due.in_s, every_s), None
     require_epoch(paths, epoch)
     bytes_per_s = config.scrub_mb_per_s * 1e6
     if due.name.startswith(_FROZEN):
@@ -75,17 +55,15 @@ def scrub_next(
         path = paths.checkpoints / due.name
         one = scrub_one(path, set_aside=True, keys=keys, bytes_per_s=bytes_per_s)
     if one.gone:
-        return 0.0, {}
+        return 0.0, None
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
-    told: dict[str, object] = {"name": due.name, "good": one.verdict.ok, "num_bytes": one.verdict.num_bytes}
-    if detail:
-        told["detail"] = detail
+    told = Scrubbed(one.verdict.ok, due.name, one.verdict.num_bytes, detail)
     if one.verdict.ok or one.set_aside:
         return 0.0, told
     # One that cannot be read now stays due, and is not asked for again at once. One whose owner or signature is
     # wrong is judged: it would keep all others from their turn for ever.
     if not any(problem.kind == "unreadable" for problem in one.verdict.problems):
-        told["judged"] = True
+        told.judged = True
     return _SETTLE_S, told
 
 
@@ -112,11 +90,10 @@ async def scrub_forever(
         try:
             pause, told = await asyncio.to_thread(scrub_next, paths, config, epoch, time.time(), keys)
         except (OSError, VerlSlurmError) as error:
-            pause, told = _SETTLE_S, {"good": False, "detail": str(error)}
-        if told:
-            journal.event("scrubbed", **told)
-        of_checkpoint = not str(told.get("name", "")).startswith(
-            _FROZEN
-        )  # nodes have no copy of a frozen model
-        if told.get("good") is False and of_checkpoint and config.local_dir:
+            pause, told = _SETTLE_S, Scrubbed(False, detail=str(error))
+        if told is None:
+            continue
+        journal.write(told)
+        of_checkpoint = not told.name.startswith(_FROZEN)  # nodes have no copy of a frozen model
+        if not told.good and of_checkpoint and config.local_dir:
             await bring_home("")

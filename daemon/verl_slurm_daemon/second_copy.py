@@ -4,14 +4,13 @@ At the start of a generation, where a node may hold something newer than shared 
 damaged since), and after a save that does not read back. `checkpoint/local_copy.py` is the specification.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from verl_slurm.bounded import SMALL, read_regular
 from verl_slurm.checkpoint.local_copy import assemble, list_parts, local_directory, send_home, this_node
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.config.load import load_resolved
-from verl_slurm.events import Event
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import require_epoch
 from verl_slurm.keys import Keyring, load_keys
@@ -75,31 +74,10 @@ def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequenc
     return lines
 
 
-def left_behind(events: Sequence[Event], present: Collection[str], since: int = 0) -> list[str]:
-    """What nodes hold alone and did not send: they are not in this job, or have lost it. A line a checkpoint. Pure.
-
-    Args:
-        events: the run's journal.
-        present: the names of the checkpoints on shared storage, after `collect`.
-        since: the first incarnation whose parts count (`parts_since`).
-
-    Called by: effects.
-    """
-    where, alone = "", dict[str, str]()
-    for event in events:
-        match event["event"]:
-            case "started":
-                where = str(event.get("nodes", ""))
-            case "saved" if event.get("on_shared") is False:
-                if int(event.get("epoch") or 0) >= since:
-                    alone[str(event.get("name", ""))] = where
-            case "saved":
-                alone.clear()  # what is older is not missed
-    return [
-        f"{name} is on the disks of {nodes or 'other nodes'} alone, and did not come home: the run goes on without it"
-        for name, nodes in alone.items()
-        if name not in present
-    ]
+def left_behind(name: str, nodes: str) -> str:
+    """What is said of a checkpoint that the nodes outside this job hold alone, or have lost."""
+    where = nodes or "other nodes"
+    return f"{name} is on the disks of {where} alone, and did not come home: the run goes on without it"
 
 
 def parts_since(paths: RunPaths) -> int:

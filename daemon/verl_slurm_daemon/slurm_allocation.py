@@ -12,9 +12,10 @@ import psutil
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import NotFound, SlurmMissing, VerlSlurmError
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.jobs import cancelled_task, ended_cancelled, predecessor_of
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
@@ -22,10 +23,10 @@ from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm_daemon.allocation import Outlook
-from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
+from verl_slurm_daemon.inputs import CauseKnown, RequeueAnswered
 from verl_slurm_daemon.launcher import step_argv
 from verl_slurm_daemon.slurm_clock import SlurmClock
-from verl_slurm_daemon.successor import cancelled_task, ended_cancelled, predecessor, queue_successor
+from verl_slurm_daemon.successor import queue_successor
 
 __all__ = ["SlurmAllocation"]
 
@@ -226,7 +227,7 @@ class SlurmAllocation:
 
     async def cancelled_before(self) -> str:
         events, array = read_events(self._paths), self._job.array_job_id
-        former = predecessor(events, self.job_id) if array is None else cancelled_task(events, self.job_id)
+        former = predecessor_of(events, self.job_id) if array is None else cancelled_task(events, self.job_id)
         if not former.isdigit():
             return ""
         try:

@@ -18,18 +18,19 @@ from typing import NamedTuple
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import ConfigError
-from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.progress import failed_starts
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.allocation import Allocation
-from verl_slurm_daemon.events import StartFailed
 from verl_slurm_daemon.hostfile import Host, check_hosts, read_hostfile
+from verl_slurm_daemon.inputs import StartFailed
 from verl_slurm_daemon.local_allocation import HostfileAllocation, LocalAllocation
 from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 
-__all__ = ["PAUSES_S", "SIGNALS", "Ground", "failed_starts", "prepare", "say_again", "start_failed"]
+__all__ = ["PAUSES_S", "SIGNALS", "Ground", "prepare", "say_again", "start_failed"]
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Between tries in place: half a minute, which a busy file server may need, and a job in a full cluster is worth."""
@@ -114,23 +115,6 @@ def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
                 expected="a name or an address that resolves",
                 remedy=f"correct the name, or add it to /etc/hosts: getent hosts {host.name}",
             ) from None
-
-
-def failed_starts(events: Sequence[Event], job_id: str, restart: int) -> int:
-    """How many starts before this one could not begin, in a row. Pure.
-
-    One that could write in the journal says so. One that could not is missed there: Slurm has counted it.
-    """
-    failed, last = 0, -1
-    for event in events:
-        match event["event"]:
-            case "submitted" | "generation" | "done":
-                failed = 0
-            case "start_failed":
-                failed += 1
-            case "started" if event.get("job_id") == job_id and isinstance(event.get("restart"), int):
-                last = event["restart"]
-    return failed + max(restart - last - 1, 0)
 
 
 def say_again(error: OSError, pause_s: float) -> None:

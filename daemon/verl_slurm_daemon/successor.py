@@ -16,75 +16,24 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.events import Event, append_event, read_events
-from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import create_file, private_dir, write_file
+from verl_slurm.journal.events import Successor
+from verl_slurm.journal.files import append_event, read_events
+from verl_slurm.journal.folds.jobs import successor_of
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
-__all__ = [
-    "cancelled_task",
-    "ended_cancelled",
-    "predecessor",
-    "queue_successor",
-    "successor_script",
-    "was_queued",
-]
+__all__ = ["queue_successor", "successor_script"]
 
 _LOOK_S, _LOOKS = 0.25, 36
 """For a claimant to say what came of it. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended after 8 s; all of
 this happens within KillWait, 30 s by default."""
-
-
-def predecessor(events: Sequence[Event], job_id: str) -> str:
-    """The job that `job_id` was queued to follow; empty: none. Pure."""
-    for event in events:
-        if event["event"] == "successor" and event.get("job_id") == job_id:
-            return str(event.get("after", ""))
-    return ""
-
-
-def cancelled_task(events: Sequence[Event], job_id: str) -> str:
-    """The job that `verl-slurm cancel` ended, where the run did not go on since; empty: none. Pure.
-
-    The next task of a chain starts by itself, whatever became of the one before it. One that only said that the run
-    was cancelled did not go on with it: the task behind that one must not, either.
-    """
-    job = asked = ""
-    for event in events:
-        match event["event"]:
-            case "started" if event.get("job_id") != job_id:
-                job = str(event.get("job_id", ""))
-            case "generation" if event.get("job_id") not in (asked, job_id):
-                asked = ""
-            case "submitted":
-                asked = ""
-            case "cancel_asked":
-                asked = job
-    return asked
-
-
-def ended_cancelled(events: Sequence[Event], job_id: str, array: int) -> bool:
-    """Whether the lead of that task of `array` said that it ended by a cancel. Pure."""
-    its = [event for event in events if event.get("job_id") == job_id]
-    of_array = any(event["event"] == "started" and event.get("array") == str(array) for event in its)
-    return of_array and any(
-        event["event"] == "ended" and event.get("exit_code") == ExitCode.CANCELLED for event in its
-    )
-
-
-def was_queued(events: Sequence[Event], job_id: str) -> str:
-    """The job that follows `job_id` already; empty: none. Pure."""
-    for event in events:
-        if event["event"] == "successor" and event.get("after") == job_id:
-            return str(event.get("job_id", ""))
-    return ""
 
 
 def successor_script(python: str, paths: RunPaths) -> str:
@@ -112,7 +61,7 @@ async def queue_successor(
 
     Called by: allocation.
     """
-    there = was_queued(read_events(paths), job_id)
+    there = successor_of(read_events(paths), job_id)
     if there:
         return there
     if there := await _wait_for_a_claim(paths, job_id, sleep):
@@ -122,7 +71,7 @@ async def queue_successor(
     client = SlurmClient(submission_environment(os.environ, config))
     # One whose answer was late, or whose sender died before it wrote it down, is in no journal: nobody would cancel it.
     if there := await client.own_job_with(str(script)):
-        append_event(paths, "successor", job_id=there, cluster="slurm", after=job_id)
+        append_event(paths, Successor(job_id, job_id=there))
         return there
     logs = str(paths.logs).replace("%", "%%")  # sbatch puts words of its own in place of %x
     mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
@@ -131,7 +80,7 @@ async def queue_successor(
     number = str(
         await client.submit(words, "the job that was to follow this one", where=job_id, remedy=remedy)
     )
-    append_event(paths, "successor", job_id=number, cluster="slurm", after=job_id)
+    append_event(paths, Successor(job_id, job_id=number))
     return number
 
 
@@ -148,6 +97,6 @@ async def _wait_for_a_claim(paths: RunPaths, job_id: str, sleep: Callable[[float
             await sleep(
                 _LOOK_S
             )  # the journal may be on a network file system, which tells nobody of a change
-            if there := was_queued(read_events(paths), job_id):
+            if there := successor_of(read_events(paths), job_id):
                 return there
     raise AssertionError("unreachable")

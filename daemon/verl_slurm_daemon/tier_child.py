@@ -11,6 +11,7 @@ import sys
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import TierError
+from verl_slurm.journal.events import Tiers
 from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.processes import child_setup
@@ -65,11 +66,11 @@ class TierMover:
                 preexec_fn=child_setup,
             )
         except OSError as error:  # no process to be had: never a reason to end a training
-            self._journal.event("tiers", detail=str(error))
+            self._journal.write(Tiers(str(error)))
             return
         _, said = await self._child.communicate()
         if self._child.returncode and said:  # a failed copy is in the journal already, and says nothing here
-            self._journal.event("tiers", detail=said.decode("utf-8", "replace").strip()[-500:])
+            self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-500:]))
 
 
 def restore_newest(paths: RunPaths) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import learning
 from verl_slurm.config.load import load
+from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import append_step
 
 DOCS = learning.ROOT / "docs"
 

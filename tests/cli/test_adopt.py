@@ -9,10 +9,10 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.hostile.measured import measured
+from tests.journals import append_event, read_events
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.events import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.tracker import TRACKER

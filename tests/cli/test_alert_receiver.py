@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Cli
+from tests.journals import read_events
 from verl_slurm.cli.alert_receiver import _Receiver
 from verl_slurm.errors import SlurmMissing
-from verl_slurm.events import read_events
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.alerts import ACTION

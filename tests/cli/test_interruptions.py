@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.cli import render
 from verl_slurm.cli.interruptions import interruption_facts, interruption_words, interruptions_table
 from verl_slurm.cli.spans import span
-from verl_slurm.events import append_event
-from verl_slurm.outages import Outage
+from verl_slurm.journal.folds.outages import Outage
 
 Cli = Callable[..., Any]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.cli.test_checkpoints import make_run
 from verl_slurm.cli.steps import steps_table
+from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import append_step
 
 Cli = Callable[..., Any]
 ROW = {

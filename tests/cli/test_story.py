@@ -1,11 +1,19 @@
 """Events as sentences, and what is shown of text from outside."""
 
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.journals import make_event, make_events
 from verl_slurm.cli import render
 from verl_slurm.cli.story import Story, for_people, progress, tell
+from verl_slurm.journal.files import parse_event
+from verl_slurm.one_line import json_line
+from verl_slurm.slurm.parse import parse_job
+from verl_slurm.slurm.requeue_rules import refuse_requeue
+
+NO_REQUEUE = Path(__file__).parents[1] / "slurm/golden/norequeue_preempted_in_grace.txt"
 
 
 @pytest.mark.parametrize(
@@ -20,7 +28,7 @@ from verl_slurm.cli.story import Story, for_people, progress, tell
                 "event": "saved",
                 "name": "step_000003_sp0007",
                 "seconds": 0.2,
-                "num_bytes": 2e6,
+                "num_bytes": 2_000_000,
                 "emergency": True,
             },
             "emergency checkpoint step_000003_sp0007, 2.0 MB in 0.2 s",
@@ -30,7 +38,7 @@ from verl_slurm.cli.story import Story, for_people, progress, tell
                 "event": "saved",
                 "name": "step_000004",
                 "seconds": 0.2,
-                "num_bytes": 2e6,
+                "num_bytes": 2_000_000,
                 "reason": "a multiple of 4",
             },
             "checkpoint step_000004, 2.0 MB in 0.2 s: a multiple of 4",
@@ -49,8 +57,9 @@ from verl_slurm.cli.story import Story, for_people, progress, tell
     ],
 )
 def test_an_event_is_told_as_a_sentence(event: dict[str, object], text: str) -> None:
-    told = tell(event)
-    assert told == f"--:--:--  {text}"
+    (made,) = make_events([event]) if event["event"] != "news" else (parse_event(json_line(event)),)
+    assert made is not None
+    assert tell(made) == f"--:--:--  {text}"
 
 
 def test_progress_shows_step_place_and_measures() -> None:
@@ -60,20 +69,12 @@ def test_progress_shows_step_place_and_measures() -> None:
 
 def test_a_refusal_is_told_once() -> None:
     story = Story()
-    refused = {"event": "refused", "rank": 0, "reason": "no answers"}
-    told = [story.tell(event) for event in (refused, {**refused, "rank": 1})]
+    refused = [make_event("refused", rank=rank, reason="no answers") for rank in (0, 1)]
+    told = [story.tell(event) for event in refused]
     assert told == ["--:--:--  the ranks REFUSED to train: no answers", None]
-    end = story.tell({"event": "ended", "exit_code": 11, "reason": "no answers"})
+    end = story.tell(make_event("ended", exit_code=11, reason="no answers"))
     assert end is not None
     assert "no answers" not in end
-
-
-@pytest.mark.parametrize("kind", ["degraded", "orphaned", "held", "fenced", "first_rollout"])
-def test_no_rare_event_is_told_in_raw_words(kind: str) -> None:
-    told = tell({"event": kind, "reason": "why", "detail": "why", "exit_code": 20, "step": 1})
-    assert told is not None
-    assert "=" not in told
-    assert kind not in told
 
 
 def test_the_line_at_the_bottom_fits_the_terminal(
@@ -99,7 +100,7 @@ def test_text_from_outside_cannot_command_the_terminal(capsys: pytest.CaptureFix
 @pytest.mark.scenario("USE-SMALL")
 def test_what_slurm_said_word_for_word_is_told_only_where_it_was_asked_for() -> None:
     raw = "SIGCONT to lead; JobState=RUNNING Reason=None Restarts=0 (ours 0) PreemptTime=2026-11-21T15:46:03+00:00"
-    event = {"event": "cause", "cause": "preemption", "evidence": raw, "seconds_left": 29.3}
+    event = make_event("cause", cause="preemption", evidence=raw, seconds_left=29.3)
     plain, full = Story().tell(event), Story(verbose=True).tell(event)
     assert plain is not None
     assert plain.endswith(
@@ -111,9 +112,8 @@ def test_what_slurm_said_word_for_word_is_told_only_where_it_was_asked_for() -> 
 
 @pytest.mark.scenario("SEC19")
 def test_a_stranger_among_the_ranks_is_told_as_a_sentence() -> None:
-    event = {"event": "stranger", "reason": "ranks", "node": "n1", "rank": 0, "total": 1}
-    told = tell(event | {"peer": "in the place of rank 1: 10.0.0.7:42"})
-    assert told is not None
+    peer = "in the place of rank 1: 10.0.0.7:42"
+    told = tell(make_event("stranger", reason="ranks", node="n1", rank=0, peer=peer))
     assert told.endswith(
         "  rank 0 on n1 met a stranger and ended itself: in the place of rank 1: 10.0.0.7:42"
     )
@@ -123,6 +123,15 @@ def test_a_stranger_among_the_ranks_is_told_as_a_sentence() -> None:
 @pytest.mark.parametrize("end", ["", " \n", " \n\n"], ids=repr)
 def test_an_event_full_of_what_slurm_says_is_told_at_once(end: str) -> None:
     began = time.process_time()
-    for_people({"event": "cause", "evidence": "; JobState=X" * 10_000 + end})
-    for_people({"event": "cause", "evidence": "; JobState=X " * 10_000 + end + "x"})
+    for_people(make_event("cause", evidence="; JobState=X" * 10_000 + end))
+    for_people(make_event("cause", evidence="; JobState=X " * 10_000 + end + "x"))
     assert time.process_time() - began < 0.5
+
+
+@pytest.mark.scenario("USE20")
+def test_the_end_of_a_job_that_another_follows_asks_nobody_to_submit() -> None:
+    answer = "job 18 is queued and follows this one: Slurm may not requeue this job (Requeue=0)"
+    told = tell(make_event("ended", exit_code=25, reason=answer))
+    assert "the run goes on by itself" in told
+    assert "submit again" not in told
+    assert refuse_requeue(parse_job(NO_REQUEUE.read_text(), 1), 0).detail in answer  # type: ignore[union-attr]

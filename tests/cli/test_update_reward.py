@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.cli.test_checkpoints import save
 from tests.cli.test_submit_local import wait_for_event
-from verl_slurm.events import append_event, read_events
+from tests.journals import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan

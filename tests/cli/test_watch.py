@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from tests.many_runs import make_run
-from verl_slurm.events import append_event
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.inotify import Watches

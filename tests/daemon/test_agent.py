@@ -13,9 +13,9 @@ from verl_slurm_daemon.agent import _first_cause
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.lead_address import LeadAddress, write_lead_address
 
+from tests.journals import read_events
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DaemonConfig, RunConfig
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from verl_slurm_daemon import slurm_allocation as module
-from verl_slurm_daemon.avoid import avoided
 from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 
+from tests.journals import make_event
 from verl_slurm.config.load import parse_config
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.avoided import avoided_nodes
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_usable_nodes
@@ -19,29 +21,28 @@ from verl_slurm.slurm.parse import parse_usable_nodes
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
 
-def event(minutes_ago: float, *nodes: str) -> dict[str, object]:
+def avoid(minutes_ago: float, *nodes: str) -> Event:
     at = NOW - timedelta(minutes=minutes_ago)
-    return {"event": "avoid", "time": at.isoformat(timespec="milliseconds"), "nodes": list(nodes)}
+    return make_event("avoid", time=at.isoformat(timespec="milliseconds"), nodes=list(nodes))
 
 
 def test_a_node_is_avoided_for_its_time_and_no_longer() -> None:
-    events = [event(61, "n1"), event(59, "n2")]
-    assert avoided(events, ["n3"], NOW, 3600.0) == ("n2", "n3")
+    events = [avoid(61, "n1"), avoid(59, "n2")]
+    assert avoided_nodes(events, ["n3"], NOW, 3600.0) == ("n2", "n3")
 
 
 def test_with_no_time_nothing_is_avoided() -> None:
-    assert avoided([event(0, "n1")], ["n2"], NOW, 0.0) == ()
+    assert avoided_nodes([avoid(0, "n1")], ["n2"], NOW, 0.0) == ()
 
 
 def test_damaged_events_are_passed_over() -> None:
-    events: list[dict[str, object]] = [
-        {"event": "avoid", "time": "yesterday", "nodes": ["n1"]},
-        {"event": "avoid", "time": "2026-11-21T11:59:00", "nodes": ["n1"]},
-        {"event": "avoid", "nodes": ["n1"]},
-        {"event": "avoid", "time": NOW.isoformat(), "nodes": "n1"},
-        {"event": "started", "time": NOW.isoformat(), "nodes": ["n1"]},
+    events = [
+        make_event("avoid", time="yesterday", nodes=["n1"]),
+        make_event("avoid", time="2026-11-21T11:59:00", nodes=["n1"]),
+        make_event("avoid", nodes=["n1"]),
+        make_event("stacks", time=NOW.isoformat(), node="n1"),
     ]
-    assert avoided(events, [], NOW, 3600.0) == ()
+    assert avoided_nodes(events, [], NOW, 3600.0) == ()
 
 
 NODES = "\n".join(

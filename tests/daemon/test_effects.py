@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon import actions as act
 from verl_slurm_daemon import effects as module
-from verl_slurm_daemon import events as ev
-from verl_slurm_daemon import requeueing
+from verl_slurm_daemon import inputs, requeueing
 from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.channel import connect
 from verl_slurm_daemon.effects import Effects
@@ -17,16 +16,16 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.resume import ReadBack, ResumePoint
 
+from tests.journals import read_events
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
-REQUEUED = ev.RequeueAnswered(ExitCode.REQUEUED, "requeued")
+REQUEUED = inputs.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
 
 class Scripted:
@@ -36,7 +35,7 @@ class Scripted:
     job_id = "7"
     restart = 0
 
-    def __init__(self, *answers: ev.RequeueAnswered | str) -> None:
+    def __init__(self, *answers: inputs.RequeueAnswered | str) -> None:
         self.answers = list(answers)
         self.steps = 0
         self.avoided: list[tuple[str, ...]] = []
@@ -45,13 +44,13 @@ class Scripted:
     async def address(self) -> str:
         return "127.0.0.1"
 
-    async def cause(self, trigger: str) -> ev.CauseKnown:
-        return ev.CauseKnown("none", trigger, None)
+    async def cause(self, trigger: str) -> inputs.CauseKnown:
+        return inputs.CauseKnown("none", trigger, None)
 
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)
 
-    async def requeue(self, delay_s: int | None = None) -> ev.RequeueAnswered | str:
+    async def requeue(self, delay_s: int | None = None) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
     async def hasten(self, clean: bool) -> None:
@@ -79,8 +78,8 @@ class Scripted:
         self.kept = step
 
 
-def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[ev.Event]"]:
-    paths, posted = RunPaths(tmp_path), asyncio.Queue[ev.Event]()
+def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[inputs.Event]"]:
+    paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Event]()
     write_file(paths.run_yaml, dump(RunConfig()))
     journal = Journal(paths, epoch=1, job_id="7")
     return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
@@ -92,7 +91,7 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
 ) -> None:
     monkeypatch.setattr(requeueing, "_ASK_AGAIN_S", 0.0)
 
-    async def story() -> ev.Event:
+    async def story() -> inputs.Event:
         allocation = Scripted("slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED)
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(act.Requeue())
@@ -111,7 +110,7 @@ def test_a_node_to_avoid_is_named_once_the_requeue_is_taken_and_remembered_for_t
         effects.perform(action)
         await posted.get()
 
-    allocation = Scripted(REQUEUED, REQUEUED, ev.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no"))
+    allocation = Scripted(REQUEUED, REQUEUED, inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no"))
     asyncio.run(story(allocation, act.Requeue()))
     assert allocation.avoided == []  # a run that never had such a node asks Slurm nothing more
     asyncio.run(story(allocation, act.Requeue(("n2",))))
@@ -130,12 +129,12 @@ def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_jo
 
     monkeypatch.setattr(module, "find_resume_point", look)
 
-    async def story() -> tuple[ev.Event, object]:
+    async def story() -> tuple[inputs.Event, object]:
         effects, posted = effects_of(tmp_path, Scripted())
         effects.perform(act.StartGeneration(1))
         return await posted.get(), effects.exit
 
-    assert asyncio.run(story()) == (ev.GenerationEnded(1), None)
+    assert asyncio.run(story()) == (inputs.GenerationEnded(1), None)
     (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "internal"]
     assert "Input/output error" in said["error"]
 
@@ -150,7 +149,7 @@ def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
             await asyncio.Event().wait()
             return ""
 
-    async def story() -> ev.Event:
+    async def story() -> inputs.Event:
         effects, posted = effects_of(tmp_path, Slow(REQUEUED))
         effects.perform(act.Requeue(("n2",)))
         return await posted.get()
@@ -175,7 +174,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
     monkeypatch.setattr(module, "find_resume_point", look)
     monkeypatch.setattr(module, "_GOODBYE_S", 0.05)
 
-    async def story() -> tuple[ev.Event, int]:
+    async def story() -> tuple[inputs.Event, int]:
         allocation = Scripted()
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(act.StartGeneration(1))
@@ -190,7 +189,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
         return await posted.get(), allocation.steps
 
     ended, steps = asyncio.run(story())
-    assert isinstance(ended, ev.GenerationEnded)
+    assert isinstance(ended, inputs.GenerationEnded)
     assert steps == (0 if early else 1)
 
 
@@ -229,7 +228,7 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
 def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_that_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> list[ev.Event]:
+    async def story() -> list[inputs.Event]:
         loop, passed = asyncio.get_running_loop(), [0.0]
         real = loop.time
         monkeypatch.setattr(loop, "time", lambda: real() + passed[0])
@@ -244,7 +243,7 @@ def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_t
             await asyncio.sleep(0)
         return [posted.get_nowait() for _ in range(posted.qsize())]
 
-    assert asyncio.run(story()) == [ev.SaveDeadline()]
+    assert asyncio.run(story()) == [inputs.SaveDeadline()]
 
 
 def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
@@ -269,15 +268,15 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
 ) -> None:
     monkeypatch.setattr(module, "read_back", lambda *_: ReadBack(False, "removed", pruned=True))
 
-    async def story() -> tuple[ev.Event, int]:
-        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[ev.Event](), Scripted()
+    async def story() -> tuple[inputs.Event, int]:
+        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Event](), Scripted()
         config = RunConfig(checkpoint=CheckpointConfig(local_dir="/scratch"))
         journal = Journal(paths, epoch=1, job_id="7")
         effects = Effects(paths, config, allocation, journal, 1, posted.put_nowait)
         effects.perform(act.Verify("step_000002"))
         return await posted.get(), allocation.steps
 
-    assert asyncio.run(story()) == (ev.Verified("step_000002", False, "removed", pruned=True), 0)
+    assert asyncio.run(story()) == (inputs.Verified("step_000002", False, "removed", pruned=True), 0)
     assert not [e for e in read_events(RunPaths(tmp_path)) if e["event"] == "corrupt"]
 
 
@@ -288,7 +287,7 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     monkeypatch.setattr(module, "scrub_forever", never)
     private_dir(RunPaths(tmp_path).control)
 
-    async def story() -> tuple[list[ToAgent], ev.Event]:
+    async def story() -> tuple[list[ToAgent], inputs.Event]:
         effects, posted = effects_of(tmp_path, Scripted())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
@@ -303,7 +302,7 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
         await effects.close()
         return answers, event
 
-    assert asyncio.run(story()) == ([Shutdown()], ev.NodeFailed("n", "killed"))
+    assert asyncio.run(story()) == ([Shutdown()], inputs.NodeFailed("n", "killed"))
 
 
 @pytest.mark.scenario("N03")
@@ -313,7 +312,7 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
     monkeypatch.setattr(module, "scrub_forever", never)
     private_dir(RunPaths(tmp_path).control)
 
-    async def story() -> ev.Event:
+    async def story() -> inputs.Event:
         effects, posted = effects_of(tmp_path, Scripted())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
@@ -327,7 +326,7 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
         await effects.close()
         return event
 
-    assert asyncio.run(story()) == ev.NodeFailed("n", "the agent is gone without a word", lost=True)
+    assert asyncio.run(story()) == inputs.NodeFailed("n", "the agent is gone without a word", lost=True)
     (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "link"]
     assert said["node"] == "n"
     assert "out of order" in str(said["error"])

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.journal import Journal, Status, stuck_starts
+from verl_slurm_daemon.journal import Journal
 
-from verl_slurm.events import read_events
+from tests.journals import make_event, make_events, read_events
 from verl_slurm.fence import take_epoch
+from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.status import Status
 from verl_slurm.paths import RunPaths
 
 
@@ -23,21 +25,21 @@ CRASH = {"event": "crash"}
 def test_events_are_read_back_in_order_with_epoch_and_job(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     journal = Journal(paths, epoch=2, job_id="17")
-    journal.event("cause", cause="preemption", evidence='says "it"\nand more')
-    journal.event("ended", exit_code=25)
+    journal.write(make_event("cause", cause="preemption", evidence='says "it"\nand more'))
+    journal.write(make_event("ended", exit_code=25))
     first, last = read_events(paths)
     assert (first["epoch"], first["job_id"], first["evidence"]) == (2, "17", 'says "it"\nand more')
     assert last["exit_code"] == 25
 
 
 def test_one_event_stays_one_line_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Journal(RunPaths(tmp_path), epoch=1, job_id="1").event("crash", detail="a\nb\x1b[31m\u2028c")
+    Journal(RunPaths(tmp_path), epoch=1, job_id="1").write(make_event("crash", detail="a\nb\x1b[31m\u2028c"))
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_a_last_line_cut_by_a_power_loss_is_left_out(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    Journal(paths, epoch=1, job_id="1").event("started")
+    Journal(paths, epoch=1, job_id="1").write(make_event("started"))
     with paths.events.open("ab") as file:
         file.write(b'{"event": "gener')
     assert [e["event"] for e in read_events(paths)] == ["started"]
@@ -46,38 +48,43 @@ def test_a_last_line_cut_by_a_power_loss_is_left_out(tmp_path: Path) -> None:
 def test_half_a_line_costs_that_line_alone(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     journal = Journal(paths, epoch=1, job_id="1")
-    journal.event("started")
+    journal.write(make_event("started"))
     with paths.events.open("ab") as file:
         file.write(b'{"event": "gener')
-    journal.event("training")
+    journal.write(make_event("training"))
     assert [e["event"] for e in read_events(paths)] == ["started", "training"]
 
 
 def test_crashes_at_the_same_place_are_counted() -> None:
-    assert stuck_starts([generation("a"), CRASH, generation("a"), CRASH]) == 2
+    assert stuck_restarts(make_events([generation("a"), CRASH, generation("a"), CRASH])) == 2
 
 
 def test_progress_forgives_earlier_crashes() -> None:
-    assert stuck_starts([generation("a"), CRASH, generation("b"), CRASH]) == 1
+    assert stuck_restarts(make_events([generation("a"), CRASH, generation("b"), CRASH])) == 1
 
 
 def test_a_preemption_is_not_a_crash() -> None:
-    assert stuck_starts([generation("a"), generation("a"), generation("a")]) == 0
+    assert stuck_restarts(make_events([generation("a"), generation("a"), generation("a")])) == 0
 
 
 def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
-    assert stuck_starts([generation("a"), {"event": "orphaned"}] * 3) == 3
-    assert stuck_starts([{"event": "start_failed"}] * 2) == 0  # counted, and made to wait, by themselves
+    assert stuck_restarts(make_events([generation("a"), {"event": "orphaned"}] * 3)) == 3
+    assert (
+        stuck_restarts(make_events([{"event": "start_failed"}] * 2)) == 0
+    )  # counted, and made to wait, by themselves
 
 
 def test_a_time_limit_before_the_ranks_train_is_counted_and_one_in_training_is_not() -> None:
     limit = {"event": "cause", "cause": "time_limit"}
-    assert stuck_starts([generation("a"), limit, generation("a"), limit]) == 2
-    assert stuck_starts([generation("a"), {"event": "training"}, limit]) == 0
+    assert stuck_restarts(make_events([generation("a"), limit, generation("a"), limit])) == 2
+    assert stuck_restarts(make_events([generation("a"), {"event": "training"}, limit])) == 0
 
 
 def test_what_was_mended_and_submitted_again_is_counted_afresh() -> None:
-    assert stuck_starts([generation("a"), CRASH, generation("a"), CRASH, {"event": "submitted"}]) == 0
+    assert (
+        stuck_restarts(make_events([generation("a"), CRASH, generation("a"), CRASH, {"event": "submitted"}]))
+        == 0
+    )
 
 
 @pytest.mark.scenario("K02")
@@ -85,7 +92,7 @@ def test_a_line_carries_the_time_of_day_and_the_time_that_nobody_sets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = time.monotonic()
-    Journal(RunPaths(tmp_path), epoch=3, job_id="7").event("generation", number=1)
+    Journal(RunPaths(tmp_path), epoch=3, job_id="7").write(make_event("generation", number=1))
     date, steady, who, *_ = capsys.readouterr().out.split()
     assert datetime.fromisoformat(date).tzinfo is not None
     assert before - 0.001 <= float(steady) <= time.monotonic() + 0.001

@@ -7,9 +7,9 @@ import pytest
 from verl_slurm_daemon.lead import Lead
 from verl_slurm_daemon.local_allocation import LocalAllocation
 
+from tests.journals import read_events
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import Fenced
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch, take_epoch
 from verl_slurm.files import private_dir

@@ -18,13 +18,13 @@ from verl_slurm_daemon.lead_address import read_lead_address
 
 from tests.harness import same_weights, wait_until_gone
 from tests.hostile.netlab import ADDRESS, netlab
+from tests.journals import read_events
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.manifest import parse, render, sealed
 from verl_slurm.checkpoint.schema import parse_schema, render_schema, schema_of
 from verl_slurm.config.load import load_resolved
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths

@@ -7,11 +7,11 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import Lead
 from verl_slurm_daemon.local_allocation import LocalAllocation
 
+from tests.journals import make_event, read_events
 from tests.many_runs import Teller, make_run
 from verl_slurm.config.load import parse_config
-from verl_slurm.events import read_events
+from verl_slurm.journal.status import read_status
 from verl_slurm.paths import RunPaths
-from verl_slurm.snapshot import read_status
 
 CONFIG = parse_config(b"name: run\nmodel: {path: m}\ndata: {root: d}\n", "run.yaml")
 
@@ -30,9 +30,9 @@ def test_the_step_survives_a_requeue_and_follows_the_checkpoint_that_it_goes_bac
     journal.status(lead._status)
     former = read_status(paths)["step"]
     assert former > 100
-    journal.event("generation", number=1, resume="step_000042_sp0007")
+    journal.write(make_event("generation", number=1, resume="step_000042_sp0007"))
     assert (lead._status.step, lead._status.last_checkpoint) == (42, "step_000042_sp0007")
-    journal.event("generation", number=2, resume=None)
+    journal.write(make_event("generation", number=2, resume=None))
     assert (lead._status.step, lead._status.last_checkpoint) == (0, "")
 
 
@@ -40,11 +40,11 @@ def test_the_sum_of_the_interruptions_goes_on_where_the_former_lead_left_it(tmp_
     paths = make_run(tmp_path / "run", "queued", num_events=300)
     former = read_status(paths)
     lead, journal = takes_over(paths)
-    journal.event("started", cluster="local")
+    journal.write(make_event("started", cluster="local"))
     waiting = (lead._status.interruptions, lead._status.last_interruption["seconds"])
     assert waiting == (former["interruptions"], None)
     for event in ("generation", "training", "first_rollout"):
-        journal.event(event, step=0)
+        journal.write(make_event(event, step=0))
     assert lead._status.interruptions == former["interruptions"]
     assert lead._status.last_interruption["seconds"] > 0
     assert lead._status.interrupted_s > former["interrupted_s"]
@@ -53,7 +53,7 @@ def test_the_sum_of_the_interruptions_goes_on_where_the_former_lead_left_it(tmp_
 def test_a_run_that_begins_has_gone_through_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     lead, journal = takes_over(paths)
-    journal.event("started", cluster="local")
+    journal.write(make_event("started", cluster="local"))
     journal.status(lead._status)
     status: dict[str, Any] = read_status(paths)
     assert (status["step"], status["interruptions"], status["last_interruption"]) == (0, 0, {})
@@ -70,6 +70,6 @@ def test_what_a_snapshot_says_of_many_interruptions_stays_small(tmp_path: Path) 
     lead, journal = takes_over(paths)
     for event in teller.events:
         lead._outages.feed(event)
-    journal.event("started", cluster="local")
+    journal.write(make_event("started", cluster="local"))
     journal.status(lead._status)
     assert paths.status.stat().st_size < 2000

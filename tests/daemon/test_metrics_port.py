@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from verl_slurm_daemon.agent_metrics import AgentMetrics
-from verl_slurm_daemon.journal import Journal, Status
+from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead_metrics import LeadMetrics
 
 from tests.harness import ROOT
+from tests.journals import make_event
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.files import private_dir
+from verl_slurm.journal.status import Status
+from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import append_step
 from verl_slurm.wire.messages import Progress
 
 CANARY = "CANARY-very-secret"
@@ -119,7 +121,7 @@ def page_of(metrics: LeadMetrics | AgentMetrics) -> bytes:
 
 def test_the_four_of_the_requirements_have_their_names_and_numbers(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, _ = lead_of(paths, clock)
-    journal.event("started", restart=0)
+    journal.write(make_event("started", restart=0))
     clock.now += 100
     metrics.heard(progress(gpu_memory_percent=80.0))
     metrics.heard(progress(rank=1, gpu_memory_percent=96.5))
@@ -133,9 +135,11 @@ def test_the_four_of_the_requirements_have_their_names_and_numbers(paths: RunPat
         "verl_gpu_memory_utilization_percent": 96.5,
         "verl_rollout_queue_length": 3 * 16 * 2,
     }
-    journal.event("saved", name="step_000001", seconds=3.0, num_bytes=1000, emergency=False, on_shared=True)
+    journal.write(
+        make_event("saved", name="step_000001", seconds=3.0, num_bytes=1000, emergency=False, on_shared=True)
+    )
     clock.now += 7
-    journal.event("verified", name="step_000001", detail="")
+    journal.write(make_event("verified", name="step_000001", detail=""))
     page = page_of(metrics)
     assert value(page, "verl_checkpoint_last_save_seconds_ago") == pytest.approx(7)
     assert value(page, "verl_runtime_state_age_seconds") == pytest.approx(7)
@@ -154,10 +158,10 @@ def test_without_a_gpu_there_is_no_number_of_its_memory(paths: RunPaths, clock: 
 
 def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, clock: Clock) -> None:
     first, journal, _ = lead_of(paths, clock)
-    journal.event("started", restart=0)
-    journal.event("generation", number=1, resume=None)
-    journal.event("crash", detail="x", crashes=1, budget=8)
-    journal.event("generation", number=2, resume=None)
+    journal.write(make_event("started", restart=0))
+    journal.write(make_event("generation", number=1, resume=None))
+    journal.write(make_event("crash", detail="x", crashes=1, budget=8))
+    journal.write(make_event("generation", number=2, resume=None))
     append_step(paths, 1, {"step": 1.0, "step_s": 30.0})
     before = samples(page_of(first))
     second, _, _ = lead_of(paths, clock)
@@ -183,11 +187,11 @@ def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
 def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, status = lead_of(paths, clock)
     evil = f'{CANARY}"}} 1\nverl_run_step 99\r\x1b[31m\u2028'
-    journal.event("started", restart=0, host=evil, nodes=evil)
-    journal.event("cause", cause=evil, evidence=evil)
-    journal.event("crash", detail=evil, crashes=1, budget=1)
-    journal.event("saved", name=evil, reason=evil, seconds=1.0, num_bytes=1, on_shared=True)
-    journal.event(evil, name=evil)
+    journal.write(make_event("started", restart=0, host=evil, nodes=evil))
+    journal.write(make_event("cause", cause=evil, evidence=evil))
+    journal.write(make_event("crash", detail=evil, crashes=1, budget=1))
+    journal.write(make_event("saved", name=evil, reason=evil, seconds=1.0, num_bytes=1, on_shared=True))
+    journal.write(make_event(evil, name=evil))
     status.state = status.phase = status.cause = status.last_checkpoint = evil
     status.metrics = {evil: 1.0, "reward": 0.5}
     page = page_of(metrics)
@@ -213,7 +217,7 @@ def test_how_well_it_learns_is_shown_only_where_that_is_asked_for(paths: RunPath
 def test_who_is_turned_away_at_the_control_port_is_counted_by_reason(paths: RunPaths, clock: Clock) -> None:
     lead, journal, _ = lead_of(paths, clock)
     lead.refused = {**lead.refused, "silent": 3, "token": 1}
-    journal.event("link", node="n1", error="a frame is out of order")
+    journal.write(make_event("link", node="n1", error="a frame is out of order"))
     page = page_of(lead)
     counted = {
         reason: value(page, "verl_control_refused_total", reason=reason)
@@ -238,8 +242,8 @@ def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> N
 def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -> None:
     documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/observability.md").read_text()))
     lead, journal, status = lead_of(paths, clock, learning_numbers=True)
-    journal.event("started", restart=0)
-    journal.event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True)
+    journal.write(make_event("started", restart=0))
+    journal.write(make_event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True))
     clock.now += 1
     status.metrics = {"reward": 0.5, "tokens_per_second": 1.0, "step_s": 1.0}
     agent = AgentMetrics(paths, config(), 0, lambda: True, clock)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from verl_slurm_daemon.agent_log import AgentLog
-from verl_slurm_daemon.events import RequeueAnswered
+from verl_slurm_daemon.inputs import RequeueAnswered
 from verl_slurm_daemon.leaving import PATIENCE_S, Known, Verdict
 from verl_slurm_daemon.orphan import ask_until_answered, see_off
 

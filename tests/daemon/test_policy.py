@@ -5,7 +5,7 @@ from typing import get_args
 import msgspec
 import pytest
 from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import events as ev
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.model import FailureKind, Intent, Limits, Model, suspects
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.states import NEXT, State
@@ -28,42 +28,44 @@ from verl_slurm.wire.messages import (
 LIMITS = Limits(crash_budget=2, backoff_s=1.0, no_progress_limit=3)
 
 
-def progress(rank: int = 0) -> ev.RankSaid:
-    return ev.RankSaid(Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16))
+def progress(rank: int = 0) -> inputs.RankSaid:
+    return inputs.RankSaid(
+        Progress(rank=rank, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16)
+    )
 
 
 SAVED = "step_000003_sp0002"
 
 
-def saved(request_id: int) -> ev.RankSaid:
-    return ev.RankSaid(Saved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+def saved(request_id: int) -> inputs.RankSaid:
+    return inputs.RankSaid(Saved(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
 
 
-def on_nodes(request_id: int) -> ev.RankSaid:
-    return ev.RankSaid(SavedOnNodes(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
+def on_nodes(request_id: int) -> inputs.RankSaid:
+    return inputs.RankSaid(SavedOnNodes(rank=0, request_id=request_id, name=SAVED, seconds=0.1, num_bytes=9))
 
 
-def came(rank: int) -> ev.RankSaid:
-    return ev.RankSaid(SaveStarted(rank=rank, request_id=1, step=1, safe_point=0))
+def came(rank: int) -> inputs.RankSaid:
+    return inputs.RankSaid(SaveStarted(rank=rank, request_id=1, step=1, safe_point=0))
 
 
-def wrote(rank: int, request_id: int = 1) -> ev.RankSaid:
-    return ev.RankSaid(PartSaved(rank=rank, request_id=request_id))
+def wrote(rank: int, request_id: int = 1) -> inputs.RankSaid:
+    return inputs.RankSaid(PartSaved(rank=rank, request_id=request_id))
 
 
-def cause(kind: CauseKind, left: float | None = 25.0) -> ev.CauseKnown:
-    return ev.CauseKnown(kind, "as seen", left)
+def cause(kind: CauseKind, left: float | None = 25.0) -> inputs.CauseKnown:
+    return inputs.CauseKnown(kind, "as seen", left)
 
 
 class Story:
     """Feeds events one after the other and keeps what was done."""
 
-    def __init__(self, *events: ev.Event) -> None:
+    def __init__(self, *events: inputs.Input) -> None:
         self.model, self.actions = Model(LIMITS), []
         for event in events:
             self.then(event)
 
-    def then(self, event: ev.Event) -> list[act.Action]:
+    def then(self, event: inputs.Input) -> list[act.Action]:
         decision = decide(self.model, event)
         self.model = decision.model
         self.actions += decision.actions
@@ -71,7 +73,7 @@ class Story:
 
 
 def training() -> Story:
-    return Story(ev.Ready(2), progress())
+    return Story(inputs.Ready(2), progress())
 
 
 def kinds(actions: list[act.Action]) -> list[type]:
@@ -79,7 +81,7 @@ def kinds(actions: list[act.Action]) -> list[type]:
 
 
 def test_a_start_launches_the_first_generation_and_the_first_progress_makes_it_running() -> None:
-    story = Story(ev.Ready(2))
+    story = Story(inputs.Ready(2))
     assert story.model.state is State.LAUNCHING
     assert kinds(story.actions) == [act.StartGeneration]
     story.then(progress())
@@ -88,9 +90,9 @@ def test_a_start_launches_the_first_generation_and_the_first_progress_makes_it_r
 
 def test_a_signal_alone_changes_nothing_but_asks_slurm_and_only_once() -> None:
     story = training()
-    assert kinds(story.then(ev.SignalArrived("SIGUSR1", "lead"))) == [act.AskCause]
+    assert kinds(story.then(inputs.SignalArrived("SIGUSR1", "lead"))) == [act.AskCause]
     assert story.model.state is State.RUNNING
-    assert story.then(ev.SignalArrived("SIGTERM", "node n1")) == []
+    assert story.then(inputs.SignalArrived("SIGTERM", "node n1")) == []
 
 
 @pytest.mark.parametrize("kind", ["preemption", "time_limit"])
@@ -98,9 +100,9 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
     story = training()
     assert story.then(cause(kind))[-1] == act.RequestSave(1, True, 25.0)
     assert kinds(story.then(saved(1))) == [act.Verify]
-    assert story.then(ev.GenerationEnded(0)) == []
-    assert kinds(story.then(ev.Verified(SAVED, True, ""))) == [act.Requeue]
-    last = story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s"))
+    assert story.then(inputs.GenerationEnded(0)) == []
+    assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue]
+    last = story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s"))
     assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
 
 
@@ -108,7 +110,7 @@ def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline
     story = training()
     assert story.then(cause("operator_requeue", None))[-1] == act.RequestSave(1, True, None)
     assert kinds(story.then(saved(1))) == [act.Verify]
-    assert kinds(story.then(ev.Verified(SAVED, True, ""))) == [act.Requeue, act.TakeDown]
+    assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue, act.TakeDown]
     hurried = training()
     hurried.then(cause("operator_requeue", None))
     assert kinds(hurried.then(cause("preemption", 20.0))) == [act.ArmDeadline]
@@ -117,33 +119,36 @@ def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline
 def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job_to_its_limit() -> None:
     story = training()
     story.then(cause("operator_requeue", None))
-    assert not story.then(ev.Hung(story.model.generation - 1, "n1", "of the generation before"))
-    assert kinds(story.then(ev.Hung(story.model.generation, "n1", "silent"))) == [act.Requeue, act.TakeDown]
+    assert not story.then(inputs.Hung(story.model.generation - 1, "n1", "of the generation before"))
+    assert kinds(story.then(inputs.Hung(story.model.generation, "n1", "silent"))) == [
+        act.Requeue,
+        act.TakeDown,
+    ]
     bounded = training()
     bounded.then(cause("operator_requeue", None))
     assert bounded.model.saves_unbounded  # so the lead goes on to look how near its limit is
     bounded.then(cause("preemption", 20.0))
     assert not bounded.model.saves_unbounded
-    assert not bounded.then(ev.Hung(bounded.model.generation, "n1", "silent"))
+    assert not bounded.then(inputs.Hung(bounded.model.generation, "n1", "silent"))
 
 
 def test_the_requeue_is_asked_for_at_the_deadline_even_without_a_save() -> None:
     story = training()
     story.then(cause("preemption"))
-    assert kinds(story.then(ev.SaveDeadline())) == [act.Requeue, act.TakeDown]
-    story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "ok"))
+    assert kinds(story.then(inputs.SaveDeadline())) == [act.Requeue, act.TakeDown]
+    story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "ok"))
     assert story.model.state is State.LEAVING
-    assert kinds(story.then(ev.GenerationEnded(9))) == [act.Exit]
+    assert kinds(story.then(inputs.GenerationEnded(9))) == [act.Exit]
 
 
 @pytest.mark.scenario("P03")
 def test_at_the_deadline_the_ranks_that_the_save_waits_for_are_named() -> None:
-    def reason(*said: ev.Event) -> str:
+    def reason(*said: inputs.Input) -> str:
         story = training()
         story.then(cause("preemption"))
         for event in said:
             story.then(event)
-        (note,) = (a for a in story.then(ev.SaveDeadline()) if isinstance(a, act.Note))
+        (note,) = (a for a in story.then(inputs.SaveDeadline()) if isinstance(a, act.Note))
         return str(note.fields["reason"]).partition(": ")[2]
 
     assert reason() == "rank 0, 1 has not come to it"
@@ -160,14 +165,14 @@ def test_an_answer_that_comes_late_or_that_nobody_asked_for_is_not_waited_for() 
     assert kinds(story.then(saved(2))) == []
     assert kinds(story.then(saved(1))) == [act.Verify]
     other = Saved(rank=0, request_id=0, name="step_000001", seconds=0.1, num_bytes=9)
-    assert kinds(story.then(ev.RankSaid(other))) == [act.Verify]
-    assert act.Requeue() in story.then(ev.Verified(SAVED, True, ""))
+    assert kinds(story.then(inputs.RankSaid(other))) == [act.Verify]
+    assert act.Requeue() in story.then(inputs.Verified(SAVED, True, ""))
 
 
 def test_a_failed_save_still_requeues() -> None:
     story = training()
     story.then(cause("preemption"))
-    failed = ev.RankSaid(SaveFailed(rank=1, request_id=1, reason="no space"))
+    failed = inputs.RankSaid(SaveFailed(rank=1, request_id=1, reason="no space"))
     assert kinds(story.then(failed)) == [act.Requeue, act.TakeDown]
 
 
@@ -176,9 +181,11 @@ def noted(actions: list[act.Action]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "strikes", [ev.SaveDeadline(), ev.GenerationEnded(137)], ids=["the deadline", "a kill of the ranks"]
+    "strikes",
+    [inputs.SaveDeadline(), inputs.GenerationEnded(137)],
+    ids=["the deadline", "a kill of the ranks"],
 )
-def test_what_strikes_while_shared_storage_is_still_written_leaves_one_copy(strikes: ev.Event) -> None:
+def test_what_strikes_while_shared_storage_is_still_written_leaves_one_copy(strikes: inputs.Input) -> None:
     story = training()
     story.then(cause("preemption"))
     assert noted(story.then(on_nodes(1))) == ["second_copy"]
@@ -193,7 +200,7 @@ def test_without_a_copy_on_the_nodes_the_deadline_leaves_nothing_and_says_so() -
     story = training()
     story.then(cause("preemption"))
     story.then(on_nodes(7))  # of another request
-    assert noted(story.then(ev.SaveDeadline())) == ["degraded"]
+    assert noted(story.then(inputs.SaveDeadline())) == ["degraded"]
 
 
 def test_nothing_of_one_copy_stays_when_shared_storage_has_it_too() -> None:
@@ -201,7 +208,7 @@ def test_nothing_of_one_copy_stays_when_shared_storage_has_it_too() -> None:
     story.then(cause("preemption"))
     story.then(on_nodes(1))
     assert noted(story.then(saved(1))) == ["saved"]
-    assert noted(story.then(ev.Verified(SAVED, True, ""))) == ["verified"]
+    assert noted(story.then(inputs.Verified(SAVED, True, ""))) == ["verified"]
     assert "one_copy" not in noted(story.actions)
     assert "degraded" not in noted(story.actions)
 
@@ -211,21 +218,21 @@ def test_at_the_deadline_of_the_read_back_the_copy_that_was_read_is_named() -> N
     story.then(cause("preemption"))
     story.then(on_nodes(1))
     story.then(saved(1))
-    assert noted(story.then(ev.SaveDeadline())) == ["one_copy"]
+    assert noted(story.then(inputs.SaveDeadline())) == ["one_copy"]
 
 
 def test_ranks_that_die_in_the_save_still_get_the_job_requeued() -> None:
     story = training()
     story.then(cause("preemption"))
-    assert kinds(story.then(ev.NodeFailed("n2", "killed"))) == [act.TakeDown]
-    assert kinds(story.then(ev.GenerationEnded(1))) == [act.Requeue]
+    assert kinds(story.then(inputs.NodeFailed("n2", "killed"))) == [act.TakeDown]
+    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Requeue]
 
 
 def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() -> None:
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    actions = story.then(ev.Verified(SAVED, False, "actor/x: sha256"))
+    actions = story.then(inputs.Verified(SAVED, False, "actor/x: sha256"))
     assert actions[0].event == "corrupt"  # type: ignore[union-attr]
     assert act.Requeue() in actions
 
@@ -233,7 +240,7 @@ def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() ->
 def test_a_save_that_was_pruned_before_it_was_read_back_is_no_corrupt_one() -> None:
     story = training()
     story.then(saved(0))
-    (note,) = story.then(ev.Verified(SAVED, False, "removed", pruned=True))
+    (note,) = story.then(inputs.Verified(SAVED, False, "removed", pruned=True))
     assert note.event == "pruned"  # type: ignore[union-attr]
     assert story.model.unverified == ""
 
@@ -242,8 +249,8 @@ def test_a_cancel_saves_and_never_requeues() -> None:
     story = training()
     story.then(cause("cancel", 15.0))
     story.then(saved(1))
-    story.then(ev.Verified(SAVED, True, ""))
-    story.then(ev.GenerationEnded(0))
+    story.then(inputs.Verified(SAVED, True, ""))
+    story.then(inputs.GenerationEnded(0))
     assert act.Requeue() not in story.actions
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
 
@@ -254,10 +261,10 @@ def test_a_cancel_in_the_middle_of_a_preemption_wins(when: str) -> None:
     story.then(cause("preemption"))
     if when == "checking":
         story.then(saved(1))
-    assert kinds(story.then(ev.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
+    assert kinds(story.then(inputs.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
     story.then(cause("cancel"))
-    story.then(ev.SaveDeadline())
-    story.then(ev.GenerationEnded(0))
+    story.then(inputs.SaveDeadline())
+    story.then(inputs.GenerationEnded(0))
     assert act.Requeue() not in story.actions
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
 
@@ -273,8 +280,8 @@ def test_a_job_that_somebody_requeued_is_not_requeued_again() -> None:
     story = training()
     story.then(cause("requeued"))
     story.then(saved(1))
-    story.then(ev.GenerationEnded(0))
-    story.then(ev.Verified(SAVED, True, ""))
+    story.then(inputs.GenerationEnded(0))
+    story.then(inputs.Verified(SAVED, True, ""))
     assert act.Requeue() not in story.actions
     assert story.actions[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
 
@@ -283,7 +290,7 @@ def test_an_operators_signal_saves_and_training_goes_on() -> None:
     story = training()
     assert story.then(cause("operator", None))[-1] == act.RequestSave(1, False, None)
     story.then(saved(1))
-    story.then(ev.Verified(SAVED, True, ""))
+    story.then(inputs.Verified(SAVED, True, ""))
     assert story.model.state is State.RUNNING
 
 
@@ -295,8 +302,8 @@ def test_an_unknown_cause_is_met_with_a_save_and_training_goes_on() -> None:
 
 def test_a_signal_that_comes_while_slurm_is_asked_is_asked_about_next() -> None:
     story = training()
-    story.then(ev.SignalArrived("SIGUSR1", "lead"))
-    assert story.then(ev.SignalArrived("SIGTERM", "lead")) == []
+    story.then(inputs.SignalArrived("SIGUSR1", "lead"))
+    assert story.then(inputs.SignalArrived("SIGTERM", "lead")) == []
     actions = story.then(cause("operator", None))
     assert actions[-1] == act.AskCause("SIGTERM to lead")
     assert kinds(story.then(cause("preemption"))) == [act.RequestSave]
@@ -306,10 +313,10 @@ def test_a_cancel_while_the_requeue_is_being_asked_for_is_final() -> None:
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    story.then(ev.Verified(SAVED, True, ""))
-    assert kinds(story.then(ev.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
+    story.then(inputs.Verified(SAVED, True, ""))
+    assert kinds(story.then(inputs.SignalArrived("SIGTERM", "lead"))) == [act.AskCause]
     story.then(cause("cancel"))
-    story.then(ev.GenerationEnded(0))
+    story.then(inputs.GenerationEnded(0))
     assert story.actions[-1].code is ExitCode.CANCELLED  # type: ignore[union-attr]
 
 
@@ -317,7 +324,7 @@ def test_the_requeues_own_term_changes_nothing() -> None:
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    story.then(ev.Verified(SAVED, True, ""))
+    story.then(inputs.Verified(SAVED, True, ""))
     assert story.then(cause("requeued", None)) == []
     assert story.model.intent is Intent.REQUEUE
 
@@ -332,23 +339,23 @@ def test_a_periodic_save_read_back_late_does_not_end_the_wait_for_the_emergency_
     story = training()
     story.then(cause("preemption"))
     story.then(saved(1))
-    story.then(ev.Verified("step_000002", True, ""))
+    story.then(inputs.Verified("step_000002", True, ""))
     assert story.model.state is State.CHECKING
 
 
 def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
-    story = Story(ev.Ready(2))
+    story = Story(inputs.Ready(2))
     assert kinds(story.then(cause("preemption"))) == [act.Requeue, act.TakeDown]
 
 
 def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_not() -> None:
     story = Story()
-    assert kinds(story.then(ev.StartFailed("Stale file handle"))) == [act.Requeue]
-    assert story.then(ev.RequeueAnswered(ExitCode.REQUEUED, "asked"))[-1] == act.Exit(
+    assert kinds(story.then(inputs.StartFailed("Stale file handle"))) == [act.Requeue]
+    assert story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "asked"))[-1] == act.Exit(
         ExitCode.REQUEUED, "asked"
     )
     cancelled = Story(cause("cancel"))
-    assert cancelled.then(ev.StartFailed("Stale file handle"))[-1] == act.Exit(
+    assert cancelled.then(inputs.StartFailed("Stale file handle"))[-1] == act.Exit(
         ExitCode.CANCELLED, "cancel: cancelled"
     )
 
@@ -357,28 +364,28 @@ def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_no
 def test_starts_that_storage_stops_wait_longer_each_time_and_end_at_last() -> None:
     delays = []
     for before in (0, 1, 2, 8, 23):
-        (asked,) = [a for a in Story().then(ev.StartFailed("full", before)) if isinstance(a, act.Requeue)]
+        (asked,) = [a for a in Story().then(inputs.StartFailed("full", before)) if isinstance(a, act.Requeue)]
         delays.append(asked.delay_s)
     assert delays == [None, 30, 60, 3600, 3600]
-    end = Story().then(ev.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))[-1]
+    end = Story().then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))[-1]
     assert isinstance(end, act.Exit)
     assert (end.code, "25 starts" in end.reason) == (ExitCode.NO_ROOM, True)
 
 
-def raised(rank: int = 0, *, worked: bool, line: int = 7) -> ev.RankSaid:
+def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:
     place = f"KeyError at r.py:{line}"
     told = f"KeyError: 'gone' at r.py:{line}"
-    return ev.RankSaid(
+    return inputs.RankSaid(
         Refused(rank=rank, exit_code=int(ExitCode.DATA), reason=told, place=place, worked=worked)
     )
 
 
 @pytest.mark.scenario("USE11")
 def test_user_code_that_never_worked_ends_the_run_at_once() -> None:
-    story = Story(ev.Ready(2))
+    story = Story(inputs.Ready(2))
     assert kinds(story.then(raised(worked=False))) == [act.TakeDown]
     assert story.then(raised(1, worked=False)) == []
-    assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.DATA, "KeyError: 'gone' at r.py:7")]
+    assert story.then(inputs.GenerationEnded(1)) == [act.Exit(ExitCode.DATA, "KeyError: 'gone' at r.py:7")]
 
 
 @pytest.mark.scenario("USE11")
@@ -386,20 +393,20 @@ def test_user_code_that_worked_is_started_once_more_and_then_ends_the_run() -> N
     story = training()
     assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
     assert story.then(raised(1, worked=True)) == []
-    assert kinds(story.then(ev.GenerationEnded(1))) == [act.Pause]
-    assert kinds(story.then(ev.BackoffOver(1))) == [act.StartGeneration]
+    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
+    assert kinds(story.then(inputs.BackoffOver(1))) == [act.StartGeneration]
     replayed = Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=0)
-    story.then(ev.RankSaid(replayed))
+    story.then(inputs.RankSaid(replayed))
     assert kinds(story.then(raised(worked=True))) == [act.TakeDown]
-    (end,) = [a for a in story.then(ev.GenerationEnded(1)) if isinstance(a, act.Exit)]
+    (end,) = [a for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Exit)]
     assert end.code is ExitCode.DATA
 
 
 @pytest.mark.scenario("USE01")
 def test_a_start_that_finds_the_run_done_ends_it_and_keeps_a_cancel() -> None:
-    done = ev.AllDone("step_000005", "all 5 steps are done")
-    assert Story(ev.Ready(2)).then(done)[-1] == act.Exit(ExitCode.OK, "all 5 steps are done")
-    cancelled = Story(ev.Ready(2), cause("cancel"))
+    done = inputs.AllDone("step_000005", "all 5 steps are done")
+    assert Story(inputs.Ready(2)).then(done)[-1] == act.Exit(ExitCode.OK, "all 5 steps are done")
+    cancelled = Story(inputs.Ready(2), cause("cancel"))
     end = cancelled.then(done)[-1]
     assert isinstance(end, act.Exit)
     assert end.code is ExitCode.CANCELLED
@@ -407,26 +414,26 @@ def test_a_start_that_finds_the_run_done_ends_it_and_keeps_a_cancel() -> None:
 
 def test_a_crash_takes_the_step_down_waits_and_starts_the_next_generation() -> None:
     story = training()
-    assert kinds(story.then(ev.NodeFailed("n2", "rank 1 was killed"))) == [act.TakeDown]
-    assert story.then(ev.NodeFailed("n1", "connection reset")) == []
-    assert story.then(ev.GenerationEnded(22))[-1] == act.Pause(1.0)
-    assert story.then(ev.BackoffOver(0))[-1] == act.StartGeneration(2)
+    assert kinds(story.then(inputs.NodeFailed("n2", "rank 1 was killed"))) == [act.TakeDown]
+    assert story.then(inputs.NodeFailed("n1", "connection reset")) == []
+    assert story.then(inputs.GenerationEnded(22))[-1] == act.Pause(1.0)
+    assert story.then(inputs.BackoffOver(0))[-1] == act.StartGeneration(2)
 
 
 def test_the_spent_budget_asks_for_another_allocation() -> None:
     story = training()
     for _ in range(LIMITS.crash_budget):
-        assert kinds(story.then(ev.GenerationEnded(1))) == [act.Pause]
-        story.then(ev.BackoffOver(0))
-    assert kinds(story.then(ev.GenerationEnded(1))) == [act.Requeue]
+        assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
+        story.then(inputs.BackoffOver(0))
+    assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Requeue]
 
 
 def test_a_verified_checkpoint_renews_the_budget() -> None:
     story = training()
     for _ in range(3 * LIMITS.crash_budget):
-        story.then(ev.Verified("step_000004", True, ""))
-        assert kinds(story.then(ev.GenerationEnded(1))) == [act.Pause]
-        story.then(ev.BackoffOver(0))
+        story.then(inputs.Verified("step_000004", True, ""))
+        assert kinds(story.then(inputs.GenerationEnded(1))) == [act.Pause]
+        story.then(inputs.BackoffOver(0))
 
 
 @pytest.mark.scenario("L08")
@@ -435,41 +442,41 @@ def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
     story.model = msgspec.structs.replace(story.model, limits=Limits(99, 1.0, 99))
     waits = []
     for _ in range(3):
-        waits += [a.seconds for a in story.then(ev.GenerationEnded(1)) if isinstance(a, act.Pause)]
-        story.then(ev.BackoffOver(0))
+        waits += [a.seconds for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Pause)]
+        story.then(inputs.BackoffOver(0))
     story.then(progress())
-    waits += [a.seconds for a in story.then(ev.GenerationEnded(1)) if isinstance(a, act.Pause)]
+    waits += [a.seconds for a in story.then(inputs.GenerationEnded(1)) if isinstance(a, act.Pause)]
     assert waits == [1.0, 2.0, 4.0, 1.0]
 
 
 @pytest.mark.scenario("L08")
 def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
     story = training()
-    story.then(ev.GenerationEnded(1))
-    (end,) = story.then(ev.BackoffOver(3))
+    story.then(inputs.GenerationEnded(1))
+    (end,) = story.then(inputs.BackoffOver(3))
     assert isinstance(end, act.Exit)
     assert end.code is ExitCode.NO_PROGRESS
 
 
 def test_what_the_trainer_refuses_is_not_tried_again() -> None:
-    story = Story(ev.Ready(2))
+    story = Story(inputs.Ready(2))
     refused = Refused(rank=0, exit_code=int(ExitCode.SCHEMA), reason="another layout")
-    assert kinds(story.then(ev.RankSaid(refused))) == [act.TakeDown]
-    assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
+    assert kinds(story.then(inputs.RankSaid(refused))) == [act.TakeDown]
+    assert story.then(inputs.GenerationEnded(1)) == [act.Exit(ExitCode.SCHEMA, "another layout")]
 
 
 @pytest.mark.parametrize(
-    "then", [ev.GenerationEnded(0), ev.GenerationEnded(1), ev.RunLost("epoch 2 of job 8")]
+    "then", [inputs.GenerationEnded(0), inputs.GenerationEnded(1), inputs.RunLost("epoch 2 of job 8")]
 )
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
-    then: ev.Event, saves: bool
+    then: inputs.Input, saves: bool
 ) -> None:
     """Told again, it leaves without them: srun may wait for a node that is lost."""
     story = training()
     if saves:
         story.then(cause("preemption"))
-    assert kinds(story.then(ev.RunLost("epoch 2 of job 8"))) == [act.TakeDown]
+    assert kinds(story.then(inputs.RunLost("epoch 2 of job 8"))) == [act.TakeDown]
     (end,) = story.then(then)
     assert isinstance(end, act.Exit)
     assert end.code is ExitCode.FENCED
@@ -477,13 +484,13 @@ def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
 
 
 def test_a_refusal_with_an_unknown_code_is_a_bug_of_ours_not_a_dead_lead() -> None:
-    story = Story(ev.Ready(2), ev.RankSaid(Refused(rank=0, exit_code=99, reason="?")))
-    assert story.then(ev.GenerationEnded(1)) == [act.Exit(ExitCode.INTERNAL, "?")]
+    story = Story(inputs.Ready(2), inputs.RankSaid(Refused(rank=0, exit_code=99, reason="?")))
+    assert story.then(inputs.GenerationEnded(1)) == [act.Exit(ExitCode.INTERNAL, "?")]
 
 
 def test_a_preemption_during_the_pause_requeues_at_once() -> None:
     story = training()
-    story.then(ev.GenerationEnded(1))
+    story.then(inputs.GenerationEnded(1))
     assert kinds(story.then(cause("preemption"))) == [act.Requeue]
 
 
@@ -491,58 +498,58 @@ def test_all_ranks_done_is_the_end_whatever_was_asked_for() -> None:
     story = training()
     story.then(cause("preemption"))
     for rank in (0, 1):
-        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
-    assert story.then(ev.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
+        story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
+    assert story.then(inputs.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
 
 def test_the_end_is_the_end_only_when_the_last_checkpoint_has_been_read_back() -> None:
     story = training()
     story.then(saved(0))
     for rank in (0, 1):
-        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
-    assert story.then(ev.GenerationEnded(0)) == []
-    assert story.then(ev.Verified(SAVED, True, ""))[-1] == act.Exit(ExitCode.OK, "all steps are done")
+        story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
+    assert story.then(inputs.GenerationEnded(0)) == []
+    assert story.then(inputs.Verified(SAVED, True, ""))[-1] == act.Exit(ExitCode.OK, "all steps are done")
 
 
 def test_a_corrupt_last_checkpoint_is_a_crash_not_an_end() -> None:
     story = training()
     story.then(saved(0))
     for rank in (0, 1):
-        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
-    story.then(ev.GenerationEnded(0))
-    assert kinds(story.then(ev.Verified(SAVED, False, "sha256"))) == [act.Pause]
+        story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
+    story.then(inputs.GenerationEnded(0))
+    assert kinds(story.then(inputs.Verified(SAVED, False, "sha256"))) == [act.Pause]
 
 
 def done(story: Story) -> None:
     for rank in (0, 1):
-        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+        story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
 
 
 def test_a_last_checkpoint_that_is_found_corrupt_before_the_ranks_are_gone_is_no_end_either() -> None:
     """The read-back of a small checkpoint takes less than the end of the processes."""
     story = training()
     story.then(saved(0))
-    story.then(ev.Verified(SAVED, False, "sha256"))
+    story.then(inputs.Verified(SAVED, False, "sha256"))
     done(story)
-    assert kinds(story.then(ev.GenerationEnded(0))) == [act.Pause]
+    assert kinds(story.then(inputs.GenerationEnded(0))) == [act.Pause]
 
 
 def test_a_last_checkpoint_that_is_found_corrupt_between_is_no_end_either() -> None:
     story = training()
     story.then(saved(0))
     done(story)
-    story.then(ev.Verified(SAVED, False, "sha256"))
-    assert kinds(story.then(ev.GenerationEnded(0))) == [act.Pause]
+    story.then(inputs.Verified(SAVED, False, "sha256"))
+    assert kinds(story.then(inputs.GenerationEnded(0))) == [act.Pause]
 
 
 def test_a_corrupt_checkpoint_before_the_last_one_is_no_reason_not_to_be_done() -> None:
     story = training()
     story.then(saved(0))
-    story.then(ev.Verified(SAVED, False, "sha256"))
+    story.then(inputs.Verified(SAVED, False, "sha256"))
     story.then(saved(0))
-    story.then(ev.Verified(SAVED, True, ""))
+    story.then(inputs.Verified(SAVED, True, ""))
     done(story)
-    assert story.then(ev.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
+    assert story.then(inputs.GenerationEnded(0)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
 
 @pytest.mark.parametrize("kind", ["preemption", "cancel"])
@@ -554,7 +561,7 @@ def test_a_corrupt_last_checkpoint_of_a_job_that_ends_is_not_made_again_in_it(
     story.then(cause(kind))
     story.then(saved(1))
     done(story)
-    last = [ev.Verified(SAVED, False, "sha256"), ev.GenerationEnded(0)]
+    last = [inputs.Verified(SAVED, False, "sha256"), inputs.GenerationEnded(0)]
     found: list[act.Action] = []
     for event in last if before_the_end else reversed(last):
         found += story.then(event)
@@ -565,56 +572,56 @@ def test_a_corrupt_last_checkpoint_of_a_job_that_ends_is_not_made_again_in_it(
 
 
 def test_a_slow_start_that_has_spoken_is_not_timed_out() -> None:
-    story = Story(ev.Ready(2), ev.RankSaid(RankStarted(rank=0, pid=1)))
-    assert story.then(ev.StartTimedOut(1)) == []
+    story = Story(inputs.Ready(2), inputs.RankSaid(RankStarted(rank=0, pid=1)))
+    assert story.then(inputs.StartTimedOut(1)) == []
 
 
 def test_a_node_that_failed_a_job_which_slurm_does_not_requeue_is_asked_about_at_once() -> None:
     """Nobody there who could save: a rank's node is gone. The answer is a requeue, or the job that follows."""
     story = training()
     assert kinds(story.then(cause("failed"))) == [act.Requeue, act.TakeDown]
-    story.then(ev.GenerationEnded(1))
-    answer = ev.RequeueAnswered(ExitCode.REQUEUED, "job 8 follows this one")
+    story.then(inputs.GenerationEnded(1))
+    answer = inputs.RequeueAnswered(ExitCode.REQUEUED, "job 8 follows this one")
     assert story.then(answer)[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
 
 
 def test_a_lost_node_is_left_to_slurm() -> None:
     story = training()
     assert kinds(story.then(cause("node_lost", None))) == [act.TakeDown]
-    assert story.then(ev.GenerationEnded(1))[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
+    assert story.then(inputs.GenerationEnded(1))[-1].code is ExitCode.REQUEUED  # type: ignore[union-attr]
 
 
 def test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing() -> None:
-    story = Story(ev.Ready(2))
-    assert story.then(ev.StartTimedOut(7)) == []
-    assert kinds(story.then(ev.StartTimedOut(1))) == [act.TakeDown]
-    assert kinds(story.then(ev.GenerationEnded(0))) == [act.Pause]
+    story = Story(inputs.Ready(2))
+    assert story.then(inputs.StartTimedOut(7)) == []
+    assert kinds(story.then(inputs.StartTimedOut(1))) == [act.TakeDown]
+    assert kinds(story.then(inputs.GenerationEnded(0))) == [act.Pause]
 
 
 def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
     """All reachable models within four events: `decide` raises where a transition is not in the table."""
-    alphabet: list[ev.Event] = [
-        ev.SignalArrived("SIGTERM", "lead"),
+    alphabet: list[inputs.Input] = [
+        inputs.SignalArrived("SIGTERM", "lead"),
         *(cause(kind) for kind in get_args(CauseKind)),
         progress(),
         saved(1),
         saved(0),
         on_nodes(1),
-        ev.RankSaid(SaveFailed(rank=0, request_id=1, reason="x")),
-        ev.RankSaid(Refused(rank=0, exit_code=15, reason="x")),
-        ev.RankSaid(Finished(rank=0, step=1)),
-        ev.RankSaid(Finished(rank=1, step=1)),
-        ev.NodeFailed("n", "x"),
-        ev.RunLost("epoch 2"),
-        ev.GenerationEnded(1),
-        ev.Verified("s", True, ""),
-        ev.SaveDeadline(),
-        ev.StartTimedOut(1),
-        ev.BackoffOver(0),
-        ev.RequeueAnswered(ExitCode.REQUEUED, ""),
-        ev.RequeueAnswered(ExitCode.REQUEUE_FAILED, ""),
+        inputs.RankSaid(SaveFailed(rank=0, request_id=1, reason="x")),
+        inputs.RankSaid(Refused(rank=0, exit_code=15, reason="x")),
+        inputs.RankSaid(Finished(rank=0, step=1)),
+        inputs.RankSaid(Finished(rank=1, step=1)),
+        inputs.NodeFailed("n", "x"),
+        inputs.RunLost("epoch 2"),
+        inputs.GenerationEnded(1),
+        inputs.Verified("s", True, ""),
+        inputs.SaveDeadline(),
+        inputs.StartTimedOut(1),
+        inputs.BackoffOver(0),
+        inputs.RequeueAnswered(ExitCode.REQUEUED, ""),
+        inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, ""),
     ]
-    frontier, seen = {Story(ev.Ready(2)).model}, set()
+    frontier, seen = {Story(inputs.Ready(2)).model}, set()
     for _ in range(4):
         reached = {decide(model, event).model for model in frontier for event in alphabet}
         seen |= frontier
@@ -625,7 +632,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
 
 def test_why_a_save_was_made_goes_into_the_journal() -> None:
     message = Saved(rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3")
-    (note,) = (a for a in training().then(ev.RankSaid(message)) if isinstance(a, act.Note))
+    (note,) = (a for a in training().then(inputs.RankSaid(message)) if isinstance(a, act.Note))
     assert (note.event, note.fields["reason"]) == ("saved", "a multiple of 3")
 
 
@@ -633,37 +640,37 @@ def test_why_a_save_was_made_goes_into_the_journal() -> None:
 def test_what_a_rank_says_of_its_storage_is_noted_and_changes_nothing(loud: bool, event: str) -> None:
     story = training()
     before = story.model
-    actions = story.then(ev.RankSaid(Notice(rank=0, topic="storage", text="SLOW", loud=loud)))
+    actions = story.then(inputs.RankSaid(Notice(rank=0, topic="storage", text="SLOW", loud=loud)))
     assert actions == [act.Note(event, {"topic": "storage", "text": "SLOW"})]
     assert story.model == before
 
 
-def hung(generation: int = 1, node: str = "n2") -> ev.Hung:
-    return ev.Hung(generation, node, "rank 1 has passed no safe point for 300 s")
+def hung(generation: int = 1, node: str = "n2") -> inputs.Hung:
+    return inputs.Hung(generation, node, "rank 1 has passed no safe point for 300 s")
 
 
 def test_a_hang_writes_stacks_and_is_then_a_crash_with_a_budget_of_its_own() -> None:
-    story = Story(ev.Ready(2), progress())
+    story = Story(inputs.Ready(2), progress())
     for number in range(1, LIMITS.hang_budget + 1):
         assert story.then(hung(number))[-1] == act.TakeDown(stacks=True)
-        assert kinds(story.then(ev.GenerationEnded(9))) == [act.Pause]
-        assert kinds(story.then(ev.BackoffOver(0))) == [act.StartGeneration]
+        assert kinds(story.then(inputs.GenerationEnded(9))) == [act.Pause]
+        assert kinds(story.then(inputs.BackoffOver(0))) == [act.StartGeneration]
         story.then(progress())
     story.then(hung(LIMITS.hang_budget + 1))
-    actions = story.then(ev.GenerationEnded(9))
+    actions = story.then(inputs.GenerationEnded(9))
     assert act.Requeue(avoid=("n2",)) in actions
     assert story.model.cause == "hang"
 
 
 def test_crashes_do_not_use_up_the_budget_of_hangs() -> None:
-    story = Story(ev.Ready(2), progress())
+    story = Story(inputs.Ready(2), progress())
     for _ in range(LIMITS.crash_budget):
-        story.then(ev.NodeFailed("n1", "rank 0 was killed"))
-        story.then(ev.GenerationEnded(1))
-        story.then(ev.BackoffOver(0))
+        story.then(inputs.NodeFailed("n1", "rank 0 was killed"))
+        story.then(inputs.GenerationEnded(1))
+        story.then(inputs.BackoffOver(0))
         story.then(progress())
     story.then(hung(story.model.generation))
-    assert kinds(story.then(ev.GenerationEnded(9))) == [act.Pause]
+    assert kinds(story.then(inputs.GenerationEnded(9))) == [act.Pause]
 
 
 def test_silence_during_a_save_or_of_a_former_generation_is_no_hang() -> None:
@@ -676,18 +683,18 @@ def test_silence_during_a_save_or_of_a_former_generation_is_no_hang() -> None:
 def test_processes_that_do_not_end_are_ended_and_the_run_is_done() -> None:
     story = training()
     for rank in range(2):
-        story.then(ev.RankSaid(Finished(rank=rank, step=30)))
+        story.then(inputs.RankSaid(Finished(rank=rank, step=30)))
     assert story.then(hung())[-1] == act.TakeDown(stacks=True)
-    assert story.then(ev.GenerationEnded(9)) == [act.Exit(ExitCode.OK, "all steps are done")]
+    assert story.then(inputs.GenerationEnded(9)) == [act.Exit(ExitCode.OK, "all steps are done")]
 
 
 def test_a_node_that_is_lost_again_and_again_is_left_behind() -> None:
-    story = Story(ev.Ready(2), progress())
+    story = Story(inputs.Ready(2), progress())
     actions: list[act.Action] = []
     for _ in range(LIMITS.node_budget + 1):
-        story.then(ev.NodeFailed("n2", "the agent is gone without a word", lost=True))
-        actions = story.then(ev.GenerationEnded(1))
-        story.then(ev.BackoffOver(0))
+        story.then(inputs.NodeFailed("n2", "the agent is gone without a word", lost=True))
+        actions = story.then(inputs.GenerationEnded(1))
+        story.then(inputs.BackoffOver(0))
         story.then(progress())
     assert act.Requeue(avoid=("n2",)) in actions
 
@@ -709,9 +716,9 @@ def test_a_node_is_blamed_only_where_all_of_several_failures_are_its_own(
 
 def test_a_verified_checkpoint_acquits_everybody() -> None:
     story = training()
-    story.then(ev.NodeFailed("n2", "rank 1 was killed"))
-    story.then(ev.GenerationEnded(1))
-    story.then(ev.BackoffOver(0))
+    story.then(inputs.NodeFailed("n2", "rank 1 was killed"))
+    story.then(inputs.GenerationEnded(1))
+    story.then(inputs.BackoffOver(0))
     story.then(progress())
-    story.then(ev.Verified(SAVED, True, ""))
+    story.then(inputs.Verified(SAVED, True, ""))
     assert story.model.failed == ()

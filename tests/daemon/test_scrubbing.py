@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.scrubbing import last_read, scrub_next
+from verl_slurm_daemon.scrubbing import scrub_next
 
 from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
@@ -11,8 +11,9 @@ from verl_slurm.checkpoint.fingerprint import fingerprint
 from verl_slurm.checkpoint.frozen import store_frozen
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced
-from verl_slurm.events import append_event
 from verl_slurm.fence import take_epoch
+from verl_slurm.journal.files import append_event, read_events
+from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm.paths import RunPaths
 
 CONFIG = CheckpointConfig(scrub_every_h=1.0, scrub_mb_per_s=1000.0)
@@ -36,13 +37,13 @@ def test_each_is_read_back_once_and_then_not_before_its_time(run: RunPaths) -> N
     names = []
     for _ in range(2):
         pause, told = scrub_next(run, CONFIG, epoch, now)
-        assert (pause, told["good"]) == (0.0, True)
-        names.append(told["name"])
-        append_event(run, "scrubbed", **told)
+        assert (pause, told.good) == (0.0, True)
+        names.append(told.name)
+        append_event(run, told)
     assert names == ["step_000020", "step_000010"]
-    now = max(last_read(run).values())
+    now = max(last_judged(read_events(run)).values())
     pause, told = scrub_next(run, CONFIG, epoch, now)
-    assert told == {}
+    assert told is None
     assert 3000 < pause <= 3600
 
 
@@ -50,11 +51,11 @@ def test_a_checkpoint_that_rotted_is_set_aside_and_the_next_is_read(run: RunPath
     epoch = _epoch(run)
     (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
     pause, told = scrub_next(run, CONFIG, epoch, 2e9)
-    assert (told["name"], told["good"], pause) == ("step_000020", False, 0.0)
-    assert "metadata.json" in str(told["detail"])
+    assert (told.name, told.good, pause) == ("step_000020", False, 0.0)
+    assert "metadata.json" in told.detail
     assert not run.checkpoint(20).exists()
     assert any(run.quarantine.iterdir())
-    assert scrub_next(run, CONFIG, epoch, 2e9)[1]["name"] == "step_000010"
+    assert scrub_next(run, CONFIG, epoch, 2e9)[1].name == "step_000010"
 
 
 def test_what_others_may_write_is_said_and_left(run: RunPaths) -> None:
@@ -79,7 +80,7 @@ def test_what_is_not_signed_with_the_runs_key_is_said_left_and_keeps_no_other_fr
         append_event(run, "scrubbed", **told)
     assert names == [("step_000020", False), ("step_000010", True)]
     assert planted.is_dir()
-    assert scrub_next(run, CONFIG, epoch, max(last_read(run).values()), KEYS)[1] == {}
+    assert scrub_next(run, CONFIG, epoch, max(last_judged(read_events(run)).values()), KEYS)[1] is None
 
 
 def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_path: Path) -> None:
@@ -111,4 +112,4 @@ def test_lines_of_the_journal_that_make_no_sense_are_passed_over(run: RunPaths) 
     run.events.write_bytes(
         run.events.read_bytes() + b'{"event":"verified","name":"step_000010","time":"?"}\n'
     )
-    assert last_read(run) == {}
+    assert last_judged(read_events(run)) == {}

@@ -10,12 +10,14 @@ from verl_slurm_daemon.resume import find_resume_point
 from verl_slurm_daemon.second_copy import bring_home_argv, collect, left_behind, run_bring_home
 
 from tests.cli.test_checkpoints import make_run, save
+from tests.journals import make_event
 from verl_slurm.checkpoint.local_copy import local_directory
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.load import dump, load_resolved
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced
 from verl_slurm.fence import take_epoch
+from verl_slurm.journal.folds.saves import on_nodes_alone
 from verl_slurm.paths import RunPaths
 
 
@@ -99,12 +101,13 @@ def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
 
 
 def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_shared_storage() -> None:
-    started = {"event": "started", "nodes": "n[1-2]"}
-    alone = {"event": "saved", "name": "step_000020", "on_shared": False}
-    (line,) = left_behind([started, alone, {"event": "started", "nodes": "n3"}], ["step_000010"])
-    assert line.startswith("step_000020 is on the disks of n[1-2] alone")
-    assert left_behind([started, alone], ["step_000020"]) == []
-    newer = {"event": "saved", "name": "step_000030", "on_shared": True}
-    assert left_behind([started, alone, newer], ["step_000030"]) == []
-    assert left_behind([started, {**alone, "epoch": 3}], [], since=4) == []  # its user went back behind it
-    assert left_behind([], []) == []
+    started, later = make_event("started", nodes="n[1-2]"), make_event("started", nodes="n3")
+    alone = make_event("saved", name="step_000020", on_shared=False)
+    assert on_nodes_alone([started, alone, later], ["step_000010"]) == {"step_000020": "n[1-2]"}
+    assert left_behind("step_000020", "n3").startswith("step_000020 is on the disks of n3 alone")
+    assert on_nodes_alone([started, alone], ["step_000020"]) == {}
+    newer = make_event("saved", name="step_000030", on_shared=True)
+    assert on_nodes_alone([started, alone, newer], ["step_000030"]) == {}
+    older = make_event("saved", name="step_000020", on_shared=False, epoch=3)
+    assert on_nodes_alone([started, older], [], since=4) == {}  # its user went back to an older checkpoint
+    assert on_nodes_alone([], []) == {}

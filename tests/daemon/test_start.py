@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.harness import ROOT
+from tests.journals import append_event, read_events
 from tests.local_runs import lead, until
 from verl_slurm.config.load import dump, load_resolved
-from verl_slurm.events import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch, take_epoch
 from verl_slurm.files import private_dir, write_file

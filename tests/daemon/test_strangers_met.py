@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import events as ev
-from verl_slurm_daemon.journal import stranger_starts, stuck_starts
+from verl_slurm_daemon import inputs
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
 
 from tests.hostile.runs_of_ranks import living, prepared
-from verl_slurm.events import read_events
+from tests.journals import make_event, read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
 from verl_slurm.wire.messages import Refused
 
 pytestmark = pytest.mark.scenario("SEC19")
@@ -49,7 +49,7 @@ def test_a_start_that_met_a_stranger_is_not_counted_as_a_crash_of_the_program(tm
 
 
 def started(strangers: int = 0) -> Model:
-    return decide(Model(LIMITS), ev.Ready(2, strangers)).model
+    return decide(Model(LIMITS), inputs.Ready(2, strangers)).model
 
 
 def met(model: Model) -> tuple[Model, list[act.Action]]:
@@ -57,10 +57,10 @@ def met(model: Model) -> tuple[Model, list[act.Action]]:
     done: list[act.Action] = []
     raised = Refused(rank=1, exit_code=22, reason="connection reset", place="train.py:3")
     for event in (
-        ev.StrangerFound("n1", "rank 0: in the place of rank 1"),
-        ev.RankSaid(raised),
-        ev.NodeFailed("n1", "rank 0 ended with 12"),
-        ev.GenerationEnded(1),
+        inputs.StrangerFound("n1", "rank 0: in the place of rank 1"),
+        inputs.RankSaid(raised),
+        inputs.NodeFailed("n1", "rank 0 ended with 12"),
+        inputs.GenerationEnded(1),
     ):
         decision = decide(model, event)
         model = decision.model
@@ -77,7 +77,7 @@ def test_strangers_are_waited_out_and_then_left_behind_with_their_node() -> None
             break
         assert isinstance(done[1], act.Pause)
         waits.append(done[1].seconds)
-        model = decide(model, ev.BackoffOver(0)).model
+        model = decide(model, inputs.BackoffOver(0)).model
     assert waits == [5.0, 10.0, 20.0, 40.0]
     assert done[1] == act.Requeue(avoid=("n1",), delay_s=30)
 
@@ -86,7 +86,7 @@ def delay(strangers: int) -> act.Action:
     """What ends a job all of whose starts met strangers, as those before it did."""
     model = started(strangers)
     for _ in range(LIMITS.stranger_budget):
-        model = decide(met(model)[0], ev.BackoffOver(0)).model
+        model = decide(met(model)[0], inputs.BackoffOver(0)).model
     return met(model)[1][-1]
 
 
@@ -101,27 +101,31 @@ def test_each_job_that_strangers_stop_waits_longer_and_one_day_it_is_the_last() 
     assert "125 starts in a row met strangers" in each[24].reason
 
 
-@pytest.mark.parametrize("first", [ev.NodeFailed("n2", "rank 1 was killed"), ev.StrangerFound("n1", "x")])
-def test_a_stranger_is_the_reason_whichever_word_comes_first(first: ev.Event) -> None:
+@pytest.mark.parametrize(
+    "first", [inputs.NodeFailed("n2", "rank 1 was killed"), inputs.StrangerFound("n1", "x")]
+)
+def test_a_stranger_is_the_reason_whichever_word_comes_first(first: inputs.Input) -> None:
     model, done = met(decide(started(), first).model)
     assert done[-1] == act.Pause(5.0)
     assert [kind for kind, _ in model.failed] == ["stranger"]
 
 
 def test_what_the_trainer_refuses_stays_refused_whatever_strangers_do() -> None:
-    refused = decide(started(), ev.RankSaid(Refused(rank=0, exit_code=int(ExitCode.DATA), reason="x"))).model
+    refused = decide(
+        started(), inputs.RankSaid(Refused(rank=0, exit_code=int(ExitCode.DATA), reason="x"))
+    ).model
     assert met(refused)[1][-1] == act.Exit(ExitCode.DATA, "x")
 
 
 def test_a_verified_checkpoint_forgets_the_strangers() -> None:
-    model = decide(started(50), ev.Verified("step_000001", True, "")).model
+    model = decide(started(50), inputs.Verified("step_000001", True, "")).model
     assert model.strangers == 0
 
 
 def test_the_journal_counts_strangers_apart_from_crashes_until_there_is_progress() -> None:
-    begun, crash = {"event": "generation", "progress": "a"}, {"event": "crash", "kind": "crash"}
-    stranger = {"event": "crash", "kind": "stranger"}
+    begun, crash = make_event("generation", progress="a"), make_event("crash", kind="crash")
+    stranger = make_event("crash", kind="stranger")
     lived = [begun, stranger, begun, crash, begun, stranger]
-    assert (stuck_starts(lived), stranger_starts(lived)) == (1, 2)
-    for news in ({"event": "submitted"}, begun | {"progress": "b"}):
-        assert (stuck_starts([*lived, news]), stranger_starts([*lived, news])) == (0, 0)
+    assert (stuck_restarts(lived), stranger_restarts(lived)) == (1, 2)
+    for news in (make_event("submitted"), make_event("generation", progress="b")):
+        assert (stuck_restarts([*lived, news]), stranger_restarts([*lived, news])) == (0, 0)

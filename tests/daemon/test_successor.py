@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon import slurm_allocation as module
 from verl_slurm_daemon.slurm_allocation import SlurmAllocation
-from verl_slurm_daemon.successor import predecessor, queue_successor, successor_script, was_queued
+from verl_slurm_daemon.successor import queue_successor, successor_script
 
+from tests.journals import append_event, read_events
 from verl_slurm.config.load import parse_config
 from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.events import append_event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import private_dir
+from verl_slurm.journal import files
+from verl_slurm.journal.folds.jobs import predecessor_of, successor_of
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.environment import SlurmJob
@@ -53,8 +55,8 @@ def test_the_job_that_follows_is_asked_for_as_the_run_is_and_once(run: RunPaths,
     assert words.count("--parsable") == 1
     assert {"--dependency=afterany:37", "--partition=gpu", "--requeue", "--signal=B:USR1@120"} <= set(words)
     assert Path(words[-1]).stat().st_mode & 0o777 == 0o600
-    events = read_events(run)
-    assert (predecessor(events, "38"), was_queued(events, "37"), predecessor(events, "37")) == (
+    events = files.read_events(run)
+    assert (predecessor_of(events, "38"), successor_of(events, "37"), predecessor_of(events, "37")) == (
         "37",
         "38",
         "",

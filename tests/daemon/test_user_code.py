@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.journals import read_events
 from tests.local_runs import lead, prepared
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 
 pytestmark = pytest.mark.torch

@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from verl_slurm_daemon.hostfile import parse_hostfile
-from verl_slurm_daemon.journal import stuck_starts
 from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.rank_socket import parse_packet
-from verl_slurm_daemon.run_numbers import RunNumbers
 
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
@@ -26,7 +24,7 @@ from verl_slurm.checkpoint.quarantine import put_back_unfinished
 from verl_slurm.checkpoint.small_files import parse_answer
 from verl_slurm.checkpoint.tensor_index import parse_index
 from verl_slurm.cli.steps import steps_table
-from verl_slurm.cli.story import Story, outcome, progress
+from verl_slurm.cli.story import Story, progress
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.errors import (
@@ -39,8 +37,16 @@ from verl_slurm.errors import (
     SlurmMissing,
     WireError,
 )
-from verl_slurm.events import read_events
 from verl_slurm.fence import read_epoch
+from verl_slurm.journal.files import parse_event, read_events, to_json
+from verl_slurm.journal.folds.goodput import RunNumbers
+from verl_slurm.journal.folds.interruptions import count_interruptions
+from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.folds.progress import failed_starts, stuck_restarts
+from verl_slurm.journal.folds.saves import last_judged
+from verl_slurm.journal.status import read_status
+from verl_slurm.journal.steps import last_steps, step_seconds
+from verl_slurm.one_line import json_line
 from verl_slurm.paths import RunPaths
 from verl_slurm.prompts.rows import prompts_of
 from verl_slurm.reward_plan import read_reward_plan, read_reward_request
@@ -48,8 +54,6 @@ from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.runtime_state.samples import read_samples
 from verl_slurm.save_path.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
-from verl_slurm.snapshot import read_status
-from verl_slurm.step_log import last_steps, step_seconds
 from verl_slurm.submit.alerts import runs_to_save
 from verl_slurm.submit.model_files import check_model
 from verl_slurm.submit.record import has_ended, last_job, steps_done
@@ -123,8 +127,12 @@ def _events(paths: RunPaths) -> object:
     story = Story()
     for event in events:
         story.tell(event)
-        outcome(event)
-    stuck_starts(events)
+        assert parse_event(json_line(to_json(event))) == event
+    stuck_restarts(events)
+    failed_starts(events, "7", 1)
+    count_interruptions(events)
+    last_judged(events)
+    Outages(events)
     RunNumbers(events).goodput(1e9)
     job = last_job(paths)
     return has_ended(paths, job)

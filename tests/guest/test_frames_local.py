@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.harness import ROOT
+from tests.journals import read_events
 from tests.local_runs import finish, lead, until
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 

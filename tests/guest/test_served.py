@@ -7,10 +7,10 @@ import pytest
 
 from tests.guest.served import CONFIG, STEPS, by_hand, overrides
 from tests.harness import same_weights
+from tests.journals import read_events
 from tests.local_runs import finish, lead, until
-from verl_slurm.events import read_events
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import last_steps
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = pytest.mark.torch

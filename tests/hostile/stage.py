@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from tests.harness import ROOT, wait_until_gone
+from tests.journals import Line, read_events
 from tests.local_runs import QUICK
-from verl_slurm.events import Event, read_events
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.follow import follow_lines
@@ -110,10 +110,10 @@ class Stage:
         (self.box / "preempted").write_text(f"1795222234 {end}\n")
         self.process.terminate()
 
-    def events(self, name: str) -> list[Event]:
+    def events(self, name: str) -> list[Line]:
         return [event for event in read_events(self.paths) if event["event"] == name]
 
-    def wait(self, name: str, count: int = 1, **wanted: object) -> Event:
+    def wait(self, name: str, count: int = 1, **wanted: object) -> Line:
         """The `count`-th event of that name."""
         with contextlib.closing(follow_lines(self.paths.events, 0, silence_s=lambda: PATIENCE_S)) as lines:
             for line in lines:

@@ -30,8 +30,8 @@ from tests.hostile.planted import (
     leaks,
     modes,
 )
+from tests.journals import read_events
 from tests.tiers.s3_stand_in import BUCKET, StandIn
-from verl_slurm.events import read_events
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.follow import follow_lines

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.harness import same_weights, wait_until_gone
+from tests.journals import Line, read_events
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held
-from verl_slurm.events import Event, read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
@@ -61,7 +61,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return undisturbed(tmp_path_factory)
 
 
-def told(paths: RunPaths, *kinds: str) -> list[Event]:
+def told(paths: RunPaths, *kinds: str) -> list[Line]:
     return [event for event in read_events(paths) if event["event"] in kinds]
 
 

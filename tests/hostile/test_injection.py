@@ -17,13 +17,14 @@ from verl_slurm_daemon.log_line import log_line
 
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
+from tests.journals import append_event, read_events
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
-from verl_slurm.events import append_event, parse_event, read_events
 from verl_slurm.files import private_dir
+from verl_slurm.journal.files import parse_event
 from verl_slurm.one_line import json_line, printable
 from verl_slurm.paths import RunPaths
 

@@ -20,6 +20,7 @@ from verl_slurm_daemon.successor import queue_successor
 
 from tests.checkpoint.conftest import manifest_of, stage
 from tests.hostile.racing import FORK, PATIENCE_S, processes
+from tests.journals import read_events
 from tests.tiers.conftest import config_of, opened, posix_config
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
@@ -31,7 +32,6 @@ from verl_slurm.checkpoint.scrub import scrub_one
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config.load import parse_config
 from verl_slurm.errors import CheckpointCorrupt, Fenced, NotFound, TierError
-from verl_slurm.events import read_events
 from verl_slurm.fence import read_epoch, require_epoch, take_epoch
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths

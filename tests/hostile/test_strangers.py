@@ -29,9 +29,9 @@ from verl_slurm_daemon.refusals import Refusals
 from tests.daemon.test_effects import Scripted
 from tests.harness import ROOT
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
+from tests.journals import read_events
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import WireError
-from verl_slurm.events import read_events
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.client import SOCKET_NAME

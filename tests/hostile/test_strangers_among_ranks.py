@@ -25,8 +25,8 @@ from tests.hostile.runs_of_ranks import (
     ranks_of,
     require_nothing_listens_but_lead_and_gloo,
 )
+from tests.journals import read_events
 from tests.local_runs import QUICK
-from verl_slurm.events import read_events
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1500)]
 

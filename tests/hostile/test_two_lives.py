@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from tests.harness import same_weights, wait_until_gone
+from tests.journals import read_events
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held, tell
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths

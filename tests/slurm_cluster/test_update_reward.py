@@ -17,9 +17,9 @@ from tests.processes import held
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.reward_plan import read_reward_plan
 from verl_slurm.runtime_state import ledger
-from verl_slurm.step_log import last_steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.journals import append_event, read_events
 from tests.many_runs import Kind, make_run
 from verl_slurm.errors import SlurmMissing
-from verl_slurm.events import append_event, read_events
-from verl_slurm.outages import Outages
+from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.fleet import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from tests.many_runs import make_run
-from verl_slurm.events import append_event
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit import fleet_follow

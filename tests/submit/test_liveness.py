@@ -11,10 +11,10 @@ import pytest
 
 from verl_slurm.fence import Epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.journal.folds.jobs import Submission
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 from verl_slurm.submit.liveness import job_state, leads
-from verl_slurm.submit.newest_job import Submission
 
 
 def owned(root: Path, *, pid: int, job_id: str, taken: datetime, born: str = "") -> RunPaths:

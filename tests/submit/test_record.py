@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.journals import append_event, read_events
 from verl_slurm.errors import NotFound
-from verl_slurm.events import append_event, read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.record import has_ended, last_job
 

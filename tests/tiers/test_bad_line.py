@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.hostile.chaos_proxy import Chaos, proxied
+from tests.journals import read_events
 from tests.tiers import s3_stand_in
 from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, opened, s3_config
 from tests.tiers.radosgw import BUCKET, running
@@ -24,7 +25,6 @@ from tests.tiers.s3_stand_in import Call, StandIn, Stored
 from verl_slurm.config.load import dump
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError
-from verl_slurm.events import read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.fetch import fetch

@@ -34,9 +34,9 @@ from verl_slurm.dcp.compare import compare
 from verl_slurm.errors import DataError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.ledger import stats
-from verl_slurm.step_log import last_steps
 from verl_slurm.trainer.loop import Ending
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from verl_slurm.config.schema import CheckpointConfig, RunConfig, StepInterval, TrainConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.events import append_event
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.pace import Pace

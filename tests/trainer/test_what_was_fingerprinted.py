@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.journals import read_events
 from tests.local_runs import lead, prepared
 from verl_slurm.errors import DatasetDrift
-from verl_slurm.events import read_events
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 

@@ -16,9 +16,9 @@ pytest.importorskip("verl", reason="needs verl: make verl")
 
 from tests.hostile.another_user import WITH_OUR_PACKAGES, WITH_TORCH, python_with
 from tests.hostile.runs_of_ranks import BELOW_RAY, listeners, living, planned
+from tests.journals import read_events
 from tests.verl.grpo import MODULES, grpo_words, make_prompts
 from tests.verl.tiny import make_model
-from verl_slurm.events import read_events
 
 pytestmark = [pytest.mark.verl, pytest.mark.torch, pytest.mark.timeout(2400)]
 

@@ -9,13 +9,13 @@ import psutil
 import pytest
 
 from tests.hostile.runs_of_ranks import require_nothing_listens_but_lead_and_gloo
+from tests.journals import Line, read_events
 from tests.local_runs import finish, lead, until
 from tests.verl.plain import OURS, VERLS, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.events import Event, read_events
 from verl_slurm.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
@@ -40,7 +40,7 @@ def last_of(paths: RunPaths) -> Path:
     return paths.checkpoints / f"step_{LAST:06d}" / f"global_step_{LAST}"
 
 
-def events(paths: RunPaths, name: str) -> list[Event]:
+def events(paths: RunPaths, name: str) -> list[Line]:
     return [event for event in read_events(paths) if event["event"] == name]
 
 

@@ -158,7 +158,8 @@ def _into_run(
     dry_run: bool,
 ) -> "tuple[list[Row], list[Adoption]]":
     from verl_slurm.checkpoint.catalog import list_checkpoints
-    from verl_slurm.events import append_event
+    from verl_slurm.journal.events import Adopted
+    from verl_slurm.journal.files import append_event
     from verl_slurm.paths import RunPaths
     from verl_slurm.submit.adoption import hold_run
     from verl_slurm.verl.adopt import adopt_steps, is_adopted, plan_adoption, refuse_if_nothing_fits
@@ -186,7 +187,7 @@ def _into_run(
     done = adopt_steps(paths, rows, link=link, on_bytes=counter)
     names = [one.saved.name for one in done if one.saved is not None]
     if names:
-        append_event(paths, "adopted", checkpoints=names, source=str(chosen[0].path.parent))
+        append_event(paths, Adopted(names, str(chosen[0].path.parent)))
     return rows, done
 
 

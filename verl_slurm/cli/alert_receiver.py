@@ -166,14 +166,15 @@ class _Receiver:
 
         from verl_slurm.cli.jobs import ask_for_save
         from verl_slurm.errors import VerlSlurmError
-        from verl_slurm.events import append_event
+        from verl_slurm.journal.events import AlertSaveAsked
+        from verl_slurm.journal.files import append_event
 
         run = self._runs[number]
         try:
             job_id = await asyncio.to_thread(ask_for_save, run)
             if not job_id:
                 return "no job of it is running"
-            append_event(run, "alert_save_asked", job_id=job_id)
+            append_event(run, AlertSaveAsked(job_id=job_id))
         except VerlSlurmError as error:  # Alertmanager comes again
             return f"failed: {error.one_line()}"
         except OSError as error:

@@ -10,6 +10,7 @@ from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, exits, json_option
 from verl_slurm.cli.story import Story, progress
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import Event
 from verl_slurm.one_line import counted
 
 __all__ = ["demo"]
@@ -75,7 +76,7 @@ def demo(
     story = Story()
     quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
 
-    def say_event(event: dict[str, object]) -> None:
+    def say_event(event: Event) -> None:
         text = story.tell(event)
         if text is not None:
             below.line(f"   {text}")

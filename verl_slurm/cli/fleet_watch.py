@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_slurm.cli import render, story
 from verl_slurm.errors import NotFound
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.files import to_json
 from verl_slurm.one_line import counted
 
 if TYPE_CHECKING:
@@ -30,9 +32,9 @@ def watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
     tellers: dict[Path, story.Story] = {}
     turns = 0
 
-    def on_event(run: "Followed", event: dict[str, Any]) -> None:
+    def on_event(run: "Followed", event: Event) -> None:
         if as_json:
-            render.json_value({"run_dir": str(run.root), **event})
+            render.json_value({"run_dir": str(run.root), **to_json(event)})
             return
         text = tellers.setdefault(run.root, story.Story()).tell(event)
         if text is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from verl_slurm.cli import render
 from verl_slurm.cli.spans import span
-from verl_slurm.outages import Outage, Outages
+from verl_slurm.journal.folds.outages import Outage, Outages
 
 __all__ = ["interruption_facts", "interruption_words", "interruptions_table"]
 

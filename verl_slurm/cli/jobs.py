@@ -14,9 +14,9 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
+    from verl_slurm.journal.folds.jobs import Submission
     from verl_slurm.slurm.facts import JobFacts
     from verl_slurm.slurm.requeue_rules import RequeueOutcome
-    from verl_slurm.submit.newest_job import Submission
 
 __all__ = ["ask_for_save", "cancel", "requeue", "way_on"]
 
@@ -32,14 +32,15 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
     `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
     """
-    from verl_slurm.events import append_event
+    from verl_slurm.journal.events import CancelAsked
+    from verl_slurm.journal.files import append_event
     from verl_slurm.slurm.client import SlurmClient
     from verl_slurm.submit.record import last_job
 
     job = last_job(run)
     _require_living(run)
     _require_own(run, job, "scancel {}")
-    append_event(run, "cancel_asked")
+    append_event(run, CancelAsked())
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
     else:
@@ -64,13 +65,14 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     not answer: the ranks are ended after Slurm's KillWait, saved or not. A job that is over is started again by
     `verl-slurm submit RUN`.
     """
-    from verl_slurm.events import append_event
+    from verl_slurm.journal.events import RequeueAsked
+    from verl_slurm.journal.files import append_event
     from verl_slurm.submit.record import last_job
 
     job = last_job(run)
     state = _require_living(run)
     _require_own(run, job, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
-    append_event(run, "requeue_asked")
+    append_event(run, RequeueAsked())
     if job.cluster == "slurm":
         detail = (
             _requeue_now(run, int(job.job_id)) if at_once else _wish_for_requeue(run, int(job.job_id), state)
@@ -141,10 +143,11 @@ def _require_living(run: RunPaths) -> str:
     job = last_job(run)
     state = job_state(run, job)
     if state.over:
-        from verl_slurm.submit.fleet import glance, is_over, outcome_of
+        from verl_slurm.journal.events import Ended
+        from verl_slurm.submit.fleet import glance
 
-        seen = glance(run.root)  # a scheduler forgets its jobs, the journal does not
-        came_to = outcome_of(seen.word or {}) if is_over(seen) else state.state
+        word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
+        came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
         more = f"`verl-slurm submit {run.root} train.steps=N` goes on to more steps"
         raise NotFound(
             "the run has no living job",

@@ -135,9 +135,10 @@ def _cost(run: "Glance") -> str:
 
 def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
     from verl_slurm.cli import story
+    from verl_slurm.journal.events import Ended
     from verl_slurm.submit.fleet import is_over
 
-    ended = run.word is not None and run.word["event"] == "ended"
+    ended = run.word if isinstance(run.word, Ended) else None
     return {
         "run_dir": str(run.root),
         "state": state,
@@ -164,7 +165,7 @@ def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
             "last": run.last_interruption or None,
         },
         "last_cause": story.tell(run.cause) if run.cause else None,
-        "outcome": story.outcome(run.word) if run.word else None,
-        "ended": story.tell(run.word) if run.word and ended else None,
+        "outcome": ended.outcome if ended is not None and ended.is_final else None,
+        "ended": None if ended is None else story.tell(ended),
         **({"error": run.error} if run.error else {}),
     }

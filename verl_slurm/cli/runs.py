@@ -1,7 +1,7 @@
 """`verl-slurm status`: where one run stands, and what it has gone through."""
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from verl_slurm.cli.spans import ago
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+
+if TYPE_CHECKING:
+    from verl_slurm.journal.events import Event
 
 __all__ = ["status"]
 
@@ -48,9 +51,9 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     from verl_slurm.cli.interruptions import interruption_facts, interruption_words, interruptions_table
     from verl_slurm.cli.listing import STATE_COLOURS
     from verl_slurm.cli.steps import steps_table
-    from verl_slurm.events import read_events
-    from verl_slurm.outages import Outages
-    from verl_slurm.step_log import last_steps
+    from verl_slurm.journal.files import read_events
+    from verl_slurm.journal.folds.outages import Outages
+    from verl_slurm.journal.steps import last_steps
 
     events, now = read_events(run), datetime.now(UTC)
     facts, outages = _facts(run, events), Outages(events)
@@ -106,12 +109,13 @@ def _state_words(facts: dict[str, Any]) -> str:
     return f"{state}, as of {since}"
 
 
-def _facts(run: RunPaths, events: list[dict[str, Any]]) -> dict[str, Any]:
+def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
     """All that is known of a run, and what the scheduler says now."""
     from verl_slurm.checkpoint.newest import newest_checkpoint
-    from verl_slurm.snapshot import read_status
+    from verl_slurm.journal.events import Cause, Ended, Started, Submitted
+    from verl_slurm.journal.folds.jobs import newest_job
+    from verl_slurm.journal.status import read_status
     from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.newest_job import newest_job
 
     job = newest_job(events)
     state, detail, over = None, "", False
@@ -123,8 +127,10 @@ def _facts(run: RunPaths, events: list[dict[str, Any]]) -> dict[str, Any]:
             state, detail = "UNKNOWN", error.one_line()
     snapshot = read_status(run)
     newest = newest_checkpoint(run)
-    causes = [event for event in events if event["event"] == "cause"]
-    ends = [event for event in events if event["event"] in ("ended", "started", "submitted")]
+    causes = [event for event in events if isinstance(event, Cause)]
+    words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
+    word = words[-1] if words else None
+    ended = word if isinstance(word, Ended) else None
     return {
         "run_dir": str(run.root),
         "job_id": None if job is None else job.job_id,
@@ -143,9 +149,9 @@ def _facts(run: RunPaths, events: list[dict[str, Any]]) -> dict[str, Any]:
             "num_bytes": newest.num_bytes,
         },
         "last_cause": story.tell(causes[-1]) if causes else None,
-        "submitted": bool(ends) and ends[-1]["event"] == "submitted",
-        "outcome": story.outcome(ends[-1]) if ends else None,
-        "ended": story.tell(ends[-1]) if ends and ends[-1]["event"] == "ended" else None,
+        "submitted": isinstance(word, Submitted),
+        "outcome": ended.outcome if ended is not None and ended.is_final else None,
+        "ended": None if ended is None else story.tell(ended),
     }
 
 

@@ -1,15 +1,16 @@
-"""A run's events as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
+"""The events of a run as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
 
 import re
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from verl_slurm.exit_codes import ExitCode
+import msgspec
 
-__all__ = ["Story", "for_people", "outcome", "progress", "tell"]
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import to_json
 
-Event = dict[str, Any]
+__all__ = ["Story", "for_people", "progress", "tell"]
+
 _PHASES = {
     "generate": "sampling",
     "score": "scoring",
@@ -40,14 +41,21 @@ _PLAIN = {
 _RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S{1,64} .*", re.DOTALL)
 
 
-def for_people(event: Event) -> Event:
+def for_people(event: ev.Event) -> ev.Event:
     """`event` without the words of scontrol; those are evidence, and stay in the journal."""
-    shown = dict(event)
-    for key in ("evidence", "detail"):
-        if isinstance(text := event.get(key), str) and (plain := _RAW_FACTS.sub("", text)) != text:
-            reason = _PLAIN.get(str(event.get("cause")), "") if key == "evidence" else ""
-            shown[key] = "; ".join(part for part in (reason, plain) if part) or "Slurm says so"
-    return shown
+    if isinstance(event, ev.Cause):
+        plain = _without_facts(event.evidence)
+        if plain != event.evidence:
+            words = [part for part in (_PLAIN.get(event.cause, ""), plain) if part]
+            return msgspec.structs.replace(event, evidence="; ".join(words) or "Slurm says so")
+    detail = getattr(event, "detail", "")
+    if (plain := _without_facts(detail)) != detail:
+        return msgspec.structs.replace(event, detail=plain or "Slurm says so")
+    return event
+
+
+def _without_facts(text: str) -> str:
+    return _RAW_FACTS.sub("", text)
 
 
 class Story:
@@ -61,40 +69,27 @@ class Story:
         self._told: set[str] = set()
         self._verbose = verbose
 
-    def tell(self, event: Event) -> str | None:
+    def tell(self, event: ev.Event) -> str | None:
         """As `tell`. What one rank said in refusing to train, the others and the end say again."""
         if not self._verbose:
             event = for_people(event)
-        kind, reason = event.get("event"), str(event.get("reason") or event.get("detail") or "")
-        if kind in ("submitted", "started"):
-            self._told.clear()
-        if kind == "refused":
-            if reason in self._told:
-                return None
-            self._told.add(reason)
-        elif kind in ("ended", "crash") and reason in self._told:
-            event = {key: value for key, value in event.items() if key not in ("reason", "detail")}
+        match event:
+            case ev.Submitted() | ev.Started():
+                self._told.clear()
+            case ev.Refused(reason=reason):
+                if reason in self._told:
+                    return None
+                self._told.add(reason)
+            case ev.Ended(reason=reason) if reason in self._told:
+                event = msgspec.structs.replace(event, reason="")
+            case ev.Crash(detail=detail) if detail in self._told:
+                event = msgspec.structs.replace(event, detail="")
         return tell(event)
 
 
-def outcome(event: Event) -> str | None:
-    """How a run came out: `done`, `cancelled` or `failed with 11`; None for an event that is not its end."""
-    code = event.get("exit_code")
-    if event.get("event") != "ended" or code == ExitCode.REQUEUED:
-        return None
-    names = {int(ExitCode.OK): "done", int(ExitCode.CANCELLED): "cancelled"}
-    return names.get(code, f"failed with {code}") if isinstance(code, int) else "failed"
-
-
-def tell(event: Event) -> str | None:
-    """`14:03:07  preempted: saving` for an event worth telling; events that are not known are told as they are."""
-    kind = str(event.get("event"))
-    teller = _TELLERS.get(kind, _tell_plain)
-    try:
-        text = teller(event)
-    except (TypeError, ValueError, OverflowError):  # the journal is a file: who knows who wrote in it
-        text = _tell_plain(event)
-    return None if text is None else f"{_clock(event.get('time'))}  {text}"
+def tell(event: ev.Event) -> str:
+    """`14:03:07  asked the ranks to save and stop`; events that are not known are told as they are."""
+    return f"{_clock(event.time)}  {_words(event)}"
 
 
 def progress(status: dict[str, Any]) -> str:
@@ -116,194 +111,142 @@ def progress(status: dict[str, Any]) -> str:
     return "  ".join(words)
 
 
-def _clock(time: object) -> str:
+def _clock(time: str) -> str:
     try:
-        return datetime.fromisoformat(str(time)).astimezone().strftime("%H:%M:%S")
+        return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
     except (ValueError, OverflowError):
         return "--:--:--"
 
 
-def _tell_plain(event: Event) -> str:
+def _words(event: ev.Event) -> str:
+    match event:
+        # jobs and attempts
+        case ev.Submitted(job_id=job_id, cluster=cluster):
+            return f"job {job_id} submitted ({cluster})"
+        case ev.Successor(job_id=job_id, after=after):
+            return f"job {job_id} is queued to follow job {after}"
+        case ev.Started(job_id=job_id, nodes=nodes, epoch=epoch, restart=restart):
+            again = f", start {restart + 1}" if restart else ""
+            return f"job {job_id} runs on {nodes}, epoch {epoch}{again}"
+        case ev.StartFailed(detail=detail, before=before):
+            again = f", after {before} that could not either" if before else ""
+            return f"this start could not begin{again}{_colon(detail)}"
+        case ev.Ended(reason=reason, exit_code=number):
+            name = event.code.description if event.code == number else event.exit
+            return f"ended with {number}, {name}{_colon(reason)}"
+        case ev.Fenced(exit_code=number, reason=reason):
+            return f"another start of this run has taken over, this one leaves with {number}{_colon(reason)}"
+        case ev.Orphaned(node_id=node_id, accepted=accepted, detail=detail):
+            then = "the job is requeued" if accepted else "the job could NOT be requeued"
+            return f"the daemon is dead; node {node_id} noticed, {then}{_colon(detail)}"
+        case ev.Held(stuck=stuck, reason=reason):
+            return f"HELD after {stuck} starts without anything new{_colon(reason)}"
+        case ev.Requeue(accepted=accepted, detail=detail):
+            return f"requeue {'accepted' if accepted else 'REFUSED'}{_colon(detail)}"
+        case ev.Avoid(detail=detail):
+            return f"nodes{_colon(detail)}"
+        case ev.Gone(job_id=job_id, state=state):
+            return f"job {job_id} is {state} and its daemon said nothing more"
+        # restarts of the ranks, and training
+        case ev.Resume(reason=reason):
+            return f"resume: {reason}"
+        case ev.Restart(number=number, resume=resume):
+            return f"ranks start, generation {number}, from {resume or 'the beginning'}"
+        case ev.Training(step=step, phase=phase, index=index):
+            within = (
+                "" if phase == "step_end" else f", {phase} {index}"
+            )  # a guest's loop tells whole steps only
+            return f"training at step {step}{within}"
+        case ev.FirstRollout(step=step):
+            return f"first new rollout, at step {step}"
+        case ev.Done(reason=reason):
+            return f"nothing is left to do{_colon(reason)}"
+        case ev.Crash(kind=kind, crashes=crashes, budget=budget, detail=detail):
+            return f"{kind.upper()} {crashes} of {budget}{_colon(detail)}"
+        case ev.Hang(detail=detail):
+            return f"HANG: {detail}"
+        case ev.Stacks(node=node, log=log):
+            return f"the stacks of {node}'s ranks are in {log}"
+        case ev.Refused(reason=reason):
+            return f"the ranks REFUSED to train{_colon(reason)}"
+        case ev.Stranger(reason="ranks", rank=rank, node=node, peer=peer):
+            return f"rank {rank} on {node} met a stranger and ended itself: {peer}"
+        case ev.Stranger(reason=reason, peer=peer, total=total):
+            return f"a connection from {peer} was turned away ({total} so far){_colon(reason)}"
+        case ev.Link(node=node, error=error):
+            return f"the link to {node or 'an agent'} broke{_colon(error)}"
+        case ev.Internal(error=error):
+            return f"an ERROR inside the daemon{_colon(error)}"
+        case ev.Notice(topic=topic, text=text, reason=reason):
+            said = text or reason or "something, and the journal does not say what"
+            loud = "WARNING, " if isinstance(event, ev.Warned) else ""
+            return f"{loud}{topic}: {said}" if topic else f"{loud}{said}"
+        # why a job ends
+        case ev.Cause(cause=cause, seconds_left=left, evidence=evidence):
+            deadline = f", {left} s left" if left is not None else ""
+            return f"{cause.upper()}{deadline}: {evidence}"
+        case ev.Ignored(reason=reason):
+            return f"not acted upon{_colon(reason)}"
+        case ev.CancelAsked():
+            return "cancel asked for"
+        case ev.RequeueAsked():
+            return "requeue asked for"
+        case ev.AlertSaveAsked():
+            return "an alert asked for a save"
+        case ev.RewardAsked(reward=reward):
+            return f"another reward asked for: {reward}"
+        case ev.ForceResume():
+            counts = [f"{len(getattr(event, kind))} {kind}" for kind in ("added", "removed", "changed")]
+            return f"goes on with changed data, as asked: {', '.join(counts)}"
+        case ev.Adopted(checkpoints=names, source=source):
+            return f"{', '.join(names) or 'checkpoints'} taken over from {source}"
+        # saves
+        case ev.Save(stop=stop):
+            return f"asked the ranks to save and {'stop' if stop else 'go on'}"
+        case ev.Saved(name=name, emergency=emergency, num_bytes=num_bytes, seconds=seconds, reason=reason):
+            kind = "emergency checkpoint" if emergency else "checkpoint"
+            took = "" if seconds is None else f" in {seconds} s"
+            return f"{kind} {name}, {(num_bytes or 0) / 1e6:.1f} MB{took}{_colon(reason)}"
+        case ev.SaveFailed(rank=rank, reason=reason):
+            return f"the save FAILED on rank {rank}{_colon(reason)}"
+        case ev.Verified(name=name, detail=detail):
+            return f"verified {name}{_colon(detail)}"
+        case ev.Corrupt(name=name, detail=detail):
+            return f"CORRUPT {name}{_colon(detail)}"
+        case ev.Pruned(name=name, detail=detail):
+            return f"{name} was {detail}"
+        case ev.OneCopy(name=name, reason=reason):
+            return f"{name} has ONE copy only{_colon(reason)}"
+        case ev.SecondCopy(reason=reason):
+            return f"second copy: {reason}"
+        case ev.Degraded(reason=reason):
+            return f"leaves WITHOUT a verified save{_colon(reason)}"
+        case ev.Scrubbed(name=name, good=good, detail=detail):
+            return f"scrub of {name}: {'good' if good else f'BAD: {detail}'}"
+        # tiers
+        case ev.TierCopied(name=name, tier=tier, reason=reason):
+            return f"{name} is in tier {tier}{_colon(reason)}"
+        case ev.TierRemoved(name=name, tier=tier, reason=reason):
+            return f"{name} was taken from tier {tier}{_colon(reason)}"
+        case ev.TierFetched(name=name, tier=tier):
+            return f"{name} was fetched back from tier {tier}"
+        case ev.TierFailed(what=what, name=name, tier=tier, problem=problem):
+            did = " ".join(word for word in (what or "work", name) if word)
+            return f"{did} with tier {tier} FAILED{_colon(problem)}"
+        case ev.TierUnreachable(tier=tier, reason=reason):
+            return f"tier {tier} does not answer{_colon(reason)}"
+        case ev.Tiers(detail=detail):
+            return f"the storage tiers{_colon(detail)}"
+        case _:
+            return _as_it_is(event)
+
+
+def _colon(text: str) -> str:
+    return f": {text}" if text else ""
+
+
+def _as_it_is(event: ev.Event) -> str:
     hidden = {"event", "time", "epoch", "job_id"}
-    words = [f"{key}={value}" for key, value in event.items() if key not in hidden and value is not None]
-    return " ".join([str(event.get("event")), *words])
-
-
-def _submitted(event: Event) -> str:
-    return f"job {event.get('job_id')} submitted ({event.get('cluster')})"
-
-
-def _started(event: Event) -> str:
-    again = f", start {event.get('restart', 0) + 1}" if event.get("restart") else ""
-    return f"job {event.get('job_id')} runs on {event.get('nodes')}, epoch {event.get('epoch')}{again}"
-
-
-def _generation(event: Event) -> str:
-    resume = event.get("resume")
-    return f"ranks start, generation {event.get('number')}, from {resume or 'the beginning'}"
-
-
-def _training(event: Event) -> str:
-    phase = event.get("phase")  # a guest's loop tells whole steps only
-    within = "" if phase == "step_end" else f", {phase} {event.get('index')}"
-    return f"training at step {event.get('step')}{within}"
-
-
-def _cause(event: Event) -> str:
-    left = event.get("seconds_left")
-    deadline = f", {left} s left" if left is not None else ""
-    return f"{str(event.get('cause')).upper()}{deadline}: {event.get('evidence')}"
-
-
-def _save(event: Event) -> str:
-    return f"asked the ranks to save and {'stop' if event.get('stop') else 'go on'}"
-
-
-def _saved(event: Event) -> str:
-    kind = "emergency checkpoint" if event.get("emergency") else "checkpoint"
-    size = float(event.get("num_bytes") or 0) / 1e6
-    return f"{kind} {event.get('name')}, {size:.1f} MB in {event.get('seconds')} s{_because(event)}"
-
-
-def _verified(event: Event) -> str:
-    return f"verified {event.get('name')}{_because(event, 'detail')}"
-
-
-def _corrupt(event: Event) -> str:
-    return f"CORRUPT {event.get('name')}{_because(event, 'detail')}"
-
-
-def _crash(event: Event) -> str:
-    kind = str(event.get("kind", "crash")).upper()
-    return f"{kind} {event.get('crashes')} of {event.get('budget')}{_because(event, 'detail')}"
-
-
-def _because(event: Event, key: str = "reason") -> str:
-    return f": {event[key]}" if event.get(key) else ""
-
-
-def _refused(event: Event) -> str:
-    return f"the ranks REFUSED to train{_because(event)}"
-
-
-def _orphaned(event: Event) -> str:
-    then = "the job is requeued" if event.get("accepted") else "the job could NOT be requeued"
-    return f"the daemon is dead; node {event.get('node_id')} noticed, {then}{_because(event, 'detail')}"
-
-
-def _held(event: Event) -> str:
-    return f"HELD after {event.get('stuck')} starts without anything new{_because(event)}"
-
-
-def _fenced(event: Event) -> str:
-    return f"another start of this run has taken over, this one leaves with {event.get('exit_code')}{_because(event)}"
-
-
-def _requeue(event: Event) -> str:
-    return f"requeue {'accepted' if event.get('accepted') else 'REFUSED'}: {event.get('detail')}"
-
-
-def _ended(event: Event) -> str:
-    code = next((c for c in ExitCode if c == event.get("exit_code")), None)
-    name = code.description if code is not None else event.get("exit")
-    return f"ended with {event.get('exit_code')}, {name}{_because(event)}"
-
-
-def _gone(event: Event) -> str:
-    return f"job {event.get('job_id')} is {event.get('state')} and its daemon said nothing more"
-
-
-def _notice(event: Event) -> str:
-    if event.get("text") is None:  # as former versions wrote them
-        return str(event.get("reason") or "something, and the journal does not say what")
-    return f"{event.get('topic')}: {event.get('text')}" if event.get("topic") else str(event["text"])
-
-
-def _start_failed(event: Event) -> str:
-    again = f", after {event['before']} that could not either" if event.get("before") else ""
-    return f"this start could not begin{again}{_because(event, 'detail')}"
-
-
-def _stranger(event: Event) -> str:
-    peer, total = event.get("peer"), event.get("total")
-    if event.get("reason") == "ranks":
-        return f"rank {event.get('rank')} on {event.get('node')} met a stranger and ended itself: {peer}"
-    return f"a connection from {peer} was turned away ({total} so far){_because(event)}"
-
-
-def _adopted(event: Event) -> str:
-    names = event.get("checkpoints")
-    listed = ", ".join(str(name) for name in names) if isinstance(names, list) else "checkpoints"
-    return f"{listed} taken over from {event.get('source')}"
-
-
-def _tier_failed(event: Event) -> str:
-    what, name = event.get("what") or "work", event.get("name") or ""
-    return f"{what} {name} with tier {event.get('tier')} FAILED{_because(event, 'problem')}".replace(
-        "  ", " "
-    )
-
-
-def _drift(event: Event) -> str:
-    counts = [f"{len(event.get(kind) or [])} {kind}" for kind in ("added", "removed", "changed")]
-    return f"goes on with changed data, as asked: {', '.join(counts)}"
-
-
-def _scrubbed(event: Event) -> str:
-    found = "good" if event.get("good") is True else f"BAD: {event.get('detail')}"
-    return f"scrub of {event.get('name')}: {found}"
-
-
-_TELLERS: dict[str, Callable[[Event], str | None]] = {
-    "submitted": _submitted,
-    "started": _started,
-    "generation": _generation,
-    "training": _training,
-    "cause": _cause,
-    "save": _save,
-    "saved": _saved,
-    "verified": _verified,
-    "corrupt": _corrupt,
-    "pruned": lambda event: f"{event.get('name')} was {event.get('detail')}",
-    "crash": _crash,
-    "requeue": _requeue,
-    "ended": _ended,
-    "gone": _gone,
-    "force_resume": _drift,
-    "first_rollout": lambda event: f"first new rollout, at step {event.get('step')}",
-    "refused": _refused,
-    "one_copy": lambda event: f"{event.get('name')} has ONE copy only{_because(event)}",
-    "notice": _notice,
-    "warning": lambda event: f"WARNING, {_notice(event)}",
-    "degraded": lambda event: f"leaves WITHOUT a verified save{_because(event)}",
-    "orphaned": _orphaned,
-    "held": _held,
-    "hang": lambda event: f"HANG: {event.get('detail')}",
-    "done": lambda event: f"nothing is left to do{_because(event)}",
-    "start_failed": _start_failed,
-    "stranger": _stranger,
-    "save_failed": lambda event: f"the save FAILED on rank {event.get('rank')}{_because(event)}",
-    "ignored": lambda event: f"not acted upon{_because(event)}",
-    "internal": lambda event: f"an ERROR inside the daemon{_because(event, 'error')}",
-    "link": lambda event: f"the link to {event.get('node') or 'an agent'} broke{_because(event, 'error')}",
-    "stacks": lambda event: f"the stacks of {event.get('node')}'s ranks are in {event.get('log')}",
-    "avoid": lambda event: f"nodes: {event.get('detail')}",
-    "successor": lambda event: f"job {event.get('job_id')} is queued to follow job {event.get('after')}",
-    "fenced": _fenced,
-    "cancel_asked": lambda event: "cancel asked for",
-    "requeue_asked": lambda event: "requeue asked for",
-    "reward_asked": lambda event: f"another reward asked for: {event.get('reward')}",
-    "alert_save_asked": lambda event: "an alert asked for a save",
-    "resume": lambda event: f"resume: {event.get('reason')}",
-    "scrubbed": _scrubbed,
-    "adopted": _adopted,
-    "tier_copied": lambda event: f"{event.get('name')} is in tier {event.get('tier')}{_because(event)}",
-    "tier_removed": lambda event: (
-        f"{event.get('name')} was taken from tier {event.get('tier')}{_because(event)}"
-    ),
-    "tier_fetched": lambda event: f"{event.get('name')} was fetched back from tier {event.get('tier')}",
-    "tier_failed": _tier_failed,
-    "tier_unreachable": lambda event: f"tier {event.get('tier')} does not answer{_because(event)}",
-    "tiers": lambda event: f"the storage tiers{_because(event, 'detail')}",
-    "second_copy": lambda event: f"second copy: {event.get('reason')}",
-}
+    facts = to_json(event)
+    words = [f"{key}={value}" for key, value in facts.items() if key not in hidden and value is not None]
+    return " ".join([str(facts["event"]), *words])

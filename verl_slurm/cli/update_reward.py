@@ -62,7 +62,8 @@ def update_reward(
     A run without a living job gets NEW at its next start. So does one whose job could not be told, because Slurm
     refused that or gave no answer: the wish is written down by then, a warning says so, and the exit code is 0.
     """
-    from verl_slurm.events import append_event
+    from verl_slurm.journal.events import RewardAsked
+    from verl_slurm.journal.files import append_event
     from verl_slurm.reward_plan import ask_for_reward
     from verl_slurm.submit.guests import refuse_guests
     from verl_slurm.submit.rewards import absolute_reward, check_reward
@@ -78,9 +79,7 @@ def update_reward(
     reward = absolute_reward(new, here)
     check_reward(reward)
     request = ask_for_reward(run, reward, warm_start_steps)
-    append_event(
-        run, "reward_asked", request=request.number, reward=reward, warm_start_steps=warm_start_steps
-    )
+    append_event(run, RewardAsked(reward, request.number, warm_start_steps))
     problem = None
     try:
         when = _wake(run)

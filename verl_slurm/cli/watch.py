@@ -9,6 +9,8 @@ from verl_slurm.cli import render, story
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.errors import NotFound
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.files import to_json
 from verl_slurm.paths import RunPaths
 
 __all__ = ["tell_until_end", "watch"]
@@ -19,13 +21,12 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
     from verl_slurm.submit.follow import follow_run
 
     if as_json:
-        return follow_run(paths, offset, render.json_value)
+        return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
     bottom = render.Progress()
     teller = story.Story(verbose=verbose)
 
-    def on_event(event: dict[str, Any]) -> None:
-        text = teller.tell(event)
-        if text is not None:
+    def on_event(event: Event) -> None:
+        if (text := teller.tell(event)) is not None:
             bottom.line(text)
 
     def on_status(status: dict[str, Any]) -> None:

@@ -1,9 +1,11 @@
 """How long an emergency save of a run takes: as it was measured, or, before its first, as it can be expected. Pure."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
+
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.saves import measured_saves
 
 __all__ = ["SaveTime", "expected_save", "measured_save"]
 
@@ -12,29 +14,20 @@ _LAST = 8
 
 
 class SaveTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save needs, from the safe point until it is on shared storage.
-
-    Called by: cluster_rules.
-    """
+    """What a save needs, from the safe point until it is on shared storage."""
 
     seconds: float
     basis: str
     """Where the number comes from, as words."""
 
 
-def measured_save(events: Sequence[dict[str, Any]]) -> SaveTime | None:
+def measured_save(events: Iterable[Event]) -> SaveTime | None:
     """The slowest of a run's last saves; None: it has not saved yet.
 
     Args:
         events: of the run's journal, oldest first.
     """
-    seconds = [
-        float(event["seconds"])
-        for event in events
-        if event.get("event") == "saved"
-        and event.get("on_shared") is not False
-        and isinstance(event.get("seconds"), int | float)
-    ][-_LAST:]
+    seconds = [seconds for _, seconds in measured_saves(events, _LAST)]
     if not seconds:
         return None
     return SaveTime(seconds=max(seconds), basis=f"the slowest of this run's last {len(seconds)} saves")

@@ -22,8 +22,8 @@ from typing import Literal, Self
 from verl_slurm.checkpoint.best import metrics_of
 from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
+from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.step_log import append_step
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.lifeline import CONTROL_VARIABLE, die_with_launcher

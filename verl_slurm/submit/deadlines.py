@@ -16,10 +16,10 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import judge_deadlines
 from verl_slurm.doctor.places import PlaceReport, probe_place
 from verl_slurm.doctor.save_time import SaveTime, expected_save, measured_save
-from verl_slurm.events import read_events
 from verl_slurm.guest.reach import STEPS_LOOKED_AT, reach
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.steps import last_steps
 from verl_slurm.paths import RunPaths
-from verl_slurm.step_log import last_steps
 from verl_slurm.submit.preflight import SlurmSays
 from verl_slurm.submit.room import checkpoint_size
 

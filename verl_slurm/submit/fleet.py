@@ -17,12 +17,12 @@ import msgspec
 
 from verl_slurm.checkpoint.newest import Newest, newest_checkpoint
 from verl_slurm.errors import NotFound, SlurmMissing
-from verl_slurm.events import Event, read_last_events
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.outages import Outages
+from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
+from verl_slurm.journal.files import read_last_events
+from verl_slurm.journal.folds.jobs import Submission, newest_job
+from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.status import read_status
 from verl_slurm.paths import RunPaths
-from verl_slurm.snapshot import read_status
-from verl_slurm.submit.newest_job import Submission, newest_job
 
 __all__ = [
     "Glance",
@@ -32,7 +32,6 @@ __all__ = [
     "glance",
     "glance_at_all",
     "is_over",
-    "outcome_of",
     "state_of",
 ]
 
@@ -43,7 +42,7 @@ _TIMES_MORE = 16
 _AT_ONCE = 16
 """Runs that are read at the same time. On a network it is waiting that takes long; but on a local disk, too, a thousand
 took 0.5 s instead of 1.4 (cold) and of 1.0 (warm, two busy cores), for the same processor time."""
-_DECISIVE = frozenset({"submitted", "started", "ended"})
+_DECISIVE = (Submitted, Started, Ended)
 
 
 class Glance(msgspec.Struct, kw_only=True):
@@ -52,10 +51,10 @@ class Glance(msgspec.Struct, kw_only=True):
     root: Path
     status: dict[str, Any] = {}
     job: Submission | None = None
-    word: Event | None = None
+    word: Submitted | Started | Ended | None = None
     """The newest event that says whether the run goes on: submitted, started or ended. None: the run has a lead, which
     started longer ago than was read back."""
-    cause: Event | None = None
+    cause: Cause | None = None
     """The newest cause, where it is not longer ago than what was read back."""
     checkpoint: Newest | None = None
     interruptions: int = 0
@@ -130,8 +129,8 @@ def glance(root: Path) -> Glance:
         root=root,
         status=status,
         job=job,
-        word=next((event for event in reversed(events) if event["event"] in _DECISIVE), None),
-        cause=next((event for event in reversed(events) if event["event"] == "cause"), None),
+        word=next((event for event in reversed(events) if isinstance(event, _DECISIVE)), None),
+        cause=next((event for event in reversed(events) if isinstance(event, Cause)), None),
         checkpoint=checkpoint,
     )
     if "interruptions" in status and not whole:
@@ -162,8 +161,8 @@ def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any
     # A lead that is at work started longer ago than these events; where it is not, its end must be among them.
     if its_snapshot and status.get("state") not in (None, "", "ended"):
         return True
-    told = {event["event"] for event in events}
-    return bool(told & {"submitted", "started"}) or ("ended" in told and its_snapshot)
+    told = {type(event) for event in events}
+    return bool(told & {Submitted, Started}) or (Ended in told and its_snapshot)
 
 
 def glance_at_all(place: Path) -> list[Glance]:
@@ -185,8 +184,7 @@ def is_over(run: Glance) -> bool:
     """Whether the journal has the run's end: then nobody need be asked."""
     if run.job is None or run.error:
         return True
-    word = run.word
-    return word is not None and word["event"] == "ended" and word.get("exit_code") != ExitCode.REQUEUED
+    return isinstance(run.word, Ended) and run.word.is_final
 
 
 def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
@@ -272,23 +270,17 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         return run.error
     if run.job is None:
         return "prepared"
-    if is_over(run):
-        return outcome_of(run.word or {})
+    if isinstance(run.word, Ended) and run.word.is_final:
+        return run.word.outcome
     if seen is not None and seen.alive is False:
         return "gone"
     if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
         return f"on {run.status.get('slurm')}"
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
         return "queued" if seen.state == "PENDING" else "suspended"
-    kind, state = (run.word or {}).get("event"), str(run.status.get("state") or "")
-    of_this_job = run.status.get("job_id") == run.job.job_id and state != "ended" and kind != "submitted"
+    state = str(run.status.get("state") or "")
+    its_snapshot = run.status.get("job_id") == run.job.job_id
+    of_this_job = its_snapshot and state != "ended" and not isinstance(run.word, Submitted)
     if seen is not None and seen.alive:
         return state if of_this_job and state else "starting"
     return f"{state if of_this_job and state else 'queued'}?"
-
-
-def outcome_of(end: Event) -> str:
-    """How a run came out: `done`, `cancelled`, `failed with 11`. Called by: state_of, submit.fleet_follow."""
-    code = end.get("exit_code")
-    names = {int(ExitCode.OK): "done", int(ExitCode.CANCELLED): "cancelled"}
-    return names.get(code, f"failed with {code}") if isinstance(code, int) else "failed"

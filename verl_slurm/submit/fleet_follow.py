@@ -15,11 +15,23 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.bounded import JOURNAL, TooMuch, open_regular
-from verl_slurm.events import Event, parse_event
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import (
+    Crash,
+    Ended,
+    Event,
+    Gone,
+    Restart,
+    Save,
+    Started,
+    Submitted,
+    Successor,
+    Training,
+)
+from verl_slurm.journal.files import parse_event
 from verl_slurm.mounts import is_remote
 from verl_slurm.paths import RunPaths
-from verl_slurm.submit.fleet import Glance, ask_for, find_runs, glance, is_over, outcome_of, state_of
+from verl_slurm.submit.fleet import Glance, ask_for, find_runs, glance, is_over, state_of
 from verl_slurm.submit.inotify import Watches
 
 __all__ = ["FleetWatch", "Followed", "state_after"]
@@ -167,11 +179,10 @@ class FleetWatch:
             run.offset += 0 if lines else len(data)  # no event is as long as that
 
     def _judge(self, run: Followed, event: Event) -> None:
-        if event["event"] in ("submitted", "started", "successor"):
+        if isinstance(event, Submitted | Started | Successor):
             run.alive, run.exit_code = True, None
-        elif event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED:
-            code = event.get("exit_code")
-            run.alive, run.exit_code = False, code if isinstance(code, int) else int(ExitCode.INTERNAL)
+        elif isinstance(event, Ended) and event.is_final:
+            run.alive, run.exit_code = False, event.exit_code
 
     def _ask(self) -> int:
         """Whether those that are silent still live; how many do not."""
@@ -187,25 +198,25 @@ class FleetWatch:
             if run.state == "gone" and one.job is not None:
                 gone += 1
                 run.alive, run.exit_code = False, int(ExitCode.CRASHED)
-                self._on_event(run, {"event": "gone", "job_id": one.job.job_id, "state": "gone"})
+                self._on_event(run, Gone("gone", job_id=one.job.job_id))
         return gone
 
 
 def state_after(event: Event, state: str) -> str:
     """A run's state when this event has come; as `fleet.state_of` names it. Pure."""
-    match event["event"]:
-        case "submitted" | "successor":
+    match event:
+        case Submitted() | Successor():
             return "queued"
-        case "started" | "generation":
+        case Started() | Restart():
             return "starting"
-        case "training":
+        case Training():
             return "running"
-        case "save" if event.get("stop") is True:
+        case Save(stop=True):
             return "saving"
-        case "crash":
+        case Crash():
             return "paused"
-        case "ended":
-            return "queued" if event.get("exit_code") == ExitCode.REQUEUED else outcome_of(event)
+        case Ended():
+            return event.outcome if event.is_final else "queued"
         case _:
             return state
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
@@ -20,11 +21,13 @@ from watchdog.observers.polling import PollingObserver
 
 from verl_slurm.bounded import TooMuch, open_regular
 from verl_slurm.errors import SlurmMissing
-from verl_slurm.events import Event, parse_event, read_events
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import CancelAsked, Ended, Event, Gone
+from verl_slurm.journal.files import parse_event, read_events
+from verl_slurm.journal.folds.jobs import began_again
+from verl_slurm.journal.status import read_status
 from verl_slurm.mounts import is_remote
 from verl_slurm.paths import RunPaths
-from verl_slurm.snapshot import read_status
 from verl_slurm.submit.liveness import job_state, settle
 from verl_slurm.submit.record import last_job
 
@@ -149,7 +152,7 @@ def follow_run(
     paths: RunPaths,
     offset: int,
     on_event: Callable[[Event], None],
-    on_status: Callable[[Event], None] | None = None,
+    on_status: Callable[[dict[str, Any]], None] | None = None,
 ) -> ExitCode:
     """Hand every event behind `offset` to `on_event` until the run has ended, over all its requeues.
 
@@ -180,13 +183,10 @@ def follow_run(
                 continue
             on_event(event)
             # A job that is cancelled while it waits ends without a word: soon after, somebody must ask.
-            patience_s = (
-                _CANCEL_S if event["event"] == "cancel_asked" else _SILENCE_S[last_job(paths).cluster]
-            )
-            code = _ended(event)
-            if code is not None and code is not ExitCode.REQUEUED and not _began_again(paths, event):
+            patience_s = _CANCEL_S if isinstance(event, CancelAsked) else _SILENCE_S[last_job(paths).cluster]
+            if isinstance(event, Ended) and event.is_final and not began_again(read_events(paths), event):
                 settle(paths, last_job(paths))
-                return code
+                return event.code
             continue
         job = last_job(paths)
         try:
@@ -194,32 +194,15 @@ def follow_run(
         except SlurmMissing:
             continue  # a controller that is away for a while ends no run
         if state.over:
-            on_event({"event": "gone", "job_id": job.job_id, "state": state.state})
+            on_event(Gone(state.state, job_id=job.job_id))
             return state.exit_code
     raise AssertionError("unreachable: follow_lines never ends")
 
 
-def _hand_status(paths: RunPaths, on_status: Callable[[Event], None]) -> None:
+def _hand_status(paths: RunPaths, on_status: Callable[[dict[str, Any]], None]) -> None:
     status = read_status(paths)
     if status:
         on_status(status)
-
-
-def _began_again(paths: RunPaths, ended: Event) -> bool:
-    """Whether the journal has a later job or start behind this end: a run may be submitted again after any end."""
-    again = False
-    for event in read_events(paths):
-        if event == ended:
-            again = False
-        elif event["event"] in ("submitted", "successor", "started"):
-            again = True
-    return again
-
-
-def _ended(event: Event) -> ExitCode | None:
-    if event.get("event") != "ended":
-        return None
-    return next((code for code in ExitCode if code == event.get("exit_code")), ExitCode.INTERNAL)
 
 
 def _read_lines(path: Path, offset: int) -> list[bytes]:

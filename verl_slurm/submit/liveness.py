@@ -15,11 +15,11 @@ import psutil
 from verl_slurm.errors import NotFound, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
+from verl_slurm.journal.folds.jobs import Submission
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
-from verl_slurm.submit.newest_job import Submission
 
 __all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle"]
 

@@ -3,12 +3,12 @@
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
 from verl_slurm.errors import NotFound
-from verl_slurm.events import read_events
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds import jobs
+from verl_slurm.journal.folds.jobs import Submission, newest_job
+from verl_slurm.journal.status import read_status
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
-from verl_slurm.snapshot import read_status
-from verl_slurm.submit.newest_job import Submission, newest_job
 
 __all__ = [
     "has_begun",
@@ -53,11 +53,7 @@ def steps_done(paths: RunPaths) -> int:
 
 def has_ended(paths: RunPaths, job: Submission) -> bool:
     """Whether the daemon of this job wrote down an end that is not a requeue."""
-    ended = False
-    for event in read_events(paths):
-        if event.get("job_id") == job.job_id:
-            ended = event["event"] == "ended" and event.get("exit_code") != ExitCode.REQUEUED
-    return ended
+    return jobs.has_ended(read_events(paths), job.job_id)
 
 
 def last_job(paths: RunPaths) -> Submission:

@@ -29,8 +29,9 @@ from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import DatasetDrift, Fenced, NotFound
-from verl_slurm.events import append_event
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import append_event
 from verl_slurm.one_line import counted
 from verl_slurm.packages import require_packages
 from verl_slurm.paths import RunPaths
@@ -251,7 +252,7 @@ def carry_out(
         if drift is not None:
             _record_drift(paths, drift)
         if job_id is not None:
-            append_event(paths, "submitted", job_id=job_id, cluster=plan.cluster, host=socket.gethostname())
+            append_event(paths, ev.Submitted(plan.cluster, socket.gethostname(), job_id=job_id))
     return Submitted(
         run_dir=str(paths.root),
         cluster=plan.cluster,
@@ -350,13 +351,7 @@ def _run_yaml_of(directory: Path) -> Path:
 
 
 def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
-    append_event(
-        paths,
-        "force_resume",
-        added=list(drift.added),
-        removed=list(drift.removed),
-        changed=list(drift.changed),
-    )
+    append_event(paths, ev.ForceResume(list(drift.added), list(drift.removed), list(drift.changed)))
 
 
 def _make_root(undo: ExitStack, root: Path) -> None:

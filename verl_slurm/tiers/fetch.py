@@ -22,8 +22,9 @@ from verl_slurm.checkpoint.storage import need_of_next
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
-from verl_slurm.events import append_event
 from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.journal.events import TierFailed, TierFetched
+from verl_slurm.journal.files import append_event
 from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend
@@ -183,11 +184,9 @@ def _fetch(
             num_bytes = _bring(paths, tier.backend, tier.run, name, keys)
         except (VerlSlurmError, OSError) as error:
             failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
-            append_event(
-                paths, "tier_failed", name=name, tier=state.name, what="fetch", problem=failure.one_line()
-            )
+            append_event(paths, TierFailed(state.name, name, "fetch", failure.one_line()))
             continue
-        append_event(paths, "tier_fetched", name=name, tier=state.name, num_bytes=num_bytes)
+        append_event(paths, TierFetched(name, state.name, num_bytes))
         return state.name
     if failure is not None:
         raise failure

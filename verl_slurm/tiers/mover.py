@@ -22,7 +22,8 @@ from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tier_checks import LOCAL_TIER
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, PermissionRefused, TierError, VerlSlurmError
-from verl_slurm.events import append_event
+from verl_slurm.journal.events import TierCopied, TierFailed, TierRemoved, TierUnreachable
+from verl_slurm.journal.files import append_event
 from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend
@@ -141,7 +142,7 @@ class _Mover:
         states = survey(self._paths, self._all, self._memory, self._keys)
         for state in states:
             if not state.reachable:
-                append_event(self._paths, "tier_unreachable", tier=state.name, reason=state.detail)
+                append_event(self._paths, TierUnreachable(state.name, state.detail))
         for copy in states[0].copies:
             if copy.refused:
                 self._say_refused(copy.name, copy.detail)
@@ -159,19 +160,17 @@ class _Mover:
             sent = act(action)
         except (VerlSlurmError, OSError) as error:
             problem = error.one_line() if isinstance(error, VerlSlurmError) else f"{error}"
-            self._write("tier_failed", action, what=action.kind, problem=problem)
+            append_event(
+                self._paths, TierFailed(action.tier, action.name, action.kind, problem, action.reason)
+            )
             return Done(action=action, problem=problem, seconds=time.monotonic() - began)
         seconds = time.monotonic() - began
         if action.kind == "copy":
-            self._write(
-                "tier_copied", action, source=action.source, bytes_sent=sent, seconds=round(seconds, 3)
-            )
+            told = (action.reason, action.source, sent, round(seconds, 3))
+            append_event(self._paths, TierCopied(action.name, action.tier, *told))
         else:
-            self._write("tier_removed", action)
+            append_event(self._paths, TierRemoved(action.name, action.tier, action.reason))
         return Done(action=action, sent=sent, seconds=seconds)
-
-    def _write(self, event: str, action: Action, **fields: object) -> None:
-        append_event(self._paths, event, name=action.name, tier=action.tier, reason=action.reason, **fields)
 
     # ---- copies
 
@@ -219,7 +218,7 @@ class _Mover:
         """One line in the journal for each that is not signed, not one a pass."""
         record = self._memory.get(LOCAL_TIER, name)
         if record is None or (record.signature, record.stamp) != ("refused", local_stamp(self._paths, name)):
-            append_event(self._paths, "tier_failed", name=name, tier=LOCAL_TIER, what="copy", problem=detail)
+            append_event(self._paths, TierFailed(LOCAL_TIER, name, "copy", detail))
             self._remember_local(name, ok=False, detail=detail)
 
     def _condemn(self, source: str, name: str, detail: str) -> None:
@@ -300,7 +299,7 @@ class _Mover:
         try:
             self._backend(tier_name).forget(tier.run, wanted)
         except TierError as error:
-            append_event(self._paths, "tier_failed", tier=tier_name, what="forget", problem=error.one_line())
+            append_event(self._paths, TierFailed(tier_name, what="forget", problem=error.one_line()))
 
     def _backend(self, name: str) -> Backend:
         backend = self._tiers[name].backend

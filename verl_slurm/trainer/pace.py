@@ -13,18 +13,19 @@ from statistics import median
 
 from verl_slurm.checkpoint.best import Best, is_new_best
 from verl_slurm.checkpoint.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
-from verl_slurm.checkpoint.interruptions import (
-    Interruptions,
-    mean_time_between,
-    measured_saves,
-    read_interruptions,
-)
 from verl_slurm.checkpoint.notice import Notice
 from verl_slurm.checkpoint.storage import need_of_next
 from verl_slurm.checkpoint.storage_watch import StorageWatch
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dcp.collective import Collective
-from verl_slurm.events import Event, read_events
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.interruptions import (
+    Interruptions,
+    count_interruptions,
+    mean_time_between,
+)
+from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.cost import CostMeter
 from verl_slurm.trainer.report import Reporter
@@ -70,7 +71,7 @@ class Pace:
         self._durable_s: deque[float] = deque(maxlen=_MEASURED)
         self._num_files = _FILES_PER_RANK * ranks.world_size
         events = _read(paths) if ranks.rank == 0 else []
-        self._past = read_interruptions(events)
+        self._past = count_interruptions(events)
         earlier = measured_saves(events, _MEASURED)
         basis = "the last save" if earlier else "models and optimizers"
         self._storage = StorageWatch(

@@ -19,7 +19,6 @@ from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, finger
 from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
 from verl_slurm.checkpoint.format import Manifest
 from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
-from verl_slurm.checkpoint.interruptions import measured_saves
 from verl_slurm.checkpoint.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.schema import current_schema
 from verl_slurm.config.roles import trained_roles
@@ -28,16 +27,17 @@ from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.errors import VerlSlurmError
-from verl_slurm.events import read_events
 from verl_slurm.fence import require_epoch
 from verl_slurm.files import require_safe_way
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.saves import measured_saves
+from verl_slurm.journal.steps import append_step
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.prompts.chat_template import read_template
 from verl_slurm.prompts.choice import SUFFIXES
 from verl_slurm.prompts.directory import Content
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.step_log import append_step
 from verl_slurm.trainer import console
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 from verl_slurm.trainer.engines import build_engine

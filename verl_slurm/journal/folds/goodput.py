@@ -1,13 +1,28 @@
-"""What the journal adds up to: pure, and the same whether it is read back at a start or told event by event.
+"""The numbers of a run for its metrics: restarts, saves, goodput. The same read back at a start or fed event by event.
 
 The journal outlives the lead, so these numbers are the run's, not the process's: a counter goes on where the former
-incarnation left it. Times are seconds since the epoch, as the events have them.
+attempt left it. Times are seconds since 1970, as the events have them.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
-from datetime import datetime
-from typing import Any
+from collections.abc import Iterable
+
+from verl_slurm.journal.events import (
+    Cause,
+    Crash,
+    Ended,
+    Event,
+    Fenced,
+    Orphaned,
+    Other,
+    Requeue,
+    Restart,
+    Saved,
+    Started,
+    Submitted,
+    Verified,
+    kind_of,
+)
 
 __all__ = ["RESTART_CAUSES", "RunNumbers"]
 
@@ -26,8 +41,6 @@ RESTART_CAUSES = (
 )
 """Why ranks were started again. Closed, so that no text of an event becomes a label."""
 
-_OF_KIND = {"hang": "hang", "node": "node_lost", "stranger": "stranger"}
-"""The kinds of a `crash` that have a cause of their own (`model.FailureKind`)."""
 _MOST_NAMES = 64
 """Checkpoints whose time is remembered: far more than a run keeps."""
 _MOST_STEPS = 10_000_000
@@ -35,9 +48,9 @@ _LARGEST = 1e18
 
 
 class RunNumbers:
-    """Counts and times of one run. Called by: lead_metrics."""
+    """Counts and times of one run."""
 
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, events: Iterable[Event] = ()) -> None:
         self.first_started: float | None = None
         self.last_save: float | None = None
         """When the newest checkpoint was written that was then read back; None: there is none."""
@@ -53,49 +66,46 @@ class RunNumbers:
         self.last_save_bytes: float | None = None
         self._saved_at: dict[str, float] = {}
         self._lived, self._began, self._last = 0.0, 0.0, 0.0
-        self._job_id, self._living, self._generations, self._why = "", False, 0, ""
+        self._job_id, self._living, self._num_restarts, self._why = "", False, 0, ""
         self._step_seconds = array("d")
         self.useful_seconds = 0.0
         """Of the steps that count; a step that was interrupted in its middle counts with its last part."""
         for event in events:
             self.feed(event)
 
-    def feed(self, event: Mapping[str, Any]) -> None:
-        """Add one event. What makes no sense is passed over: the journal is a file, it decides nothing alone."""
-        now, kind = _seconds(event.get("time")), event.get("event")
-        if now is None or not isinstance(kind, str):
+    def feed(self, event: Event) -> None:
+        """Add one event. One without a time, or of an unknown kind, is passed over."""
+        now, kind = event.at, kind_of(event)
+        if now is None or isinstance(event, Other):
             return
         if kind in self.counts:
             self.counts[kind] += 1
-        name = str(event.get("name") or "")
-        match kind:
-            case "started":
-                self._start(now, str(event.get("job_id")))
-            case "ended" | "fenced":
+        match event:
+            case Started():
+                self._start(now, event.job_id or "")
+            case Ended() | Fenced():
                 self._end(now)
-            case "submitted" if event.get("job_id") != self._job_id:
+            case Submitted() if event.job_id != self._job_id:
                 self._why = "submitted"
-            case "cause" if (
-                event.get("cause") == "failed"
-            ):  # of all that can fail, a lead lives to see a lost node
+            case Cause(cause="failed"):  # of all that can fail, a lead lives to see a lost node
                 self._why = "node_lost"
-            case "cause" if event.get("cause") == "operator_requeue":
+            case Cause(cause="operator_requeue"):
                 self._why = "requeued"
-            case "cause" if event.get("cause") in RESTART_CAUSES:
-                self._why = str(event["cause"])
-            case "crash":
-                self._why = _OF_KIND.get(str(event.get("kind")), "crash")
-            case "orphaned":
+            case Cause(cause=cause) if cause in RESTART_CAUSES:
+                self._why = cause
+            case Crash(cause=cause):
+                self._why = cause
+            case Orphaned():
                 self._why = "lead_lost"
-            case "generation":
-                self._generation(str(event.get("resume") or ""))
-            case "requeue":
-                self.requeues["accepted" if event.get("accepted") is True else "refused"] += 1
-            case "saved":
-                self._saved(now, name, event)
-            case "verified":
+            case Restart(resume=resume):
+                self._restart(resume or "")
+            case Requeue(accepted=accepted):
+                self.requeues["accepted" if accepted else "refused"] += 1
+            case Saved():
+                self._saved(now, event)
+            case Verified(name=name):
                 self.last_save = self._saved_at.get(name, now)
-        if self._living and kind != "submitted":
+        if self._living and not isinstance(event, Submitted):
             self._last = max(self._last, now)
 
     def step_took(self, step: int, seconds: float) -> None:
@@ -129,26 +139,26 @@ class RunNumbers:
             self._lived += max(now - self._began, 0.0)
         self._living = False
 
-    def _generation(self, resume: str) -> None:
-        if self._generations:
+    def _restart(self, resume: str) -> None:
+        if self._num_restarts:
             self.restarts[self._why or "other"] += 1
-        self._generations += 1
+        self._num_restarts += 1
         self._why = ""
         if resume in self._saved_at:
             self.last_save = self._saved_at[resume]  # what is newer was not found good
         elif not resume:
             self.last_save = None
 
-    def _saved(self, now: float, name: str, event: Mapping[str, Any]) -> None:
-        self.saves["emergency" if event.get("emergency") is True else "periodic"] += 1
-        self._saved_at.pop(name, None)
-        self._saved_at[name] = now
+    def _saved(self, now: float, event: Saved) -> None:
+        self.saves["emergency" if event.emergency else "periodic"] += 1
+        self._saved_at.pop(event.name, None)
+        self._saved_at[event.name] = now
         if len(self._saved_at) > _MOST_NAMES:
             del self._saved_at[next(iter(self._saved_at))]
         self.last_durable = now
-        if event.get("on_shared") is False:
+        if not event.on_shared:
             self.last_save = now  # the ranks have read it back on the nodes' disks
-        seconds, size = _number(event.get("seconds")), _number(event.get("num_bytes"))
+        seconds, size = _number(event.seconds), _number(event.num_bytes)
         if seconds is not None and size is not None:
             self.last_save_seconds, self.last_save_bytes = seconds, size
             self.save_seconds += seconds
@@ -171,14 +181,5 @@ _COUNTED = (
 """Events of which only the number matters."""
 
 
-def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return float(value) if 0 <= value < _LARGEST else None
-
-
-def _seconds(time: object) -> float | None:
-    try:
-        return datetime.fromisoformat(str(time)).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
+def _number(value: float | None) -> float | None:
+    return None if value is None or not 0 <= value < _LARGEST else float(value)

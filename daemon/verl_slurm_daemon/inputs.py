@@ -10,9 +10,9 @@ __all__ = [
     "AllDone",
     "BackoffOver",
     "CauseKnown",
-    "Event",
     "GenerationEnded",
     "Hung",
+    "Input",
     "NodeFailed",
     "Over",
     "RankSaid",
@@ -155,7 +155,7 @@ class RequeueAnswered(_Event, frozen=True):
     detail: str
 
 
-Event = (
+Input = (
     Ready
     | Over
     | AllDone

@@ -9,26 +9,34 @@ What a user ended, and submitted again, is no interruption. Times are the hosts'
 as no time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import (
+    Cause,
+    Crash,
+    Ended,
+    Event,
+    FirstRollout,
+    Hang,
+    Orphaned,
+    Restart,
+    Saved,
+    Started,
+    Training,
+)
 
 __all__ = ["Outage", "Outages"]
 
 _ENDING = frozenset({"preemption", "time_limit", "requeued", "node_lost", "failed", "operator_requeue"})
 """Causes (`slurm.cause.CauseKind`) that end an incarnation which is to go on. A cancel is not to go on."""
-_OF_CRASH = {"hang": "hang", "node": "node_lost", "stranger": "stranger"}
 
 
 class Outage(msgspec.Struct, kw_only=True):
-    """One interruption. Durations in seconds; None: not known, or not there yet.
-
-    Called by: cli.interruptions, verl_slurm_daemon.lead.
-    """
+    """One interruption. Durations in seconds; None: not known, or not there yet."""
 
     cause: str
     """A cause of `slurm.cause`, or crash, hang, stranger, lead_lost."""
@@ -59,9 +67,9 @@ class Outage(msgspec.Struct, kw_only=True):
 
 
 class Outages:
-    """All interruptions of one run, oldest first. Called by: cli.interruptions, verl_slurm_daemon.lead."""
+    """All interruptions of one run, oldest first."""
 
-    def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, events: Iterable[Event] = ()) -> None:
         self.each: list[Outage] = []
         self._open: Outage | None = None
         self._epoch, self._living = 0, False
@@ -75,21 +83,21 @@ class Outages:
         """Of all that are over."""
         return round(sum(outage.seconds or 0.0 for outage in self.each), 3)
 
-    def feed(self, event: Mapping[str, Any]) -> None:
-        """Add one event. What makes no sense is passed over: the journal is a file, it decides nothing alone."""
-        now, kind, epoch = _seconds(event.get("time")), event.get("event"), event.get("epoch")
-        if now is None or not isinstance(epoch, int):
-            return  # also what people ask for: it is the daemon that says what came of it
-        if kind == "started" and epoch >= self._epoch:
+    def feed(self, event: Event) -> None:
+        """Add one event. What a person's command wrote is passed over: the daemon says what came of it."""
+        now, epoch = event.at, event.epoch
+        if now is None or epoch is None:
+            return
+        if isinstance(event, Started) and epoch >= self._epoch:
             self._started(now, epoch)
         elif epoch != self._epoch:
-            return  # the last words of an incarnation that was fenced out
-        elif kind == "ended":
-            self._ended(now, event.get("exit_code"))
-        elif kind in ("cause", "hang", "crash", "orphaned"):
-            self._failed(now, str(kind), event)
+            return  # the last words of an attempt that was fenced out
+        elif isinstance(event, Ended):
+            self._ended(now, event)
+        elif isinstance(event, Cause | Hang | Crash | Orphaned):
+            self._failed(now, event)
         elif self._open is not None:
-            self._went_on(now, str(kind), event, self._open)
+            self._went_on(now, event, self._open)
         self._last = max(self._last, now)
 
     def _started(self, now: float, epoch: int) -> None:
@@ -99,20 +107,22 @@ class Outages:
             self._open.queue_s = _between(self._last, now)
         self._epoch, self._living, self._mark = epoch, True, now
 
-    def _ended(self, now: float, exit_code: object) -> None:
+    def _ended(self, now: float, event: Ended) -> None:
         self._living = False
-        if exit_code != ExitCode.REQUEUED:
-            self._end(now, back=exit_code == ExitCode.OK)
+        if event.is_final:
+            self._end(now, back=event.exit_code == ExitCode.OK)
 
-    def _failed(self, now: float, kind: str, event: Mapping[str, Any]) -> None:
-        if kind == "cause":
-            cause = str(event.get("cause"))
-            if cause not in _ENDING:
-                return
-        elif kind == "orphaned":
-            cause = "lead_lost"
-        else:
-            cause = "hang" if kind == "hang" else _OF_CRASH.get(str(event.get("kind")), "crash")
+    def _failed(self, now: float, event: Cause | Hang | Crash | Orphaned) -> None:
+        match event:
+            case Cause(cause=cause):
+                if cause not in _ENDING:
+                    return
+            case Crash(cause=cause):
+                pass
+            case Hang():
+                cause = "hang"
+            case Orphaned():
+                cause = "lead_lost"
         if self._open is not None and not self._relaunched:
             self._mark = max(self._mark, now)  # more of the same: a hang's crash, a crash's requeue
             return
@@ -120,19 +130,19 @@ class Outages:
         self._begin(cause, now)
         self._mark = now
 
-    def _went_on(self, now: float, kind: str, event: Mapping[str, Any], outage: Outage) -> None:
-        name = str(event.get("name") or "")
-        if kind == "saved" and event.get("emergency") is True and not self._relaunched:
-            outage.saved, outage.save_s = name, _between(self._began, now)
-        elif kind == "generation":
-            self._relaunched = True
-            outage.resumed = str(event.get("resume") or "")
-            outage.queue_s = outage.queue_s or 0.0
-        elif kind == "training" and self._relaunched:
-            outage.start_s, self._mark = _between(self._mark, now), now
-        elif kind == "first_rollout" and self._relaunched:
-            outage.again_s = _between(self._mark, now)
-            self._end(now, back=True)
+    def _went_on(self, now: float, event: Event, outage: Outage) -> None:
+        match event:
+            case Saved(name=name, emergency=True) if not self._relaunched:
+                outage.saved, outage.save_s = name, _between(self._began, now)
+            case Restart(resume=resume):
+                self._relaunched = True
+                outage.resumed = resume or ""
+                outage.queue_s = outage.queue_s or 0.0
+            case Training() if self._relaunched:
+                outage.start_s, self._mark = _between(self._mark, now), now
+            case FirstRollout() if self._relaunched:
+                outage.again_s = _between(self._mark, now)
+                self._end(now, back=True)
 
     def _begin(self, cause: str, now: float) -> None:
         began = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
@@ -147,10 +157,3 @@ class Outages:
 
 def _between(earlier: float, later: float) -> float:
     return round(max(later - earlier, 0.0), 3)
-
-
-def _seconds(time: object) -> float | None:
-    try:
-        return datetime.fromisoformat(str(time)).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None

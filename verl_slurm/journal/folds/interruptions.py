@@ -10,12 +10,12 @@ queue is no running time. A start that died without a word lived longer than its
 over- than underestimated. Times are the hosts' clocks; one that went backwards counts as no time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
 
-__all__ = ["Interruptions", "mean_time_between", "measured_saves", "read_interruptions"]
+from verl_slurm.journal.events import Cause, Crash, Degraded, Ended, Event, Fenced, Started
+
+__all__ = ["Interruptions", "count_interruptions", "mean_time_between"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +45,27 @@ class _Life:
     cause: bool = False
 
 
-def read_interruptions(events: Iterable[Mapping[str, Any]]) -> Interruptions:
-    """Count them. Lines that make no sense are passed over: the journal informs, it decides nothing alone.
+def count_interruptions(events: Iterable[Event]) -> Interruptions:
+    """Count them.
 
     Args:
-        events: of `events.read_events`, oldest first.
-
-    Called by: trainer.pace, rank 0.
+        events: oldest first.
     """
     lives: dict[int, _Life] = {}
     for event in events:
-        epoch, time = event.get("epoch"), _seconds(event.get("time"))
-        if not isinstance(epoch, int) or time is None:
+        epoch, time = event.epoch, event.at
+        if epoch is None or time is None:
             continue
-        kind = event.get("event")
-        if kind == "started":
+        if isinstance(event, Started):
             lives[epoch] = _Life(began=time, last=time)
         life = lives.get(epoch)
         if life is None:
             continue
         life.last = max(life.last, time)
-        life.crashes += kind == "crash"
-        life.degraded |= kind == "degraded"
-        life.ended |= kind in ("ended", "fenced")
-        life.cause |= kind == "cause"
+        life.crashes += isinstance(event, Crash)
+        life.degraded |= isinstance(event, Degraded)
+        life.ended |= isinstance(event, Ended | Fenced)
+        life.cause |= isinstance(event, Cause)
     newest = max(lives, default=0)
     lossy = graceful = 0
     for epoch, life in lives.items():
@@ -90,25 +87,3 @@ def mean_time_between(seen: Interruptions, expected_s: float) -> float:
         expected_s: above 0.
     """
     return (expected_s + max(seen.run_s, 0.0)) / (1 + max(seen.lossy, 0))
-
-
-def measured_saves(events: Iterable[Mapping[str, Any]], newest: int) -> list[tuple[int, float]]:
-    """(bytes, seconds) of the newest saves to shared storage that the journal tells of, oldest first."""
-    found = [
-        (event["num_bytes"], float(event["seconds"]))
-        for event in events
-        if event.get("event") == "saved"
-        and event.get("on_shared") is not False
-        and isinstance(event.get("num_bytes"), int)
-        and isinstance(event.get("seconds"), int | float)
-        and event["num_bytes"] > 0
-        and 0.0 < event["seconds"] < float("inf")
-    ]
-    return found[-newest:] if newest > 0 else []
-
-
-def _seconds(text: object) -> float | None:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except (ValueError, OverflowError):
-        return None

@@ -7,19 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.interruptions import (
+from tests.journals import make_event
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.interruptions import (
     Interruptions,
+    count_interruptions,
     mean_time_between,
-    measured_saves,
-    read_interruptions,
 )
+from verl_slurm.journal.folds.saves import measured_saves
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
-def event(kind: str, at: float, epoch: int = 1, **fields: Any) -> dict[str, Any]:
+def event(kind: str, at: float, epoch: int = 1, **fields: Any) -> Event:
     time = (NOON + timedelta(seconds=at)).isoformat(timespec="milliseconds")
-    return {"time": time, "event": kind, "epoch": epoch, **fields}
+    return make_event(kind, time=time, epoch=epoch, **fields)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +81,8 @@ def event(kind: str, at: float, epoch: int = 1, **fields: Any) -> dict[str, Any]
         (
             "lines that make no sense are passed over",
             [
-                {"event": "crash"},
-                {"event": "started", "epoch": 1, "time": "?"},
-                {"event": 7, "epoch": "x"},
+                make_event("crash"),
+                make_event("started", epoch=1, time="?"),
                 event("crash", 0, 9),
             ],
             0,
@@ -91,11 +92,9 @@ def event(kind: str, at: float, epoch: int = 1, **fields: Any) -> dict[str, Any]
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_what_counts(
-    says: str, events: list[dict[str, Any]], lossy: int, graceful: int, run_s: float
-) -> None:
+def test_what_counts(says: str, events: list[Event], lossy: int, graceful: int, run_s: float) -> None:
     expected = Interruptions(lossy=lossy, graceful=graceful, run_s=run_s)
-    assert read_interruptions(events) == expected, says
+    assert count_interruptions(events) == expected, says
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_the_mean_time_between_them(says: str, lossy: int, hours: float, expecte
 def test_measured_saves_are_the_newest_and_only_those_that_make_sense() -> None:
     events = [
         event("saved", at, num_bytes=count, seconds=seconds)
-        for at, (count, seconds) in enumerate([(1, 1.0), (2, 0.0), (0, 1.0), (3, "x"), (4, 2), (5, 3.0)])
+        for at, (count, seconds) in enumerate([(1, 1.0), (2, 0.0), (0, 1.0), (3, None), (4, 2.0), (5, 3.0)])
     ]
     assert measured_saves(events, 9) == [(1, 1.0), (4, 2.0), (5, 3.0)]
     assert measured_saves(events, 2) == [(4, 2.0), (5, 3.0)]
@@ -135,8 +134,8 @@ kinds = st.sampled_from(["started", "ended", "fenced", "crash", "degraded", "cau
 
 
 @given(st.lists(st.builds(event, kinds, st.floats(0, 1e6), st.integers(1, 4))))
-def test_whatever_the_journal_says_the_mean_is_a_time(events: list[dict[str, Any]]) -> None:
-    seen = read_interruptions(events)
+def test_whatever_the_journal_says_the_mean_is_a_time(events: list[Event]) -> None:
+    seen = count_interruptions(events)
     assert seen.lossy >= 0
     assert seen.run_s >= 0.0
     assert mean_time_between(seen, 60.0) > 0.0

@@ -4,23 +4,24 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from verl_slurm_daemon.run_numbers import RESTART_CAUSES, RunNumbers
+
+from tests.journals import make_event
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.goodput import RESTART_CAUSES, RunNumbers
 
 START = 1_800_000_000.0
 
 
-def at(seconds: float, event: str, /, **fields: Any) -> dict[str, Any]:
-    return {"time": datetime.fromtimestamp(START + seconds, UTC).isoformat(), "event": event, **fields}
+def at(seconds: float, kind: str, /, **fields: Any) -> Event:
+    return make_event(kind, time=datetime.fromtimestamp(START + seconds, UTC).isoformat(), **fields)
 
 
-def life(
-    began: float, *inner: dict[str, Any], ended: float | None = None, job: str = "7"
-) -> list[dict[str, Any]]:
+def life(began: float, *inner: Event, ended: float | None = None, job: str = "7") -> list[Event]:
     end = [] if ended is None else [at(ended, "ended", exit_code=25)]
     return [at(began, "started", job_id=job), *inner, *end]
 
 
-def save(written: float, name: str = "step_000002", /, **fields: Any) -> list[dict[str, Any]]:
+def save(written: float, name: str = "step_000002", /, **fields: Any) -> list[Event]:
     facts = {"name": name, "seconds": 2.0, "num_bytes": 100, "emergency": False, "on_shared": True}
     return [at(written, "saved", **(facts | fields)), at(written + 1, "verified", name=name)]
 
@@ -77,7 +78,6 @@ GENERATION = at(1, "generation", number=1)
         ([at(5, "crash", detail="x")], "crash"),
         ([at(5, "hang"), at(6, "crash", detail="x", kind="hang")], "hang"),
         ([at(6, "crash", detail="x", kind="node")], "node_lost"),
-        ([at(6, "crash", detail="x", kind=["hang"])], "crash"),
         ([at(5, "orphaned"), at(9, "started", job_id="7")], "lead_lost"),
         ([at(9, "started", job_id="7")], "lead_lost"),
         ([at(6, "ended"), at(7, "submitted", job_id="8"), at(9, "started", job_id="8")], "submitted"),
@@ -87,7 +87,7 @@ GENERATION = at(1, "generation", number=1)
         ([at(5, "cause", cause='x"} 1\nevil 1'), at(6, "ended"), at(9, "started", job_id="7")], "other"),
     ],
 )
-def test_a_restart_has_the_cause_that_was_written_down(between: list[dict[str, Any]], cause: str) -> None:
+def test_a_restart_has_the_cause_that_was_written_down(between: list[Event], cause: str) -> None:
     run = RunNumbers([*life(0), GENERATION, *between])
     assert restarts(run) == {}
     run.feed(at(10, "generation", number=2))
@@ -133,19 +133,15 @@ def test_told_event_by_event_or_read_back_it_is_the_same() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        {},
-        {"event": "saved"},
-        {"event": 7, "time": "2026-01-01T00:00:00+00:00"},
-        {"event": "saved", "time": "yesterday"},
-        {"event": "saved", "time": ["x"]},
-        at(1, "saved", name=["x"], seconds="long", num_bytes=True),
-        at(1, "saved", seconds=float("nan"), num_bytes=1e300),
-        at(1, "verified", name={"a": 1}),
-        at(1, "cause", cause=["preemption"]),
-        at(1, "cause", cause=None),
+        make_event("saved"),
+        make_event("saved", time="yesterday"),
+        at(1, "saved", seconds=-1.0, num_bytes=5),
+        at(1, "saved", seconds=1.0),
+        at(1, "cause", cause=""),
+        at(1, "ended", exit_code=-(1 << 53)),
     ],
 )
-def test_what_makes_no_sense_is_passed_over(event: dict[str, Any]) -> None:
+def test_what_makes_no_sense_is_passed_over(event: Event) -> None:
     run = RunNumbers([*life(0), event])
     assert run.last_save_seconds is None
     assert restarts(run) == {}

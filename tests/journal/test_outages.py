@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.journals import make_event, make_events
 from tests.many_runs import Teller
-from verl_slurm.outages import Outages
+from verl_slurm.journal.folds.outages import Outages
 
 
 def told(teller: Teller) -> Outages:
-    return Outages(teller.events)
+    return Outages(make_events(teller.events))
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_event_by_event_is_as_read_back(teller: Teller) -> None:
     teller.preempt()
     teller.start()
     heard = Outages()
-    for event in teller.events:
+    for event in make_events(teller.events):
         heard.feed(event)
     assert heard.each == told(teller).each
 
@@ -99,13 +100,13 @@ def test_the_last_words_of_a_fenced_incarnation_change_nothing(teller: Teller) -
     teller.preempt()
     teller.start()
     before = told(teller).each
-    late = {"time": datetime(2026, 12, 1, tzinfo=UTC).isoformat(), "epoch": 1, "event": "crash"}
-    assert Outages([*teller.events, late]).each == before
+    late = make_event("crash", time=datetime(2026, 12, 1, tzinfo=UTC).isoformat(), epoch=1)
+    assert Outages([*make_events(teller.events), late]).each == before
 
 
-@pytest.mark.parametrize("event", [{}, {"event": "cause"}, {"event": 3, "time": "x", "epoch": "y"}])
-def test_lines_that_make_no_sense_are_passed_over(event: dict[str, Any]) -> None:
-    assert Outages([event]).each == []
+@pytest.mark.parametrize("fields", [{}, {"time": "x", "epoch": 1}, {"time": "2026-12-01T08:00:00+00:00"}])
+def test_an_event_without_a_time_or_an_attempt_is_passed_over(fields: dict[str, Any]) -> None:
+    assert Outages([make_event("cause", cause="preemption", **fields)]).each == []
 
 
 def test_a_clock_that_goes_backwards_is_no_time(teller: Teller) -> None:

@@ -1,0 +1,1 @@
+"""The journal of a run: what happened (`events.jsonl`), where it stands (`status.json`), numbers (`steps.jsonl`)."""

@@ -1,0 +1,516 @@
+"""Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal.
+
+A line of the file is one JSON object. `event` names the kind: the class in snake_case (`OneCopy` is `one_copy`), unless
+the class says otherwise. Each kind may have `time`, `epoch` and `job_id` beside its own fields; a field at its default
+is left out. Durations are in seconds, sizes in bytes, steps count from 0.
+
+The journal informs people and decides what to do at a start: whether a run is stuck, which nodes it avoids, which job
+it follows. It never decides what a run has computed; that is in its checkpoints and its ledger, which carry digests.
+
+Compatibility: a kind is never removed, and a field only gets added, with a default. A line of an unknown kind, or with
+a field of another type, is read as `Other`: it is told as it is, and no fold counts it.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+import msgspec
+
+from verl_slurm.exit_codes import ExitCode
+
+__all__ = ["KINDS", "Event", "Other", "kind_of"]  # and each kind: see `KINDS`
+
+Cluster = Literal["slurm", "local"]
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+"""JSON allows integers that no float can hold; one of those is none of ours."""
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).removeprefix("_")
+
+
+class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event", tag=_snake):
+    """What every kind of event has."""
+
+    loud: ClassVar[bool] = False
+    """Something is wrong: the lead's log marks the line."""
+
+    time: str = ""
+    """When it was written: UTC, ISO 8601, milliseconds. The host's clock."""
+    epoch: Int | None = None
+    """The attempt (one start of the Slurm job) that wrote it; None: a person's command did."""
+    job_id: str | None = None
+    """The job that it is about."""
+
+    @property
+    def at(self) -> float | None:
+        """`time` in seconds since 1970; None: it is no time."""
+        try:
+            return datetime.fromisoformat(self.time).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return None
+
+
+# ---- jobs and attempts
+
+
+class Submitted(Event):
+    """`verl-slurm submit` queued a job."""
+
+    cluster: Cluster = "slurm"
+    host: str = ""
+    """Where it was submitted."""
+
+
+class Successor(Event):
+    """The lead queued another job that follows its own, which Slurm may not requeue."""
+
+    after: str
+    """The job that it follows."""
+    cluster: Cluster = "slurm"
+
+
+class Started(Event):
+    """An attempt began: the lead owns the run."""
+
+    cluster: Cluster = "slurm"
+    host: str = ""
+    """The lead's."""
+    restart: Int = 0
+    """How often Slurm has requeued the job."""
+    nodes: str = ""
+    pid: Int = 0
+    """The lead's."""
+    array: str | None = None
+    """The job array that the job is a task of."""
+
+
+class StartFailed(Event):
+    """An attempt could not begin: storage refused."""
+
+    detail: str
+    before: Int = 0
+    """How many attempts in a row could not begin before this one."""
+
+
+class Ended(Event):
+    """An attempt is over. The newest one says how the run came out."""
+
+    exit_code: Int
+    exit: str = ""
+    """The name of the exit code."""
+    reason: str = ""
+    checkpoint: str | None = None
+    """The newest verified checkpoint."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run does not go on by itself."""
+        return self.exit_code != ExitCode.REQUEUED
+
+    @property
+    def code(self) -> ExitCode:
+        """INTERNAL for a number that is no exit code."""
+        return next((code for code in ExitCode if code == self.exit_code), ExitCode.INTERNAL)
+
+    @property
+    def outcome(self) -> str:
+        """`done`, `cancelled` or `failed with 11`; `requeued` where the run goes on."""
+        names = {ExitCode.OK: "done", ExitCode.CANCELLED: "cancelled", ExitCode.REQUEUED: "requeued"}
+        return names.get(self.code, f"failed with {self.exit_code}")
+
+
+class Fenced(Event):
+    """An attempt left because a newer one owns the run."""
+
+    exit_code: Int
+    reason: str = ""
+
+
+class Orphaned(Event):
+    """The lead died without a word; an agent noticed and asked for the requeue."""
+
+    node_id: Int
+    accepted: bool
+    """Whether the job is requeued."""
+    detail: str = ""
+
+
+class Held(Event):
+    """The run was stopped: several restarts in a row came to nothing."""
+
+    loud: ClassVar[bool] = True
+    stuck: Int
+    """How many."""
+    reason: str = ""
+
+
+class Requeue(Event):
+    """The scheduler answered a request to requeue the job."""
+
+    accepted: bool
+    detail: str = ""
+
+
+class Avoid(Event):
+    """The job stays away from nodes that failed it."""
+
+    nodes: list[str] = []
+    """Those found out just now."""
+    detail: str = ""
+    """What Slurm was told."""
+
+
+class Gone(Event):
+    """The scheduler says that the job is over, and its lead wrote no end. Told by `watch`; never in the file."""
+
+    state: str = ""
+
+
+# ---- restarts of the ranks, and training
+
+
+class Resume(Event):
+    """One reason for the choice of the checkpoint to resume from."""
+
+    reason: str
+
+
+class Restart(Event, tag="generation"):
+    """The ranks of an attempt are about to start."""
+
+    number: Int
+    """Counts the restarts of the attempt, from 1."""
+    resume: str | None = None
+    """The checkpoint; None: from the beginning."""
+    progress: str = ""
+    """What the ranks start from: the checkpoint and the rollouts in the ledger. Two restarts with the same one: the
+    first came to nothing."""
+
+
+class Training(Event):
+    """The ranks passed their first safe point."""
+
+    step: Int = 0
+    phase: str = ""
+    index: Int = 0
+
+
+class FirstRollout(Event):
+    """The first rollout that was sampled, not replayed, since the restart."""
+
+    step: Int = 0
+    phase: str = ""
+    index: Int = 0
+
+
+class Done(Event):
+    """No rank was started: nothing is left to do."""
+
+    name: str = ""
+    """The last checkpoint."""
+    reason: str = ""
+
+
+class Crash(Event):
+    """A restart failed."""
+
+    loud: ClassVar[bool] = True
+    detail: str = ""
+    kind: str = "crash"
+    """crash, hang, node or stranger (`verl_slurm_daemon.model.FailureKind`)."""
+    node: str | None = None
+    crashes: Int = 0
+    """Of this kind, in this attempt, since the last verified save."""
+    budget: Int = 0
+    """How many of them are answered by a restart in place."""
+
+    @property
+    def cause(self) -> str:
+        """As outages and metrics count it."""
+        return {"hang": "hang", "node": "node_lost", "stranger": "stranger"}.get(self.kind, "crash")
+
+
+class Hang(Event):
+    """The ranks came to no safe point for much longer than usual."""
+
+    loud: ClassVar[bool] = True
+    detail: str = ""
+    node: str = ""
+
+
+class Stacks(Event):
+    """The stacks of a node's ranks were written to a file."""
+
+    node: str
+    log: str
+
+
+class Refused(Event):
+    """A rank refuses to train: another start would change nothing."""
+
+    loud: ClassVar[bool] = True
+    reason: str = ""
+    rank: Int | None = None
+
+
+class Stranger(Event):
+    """A process that does not belong to the run tried to connect."""
+
+    reason: str
+    """Why it was refused; `ranks`: a rank met it and ended itself."""
+    peer: str = ""
+    total: Int = 1
+    """Connections refused so far."""
+    node: str | None = None
+    rank: Int | None = None
+
+
+class Link(Event):
+    """The connection to an agent broke."""
+
+    node: str = ""
+    error: str = ""
+
+
+class Internal(Event):
+    """An error inside the lead."""
+
+    error: str
+
+
+class Notice(Event):
+    """Something that a person may want to know."""
+
+    topic: str = ""
+    text: str = ""
+    reason: str = ""
+    """The text, as former versions wrote it."""
+
+
+class Warned(Notice, tag="warning"):
+    """Something that a person should know."""
+
+    loud: ClassVar[bool] = True
+
+
+# ---- why a job ends
+
+
+class Cause(Event):
+    """Why Slurm signalled the job, as the lead found out."""
+
+    cause: str
+    """`verl_slurm.slurm.cause.CauseKind`."""
+    evidence: str = ""
+    """What Slurm said, word for word."""
+    seconds_left: float | None = None
+
+
+class Ignored(Event):
+    """Something was not acted upon."""
+
+    reason: str
+
+
+class CancelAsked(Event):
+    """`verl-slurm cancel`."""
+
+
+class RequeueAsked(Event):
+    """`verl-slurm requeue`."""
+
+
+class AlertSaveAsked(Event):
+    """An alert of Prometheus asked for a save."""
+
+
+class RewardAsked(Event):
+    """`verl-slurm update-reward`."""
+
+    reward: str
+    request: Int = 0
+    warm_start_steps: Int = 0
+
+
+class ForceResume(Event):
+    """The data set has changed, and the user goes on with it (`--force-resume`). Paths below the data set."""
+
+    added: list[str] = []
+    removed: list[str] = []
+    changed: list[str] = []
+
+
+class Adopted(Event):
+    """`verl-slurm adopt` took checkpoints over."""
+
+    checkpoints: list[str] = []
+    source: str = ""
+
+
+# ---- saves
+
+
+class Save(Event):
+    """The lead asked the ranks for a save."""
+
+    stop: bool
+    """Whether they stop after it."""
+    request: Int = 0
+    seconds_left: float | None = None
+
+
+class Saved(Event):
+    """The ranks wrote a checkpoint. Nobody has read it back yet, but where `on_shared` is False."""
+
+    name: str
+    seconds: float | None = None
+    """From the safe point until it was durable."""
+    num_bytes: Int | None = None
+    """Over all ranks."""
+    emergency: bool = False
+    """Somebody asked for it."""
+    reason: str = ""
+    on_shared: bool = True
+    """False: only the nodes' own disks have it; the ranks have read it back there."""
+
+
+class SaveFailed(Event):
+    """A save came to nothing."""
+
+    loud: ClassVar[bool] = True
+    reason: str = ""
+    rank: Int = 0
+
+
+class Verified(Event):
+    """The lead read a checkpoint back, and every byte is as it was written."""
+
+    name: str
+    detail: str = ""
+
+
+class Corrupt(Event):
+    """A checkpoint was read back and is damaged; it is in quarantine."""
+
+    loud: ClassVar[bool] = True
+    name: str
+    detail: str = ""
+
+
+class Pruned(Event):
+    """A checkpoint was removed before it could be read back: newer ones are there."""
+
+    name: str
+    detail: str = ""
+
+
+class OneCopy(Event):
+    """A checkpoint is on one medium of the two that the configuration names."""
+
+    loud: ClassVar[bool] = True
+    name: str
+    reason: str = ""
+
+
+class SecondCopy(Event):
+    """About the copies on the nodes' own disks."""
+
+    reason: str
+    name: str = ""
+
+
+class Degraded(Event):
+    """The job ends without a verified save."""
+
+    loud: ClassVar[bool] = True
+    reason: str = ""
+
+
+class Scrubbed(Event):
+    """An older checkpoint, or a frozen model (`frozen/DIGEST`), was read back."""
+
+    good: bool
+    name: str = ""
+    """Empty: it could not be told which."""
+    num_bytes: Int = 0
+    detail: str = ""
+    judged: bool = False
+    """Refused for what no second look would change."""
+
+
+# ---- tiers
+
+
+class TierCopied(Event):
+    """A checkpoint was copied to a tier."""
+
+    name: str
+    tier: str
+    reason: str = ""
+    source: str = ""
+    bytes_sent: Int = 0
+    seconds: float = 0.0
+
+
+class TierRemoved(Event):
+    """A checkpoint was removed from a tier."""
+
+    name: str
+    tier: str
+    reason: str = ""
+
+
+class TierFetched(Event):
+    """A checkpoint was copied back from a tier."""
+
+    name: str
+    tier: str
+    num_bytes: Int = 0
+
+
+class TierFailed(Event):
+    """Work with a tier failed."""
+
+    tier: str
+    name: str = ""
+    what: str = ""
+    """copy, drop, fetch or forget."""
+    problem: str = ""
+    reason: str = ""
+
+
+class TierUnreachable(Event):
+    """A tier does not answer."""
+
+    tier: str
+    reason: str = ""
+
+
+class Tiers(Event):
+    """The process that moves checkpoints to tiers failed."""
+
+    detail: str = ""
+
+
+class Other(Event):
+    """A line of a kind that this version does not know, or with fields that do not fit. Never written."""
+
+    kind: str
+    fields: dict[str, Any] = {}
+    """All of the line but `event`, `time`, `epoch` and `job_id`."""
+
+
+KINDS: dict[str, type[Event]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in [*Event.__subclasses__(), *Notice.__subclasses__()]
+    if kind is not Other
+}
+"""Every kind by its name in the file."""
+
+DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
+
+
+def kind_of(event: Event) -> str:
+    """Its name in the file."""
+    return event.kind if isinstance(event, Other) else str(event.__struct_config__.tag)

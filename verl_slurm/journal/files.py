@@ -1,0 +1,137 @@
+"""Reads and appends `RUN/events.jsonl`. `events.py` specifies what is in it.
+
+The daemon appends, and the command line for what people ask for. One line is one write with O_APPEND, so the two never
+mix on a local disk.
+"""
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from verl_slurm.bounded import JOURNAL, RECORD, TooMuch, check_json, open_regular
+from verl_slurm.errors import UNREADABLE
+from verl_slurm.files import append_line
+from verl_slurm.journal.events import DECODER, Event, Other, kind_of
+from verl_slurm.one_line import json_line
+from verl_slurm.paths import RunPaths
+
+__all__ = ["append_event", "now", "parse_event", "read_events", "read_last_events", "to_json"]
+
+E = TypeVar("E", bound=Event)
+
+_MOST_LINES = 300_000
+"""Of a journal, from its end: twice the events that 32 MiB hold. A line of two bytes takes as long to refuse as an
+event to read, so 32 MiB of those would take two minutes."""
+_OF_ANY = frozenset({"event", "time", "epoch", "job_id"})
+
+
+def now() -> str:
+    """UTC, ISO 8601, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def append_event(paths: RunPaths, event: E) -> E:
+    """Write `event` down, durably; with the present time where it has none.
+
+    Returns:
+        The event as written.
+
+    Raises:
+        OSError: it was not written.
+    """
+    stamped = event if event.time else msgspec.structs.replace(event, time=now())
+    append_line(paths.events, json_line(stamped))
+    return stamped
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The object of the event's line; of an event that is read, without what this version does not know."""
+    if isinstance(event, Other):
+        return {"event": event.kind, **_of_any(event), **event.fields}
+    own = {key: value for key, value in msgspec.to_builtins(event).items() if key not in _OF_ANY}
+    return {"event": kind_of(event), **_of_any(event), **own}
+
+
+def _of_any(event: Event) -> dict[str, Any]:
+    found = {"time": event.time, "epoch": event.epoch, "job_id": event.job_id}
+    return {key: value for key, value in found.items() if value not in ("", None)}
+
+
+def parse_event(line: bytes) -> Event | None:
+    """One line of the journal, or None if it is not an event."""
+    try:
+        check_json(line, RECORD)
+    except TooMuch:
+        return None
+    try:
+        return DECODER.decode(line)
+    except UNREADABLE:
+        pass
+    try:
+        fields = _ANY.decode(line)
+    except UNREADABLE:
+        return None
+    kind = fields.get("event")
+    if not isinstance(kind, str):
+        return None
+    time, epoch, job_id = fields.get("time"), fields.get("epoch"), fields.get("job_id")
+    return Other(
+        kind,
+        {key: value for key, value in fields.items() if key not in _OF_ANY},
+        time=time if isinstance(time, str) else "",
+        epoch=epoch if type(epoch) is int else None,
+        job_id=job_id if isinstance(job_id, str) else None,
+    )
+
+
+_ANY = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_events(paths: RunPaths) -> list[Event]:
+    """All events, oldest first. Lines that are no events are passed over.
+
+    A power cut or a full disk can leave half a line, which must not keep a run from going on. Of a journal of more than
+    32 MiB (some 150,000 events) or 300,000 lines, the newest are read.
+    """
+    return read_last_events(paths, JOURNAL.num_bytes)[0]
+
+
+def read_last_events(paths: RunPaths, num_bytes: int) -> tuple[list[Event], bool]:
+    """The events of the journal's last `num_bytes`, oldest first, and whether those are all that it has to give."""
+    try:
+        fd = open_regular(paths.events)
+    except (FileNotFoundError, TooMuch):
+        return [], True
+    try:
+        num_bytes = min(num_bytes, JOURNAL.num_bytes)
+        begin = max(os.fstat(fd).st_size - num_bytes, 0)
+        data = os.pread(fd, num_bytes, begin)
+    finally:
+        os.close(fd)
+    found: list[Event] = []
+    left = JOURNAL.num_values
+    # The newest first: of lines that would take too much memory or time, the older ones are left out.
+    for number, line in enumerate(_lines_backwards(data, whole=begin == 0)):
+        left -= line.count(b",") + line.count(b"[") + line.count(b"{")
+        if left < 0 or number == _MOST_LINES:
+            return found[::-1], True
+        if line and (event := parse_event(line)) is not None:
+            found.append(event)
+    return found[::-1], begin == 0 or num_bytes == JOURNAL.num_bytes
+
+
+def _lines_backwards(data: bytes, *, whole: bool) -> Iterator[bytes]:
+    """The lines of `data`, newest first, one at a time: a list of very short ones takes 20 times the memory of `data`.
+
+    Args:
+        whole: the first line begins in `data`; otherwise it is left out.
+    """
+    end = len(data)
+    while (begin := data.rfind(b"\n", 0, end)) >= 0:
+        yield data[begin + 1 : end]
+        end = begin
+    if whole:
+        yield data[:end]

@@ -1,0 +1,147 @@
+"""Which jobs a run has had, which one it has, and how it ended."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import (
+    CancelAsked,
+    Cluster,
+    Ended,
+    Event,
+    Fenced,
+    Restart,
+    Started,
+    Submitted,
+    Successor,
+)
+
+__all__ = [
+    "Submission",
+    "began_again",
+    "cancelled_task",
+    "ended_cancelled",
+    "has_ended",
+    "lead_ended",
+    "loop_ended_with",
+    "newest_job",
+    "predecessor_of",
+    "successor_of",
+]
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """The job that a run has, or had last."""
+
+    job_id: str
+    cluster: Cluster
+    host: str = ""
+    """Where a local one was started."""
+    time: str = ""
+
+
+def newest_job(events: Iterable[Event], cluster: Cluster = "slurm", host: str = "") -> Submission | None:
+    """The run's newest job, by the last events of its journal; None: they name none.
+
+    Args:
+        cluster: of the job that wrote before the first of them; `host` likewise.
+    """
+    found: Submission | None = None
+    followed: set[str] = set()
+    for event in events:
+        if isinstance(event, Successor):
+            followed.add(event.after)
+        elif event.job_id in followed:
+            continue  # the last words of the job that another one follows
+        # A lead says so too: a run may have been started by hand, through the sbatch template.
+        if isinstance(event, Submitted | Successor | Started):
+            cluster, host = event.cluster, "" if isinstance(event, Successor) else event.host
+        if event.job_id and (found is None or event.job_id != found.job_id):
+            found = Submission(job_id=event.job_id, cluster=cluster, host=host, time=event.time)
+    return found
+
+
+def has_ended(events: Iterable[Event], job_id: str) -> bool:
+    """Whether the last word of this job is an end that is not a requeue."""
+    last = None
+    for event in events:
+        if event.job_id == job_id:
+            last = event
+    return isinstance(last, Ended) and last.is_final
+
+
+def lead_ended(events: Iterable[Event], epoch: int) -> bool:
+    """Whether the lead of this attempt said that it left."""
+    return any(isinstance(event, Ended | Fenced) and event.epoch == epoch for event in events)
+
+
+def began_again(events: Iterable[Event], ended: Event) -> bool:
+    """Whether a later job or attempt follows this end: a run may be submitted again after any end."""
+    again = False
+    for event in events:
+        if event == ended:
+            again = False
+        elif isinstance(event, Submitted | Successor | Started):
+            again = True
+    return again
+
+
+def predecessor_of(events: Iterable[Event], job_id: str) -> str:
+    """The job that `job_id` was queued to follow; empty: none."""
+    return next((e.after for e in events if isinstance(e, Successor) and e.job_id == job_id), "")
+
+
+def successor_of(events: Iterable[Event], job_id: str) -> str:
+    """The job that follows `job_id` already; empty: none."""
+    return next((e.job_id or "" for e in events if isinstance(e, Successor) and e.after == job_id), "")
+
+
+def cancelled_task(events: Iterable[Event], job_id: str) -> str:
+    """The job that `verl-slurm cancel` ended, where the run did not go on since; empty: none.
+
+    The next task of a chain starts by itself, whatever became of the one before it. One that only said that the run
+    was cancelled did not go on with it: the task after that one must not, either.
+    """
+    job = asked = ""
+    for event in events:
+        match event:
+            case Started() if event.job_id != job_id:
+                job = event.job_id or ""
+            case Restart() if event.job_id not in (asked, job_id):
+                asked = ""
+            case Submitted():
+                asked = ""
+            case CancelAsked():
+                asked = job
+    return asked
+
+
+def ended_cancelled(events: Iterable[Event], job_id: str, array: int) -> bool:
+    """Whether the lead of that task of `array` said that it ended by a cancel."""
+    its = [event for event in events if event.job_id == job_id]
+    return _of_array(its, job_id, str(array)) and any(
+        isinstance(event, Ended) and event.exit_code == ExitCode.CANCELLED for event in its
+    )
+
+
+def loop_ended_with(events: Sequence[Event], checkpoint: str, job_id: str, array: str | None) -> bool:
+    """Whether this very job, or an earlier task of its array, ended well with `checkpoint`, and no new submission
+    came since.
+
+    Args:
+        array: the array that `job_id` is a task of.
+    """
+    for event in reversed(events):
+        if isinstance(event, Submitted):
+            return False
+        if isinstance(event, Ended):
+            well = event.exit_code == ExitCode.OK and event.checkpoint == checkpoint
+            return well and (event.job_id == job_id or _of_array(events, event.job_id, array))
+    return False
+
+
+def _of_array(events: Iterable[Event], job_id: str | None, array: str | None) -> bool:
+    return array is not None and any(
+        isinstance(event, Started) and event.job_id == job_id and event.array == array for event in events
+    )

@@ -1,0 +1,76 @@
+"""Whether a run gets anywhere: restarts, and attempts, in a row that came to nothing."""
+
+from collections.abc import Iterable
+
+from verl_slurm.journal.events import (
+    Cause,
+    Crash,
+    Done,
+    Event,
+    Orphaned,
+    Restart,
+    Started,
+    StartFailed,
+    Submitted,
+    Training,
+)
+
+__all__ = ["failed_starts", "stranger_restarts", "stuck_restarts"]
+
+
+def stuck_restarts(events: Iterable[Event]) -> int:
+    """How many restarts in a row, up to now, came to nothing: nothing new to show, and ended by a fault.
+
+    A restart's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger); one was
+    fruitless where a later one starts from the same. Faults are crashes, a lead that was killed (`orphaned`), and a
+    time limit that came before the ranks trained. A preempted or requeued restart is no fault. An attempt that storage
+    stopped is counted by `failed_starts`, a restart that met a stranger by `stranger_restarts`. A new submission
+    resets the count.
+    """
+    return _fruitless(events)[0]
+
+
+def stranger_restarts(events: Iterable[Event]) -> int:
+    """The same for restarts that met a stranger among the ranks."""
+    return _fruitless(events)[1]
+
+
+def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
+    stuck, strangers, last, trained = 0, 0, None, False
+    for event in events:
+        match event:
+            case Submitted():
+                stuck, strangers, last = 0, 0, None
+            case Restart(progress=progress):
+                if progress != last:
+                    stuck, strangers, last = 0, 0, progress
+                trained = False
+            case Training():
+                trained = True
+            case Crash(kind="stranger"):
+                strangers += 1
+            case Crash() | Orphaned():
+                stuck += 1
+            case Cause(cause="time_limit") if not trained:
+                stuck += 1
+    return stuck, strangers
+
+
+def failed_starts(events: Iterable[Event], job_id: str, restart: int) -> int:
+    """How many attempts before this one could not begin, in a row.
+
+    One that could write to the journal says so. One that could not is missed there, but Slurm has counted it.
+
+    Args:
+        restart: how often Slurm has requeued the job.
+    """
+    failed, last = 0, -1
+    for event in events:
+        match event:
+            case Submitted() | Restart() | Done():
+                failed = 0
+            case StartFailed():
+                failed += 1
+            case Started() if event.job_id == job_id:
+                last = event.restart
+    return failed + max(restart - last - 1, 0)

@@ -1,0 +1,58 @@
+"""What the journal says of checkpoints: how long saves took, when each was read last, which ones only nodes have."""
+
+from collections.abc import Collection, Iterable
+
+from verl_slurm.journal.events import Event, Saved, Scrubbed, Started, Verified
+
+__all__ = ["last_judged", "measured_saves", "on_nodes_alone"]
+
+
+def measured_saves(events: Iterable[Event], newest: int) -> list[tuple[int, float]]:
+    """(bytes, seconds) of the `newest` last saves to shared storage, oldest first."""
+    found = [
+        (event.num_bytes, event.seconds)
+        for event in events
+        if isinstance(event, Saved)
+        and event.on_shared
+        and event.num_bytes is not None
+        and event.num_bytes > 0
+        and event.seconds is not None
+        and 0.0 < event.seconds < float("inf")
+    ]
+    return found[-newest:] if newest > 0 else []
+
+
+def last_judged(events: Iterable[Event]) -> dict[str, float]:
+    """Checkpoint -> when it was judged last, in seconds since 1970.
+
+    Judged: every byte was as written, or it was refused for what no second look would change.
+    """
+    found: dict[str, float] = {}
+    for event in events:
+        judged = isinstance(event, Verified) or (
+            isinstance(event, Scrubbed) and (event.good or event.judged) and event.name
+        )
+        if judged and (at := event.at) is not None:
+            assert isinstance(event, Verified | Scrubbed)
+            found[event.name] = at
+    return found
+
+
+def on_nodes_alone(events: Iterable[Event], present: Collection[str], since: int = 0) -> dict[str, str]:
+    """Checkpoint -> the nodes whose disks alone hold it: they are not in this job, or have lost it.
+
+    Args:
+        present: the names of the checkpoints on shared storage.
+        since: the first attempt whose checkpoints count.
+    """
+    where, alone = "", dict[str, str]()
+    for event in events:
+        match event:
+            case Started(nodes=nodes):
+                where = nodes
+            case Saved(name=name, on_shared=False):
+                if (event.epoch or 0) >= since:
+                    alone[name] = where
+            case Saved():
+                alone.clear()  # what is older is not missed
+    return {name: nodes for name, nodes in alone.items() if name not in present}

@@ -1,0 +1,59 @@
+"""`RUN/status.json`: where a run stands, replaced by its lead about once a second. This module specifies it."""
+
+from types import UnionType
+from typing import Any, get_origin
+
+import msgspec
+
+from verl_slurm.bounded import SMALL, decode_json, read_regular
+from verl_slurm.errors import UNREADABLE
+from verl_slurm.paths import RunPaths
+
+__all__ = ["Status", "read_status"]
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The snapshot. Steps count from 0: `step` are done."""
+
+    state: str = "starting"
+    """`verl_slurm_daemon.states.State`."""
+    job_id: str = ""
+    epoch: int = 0
+    generation: int = 0
+    restarts: int = 0
+    step: int = 0
+    steps: int = 0
+    phase: str = ""
+    index: int = 0
+    metrics: dict[str, float] = {}
+    last_checkpoint: str = ""
+    """Verified."""
+    last_checkpoint_time: str = ""
+    cause: str = ""
+    cluster: str = ""
+    host: str = ""
+    slurm: str = ""
+    """The Slurm cluster's name: two clusters may use the same job number."""
+    interruptions: int = 0
+    """So far (`folds.outages`). The sum is here, so that a list of a thousand runs reads no journal whole."""
+    interrupted_s: float = 0.0
+    last_interruption: dict[str, Any] = {}
+    updated: str = ""
+
+
+_TYPES: dict[str, type | UnionType] = {
+    field.name: get_origin(field.type) or field.type for field in msgspec.structs.fields(Status)
+}
+
+
+def read_status(paths: RunPaths) -> dict[str, Any]:
+    """The snapshot's fields, or none where no daemon ever ran. It is replaced atomically, so it is always whole.
+
+    A run may have been handed over: a value that is not of its type is left out. So is what a daemon of another
+    version did not write: `interruptions` is there or not.
+    """
+    try:
+        status = decode_json(read_regular(paths.status, SMALL), dict[str, Any], SMALL, doubles=False)
+    except (FileNotFoundError, *UNREADABLE):
+        return {}
+    return {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}
