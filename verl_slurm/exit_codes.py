@@ -1,7 +1,7 @@
 """The exit codes of every verl-slurm program: the command line, the daemon and the trainer.
 
 A script may rely on these numbers; they are never reused for something else. `verl-slurm --help`
-and the README print this table.
+and docs/exit-codes.md print this table.
 """
 
 from enum import IntEnum
