@@ -1,4 +1,4 @@
-"""The pages stay true: their commands exist, their configurations load, their links and the files they name are there."""
+"""The pages stay true: their commands exist, their configurations load, and what they link to or name is there."""
 
 import re
 import shlex
