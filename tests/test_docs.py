@@ -159,3 +159,13 @@ def test_the_pages_that_code_tests_and_examples_name_are_there() -> None:
 def test_every_page_is_in_its_index(index: Path, pages: list[Path]) -> None:
     linked = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text())}
     assert [page.name for page in pages if page != index and page not in linked] == []
+
+
+def test_the_map_has_a_line_for_each_package_and_names_files_that_are_there() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    first_cells = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    packages = [path.parent.name for path in (ROOT / "verl_slurm").glob("*/__init__.py")]
+    assert [name for name in packages if first_cells.count(name) != 1] == []
+    files = {path.name for tree in ("verl_slurm", "daemon") for path in (ROOT / tree).rglob("*.py")}
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
+    assert sorted(named - files) == []
