@@ -169,3 +169,11 @@ def test_the_map_has_a_line_for_each_package_and_names_files_that_are_there() ->
     files = {path.name for tree in ("verl_slurm", "daemon") for path in (ROOT / tree).rglob("*.py")}
     named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
     assert sorted(named - files) == []
+
+
+@pytest.mark.parametrize("page", sorted(set(DOCS.glob("*.md")) - {DOCS / "pypi.md"}), ids=_name)
+def test_a_page_says_first_who_needs_it(page: Path) -> None:
+    title, blank, first, *_ = page.read_text().split("\n")
+    assert title.startswith("# ")
+    assert blank == ""
+    assert first.startswith("For ")

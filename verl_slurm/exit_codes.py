@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
     CORRUPT = 17, "a checkpoint did not verify"
     NOT_FOUND = 18, "no such run, checkpoint or job"
     DIFFERENT = 19, "the two things compared are not the same"
-    FENCED = 20, "another incarnation of this run owns it"
+    FENCED = 20, "another attempt of this run owns it"
     NO_PROGRESS = 21, "several starts without a newer verified checkpoint: stopped, not requeued"
     CRASHED = 22, "the job ended without the last word of its daemon"
     CANCELLED = 23, "the job was cancelled by its user: not requeued"
