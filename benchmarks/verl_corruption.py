@@ -195,18 +195,20 @@ def page(rows: Sequence[Row]) -> str:
 
 _HEAD = """# Damaged checkpoints: verl alone, and under verl-slurm
 
-Made by `python -m benchmarks.verl_corruption` with {versions}:
-the real SFT trainer of verl on two CPU ranks, with checkpoints of steps 2, 4 and 6, the newest of which is damaged in
-the way that the line says; then it is started again.
+For users of verl who ask what a damaged checkpoint does to their run, with verl alone and under verl-slurm.
+
+`python -m benchmarks.verl_corruption` made this page, with {versions}.
+verl's real SFT trainer ran on two CPU ranks and saved checkpoints of steps 2, 4 and 6. The newest was damaged in
+the way that the line names, and the run was started again.
 
 | damage | verl alone | verl-slurm: the next start | and then |
 |---|---|---|---|"""
 _TAIL = """
-verl never goes back to an older checkpoint by itself, and finds damage only where unpickling stumbles over it. Under
-verl-slurm each checkpoint has a manifest with the size and SHA-256 of every file; a start verifies the newest one
-first, moves it to `checkpoints/quarantine` where it does not verify (with the reason beside it), and goes on from the
-newest that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file that must
-verify.
+verl never takes an older checkpoint by itself, and finds damage only where unpickling fails. Under verl-slurm each
+checkpoint has a manifest with the size and SHA-256 of every file. A start verifies the newest checkpoint first. One
+that does not verify moves to `checkpoints/quarantine`, with the reason beside it, and the run resumes from the
+newest one that does. verl's tracker is never asked which step is the newest; in a checkpoint it is one more file
+that must verify.
 """
 
 

@@ -183,20 +183,22 @@ def build_family(name: str, directory: Path, tokenizer: Path) -> Path:
 
 _HEAD = """# Models that this trainer trains
 
-`model.path` is a directory with `config.json`, safetensors and a tokenizer. `model_type` in config.json names the
-family. `verl-slurm submit` and `--dry-run` read it on the login node, and refuse what cannot work before it is queued.
-This page is written by `python -m tests.families` from `verl_slurm/config/families.py`.
+For users who choose a base model: which families train, with which algorithm, attention and parallelism.
 
-Families are built small with random weights and trained, with PPO and with GRPO, on two ranks of FSDP2. Tests hold them
-to three things: the log probabilities of sampling are those of scoring, a row scores the same alone and in a padded
+`model.path` is a directory with `config.json`, safetensors and a tokenizer. `model_type` in config.json names the
+family. `verl-slurm submit` and `--dry-run` read it on the login node. They refuse what cannot work before it is queued.
+`python -m tests.families` writes this page from `verl_slurm/config/families.py`.
+
+The tests build each family small with random weights, and train it with PPO and with GRPO on two ranks of FSDP2. They
+check three things: the log probabilities of sampling are those of scoring, a row scores the same alone and in a padded
 batch, and an interrupted run ends with the same bits. `make test` and `make test-long` do so for the common families,
-`make families` for all of them: 439 tests with 235 runs, which all passed in 9 minutes on two cores. It was done on
+`make families` for all of them: 439 tests with 235 runs, which all passed in 9 minutes on two cores. They ran on
 CPUs, in float32, with transformers 5.10.4.
 
 * **PPO** works with every family. The critic is the family's own transformer with a linear layer of width 1 in place of
   the output head: `score.weight` and `score.bias` in checkpoints and exports.
 * **attention** lists what `model.attn_implementation` may be. The default `auto` takes the first. `flash_attention_2`
-  needs GPUs, the package `flash_attn`, bfloat16 and `deterministic: false`; it has not been run here. Attention kernels
+  needs GPUs, the package `flash_attn`, bfloat16 and `deterministic: false`. It has not been run here. Attention kernels
   that a model directory names in its config.json are ignored.
 * **tp, pp**: `distributed.tp_size` and `pp_size` may be above 1.
 * **length** names the key of config.json that limits prompt and response together. Other families compute positions, so
@@ -204,7 +206,7 @@ CPUs, in float32, with transformers 5.10.4.
 """
 
 _TAIL = """
-A `model_type` that is in neither table is not refused if its class is a causal language model of transformers. `submit`
+A `model_type` that is in neither table is accepted if its class is a causal language model of transformers. `submit`
 then says that it has not been tried. Encoders, and encoders with a decoder (T5, BART, BERT), are refused.
 
 ## Weights

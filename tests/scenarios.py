@@ -20,11 +20,14 @@ PAGE = TESTS.parent / "docs" / "scenarios.md"
 
 _HEAD = """# What a run survives, and the test that shows it
 
-Every row on real processes, files and sockets, or on a real Slurm; `python -m tests.scenarios` writes this page from
-tests/scenarios.toml and the tests' own marks. A row's tests are run by `pytest FILE -k NAME`: where dice are thrown,
-the seed is fixed in the test and printed when it fails. Lanes: **all** on any Linux; **Slurm** on the embedded
-cluster; both run in `make test`, the long ones in `make test-all`. **soak**: only `make soak` (minutes to
-hours; the same in small is among the others).
+For readers who ask whether a run survives a certain fault: each fault, what must hold, and the tests that show it.
+
+Every row was shown on real processes, files and sockets, or on a real Slurm. `python -m tests.scenarios` writes this
+page from tests/scenarios.toml and the tests' own marks. `pytest FILE -k NAME` runs the tests of a row. Where a test
+draws random numbers, its seed is fixed and printed when it fails.
+
+Lanes: **all** runs on any Linux, **Slurm** on the embedded cluster. Both run in `make test`, the long ones in
+`make test-all`. **soak** runs in `make soak` alone (minutes to hours); the same in small is among the others.
 """
 
 

@@ -1,4 +1,4 @@
-"""verl-slurm: RL post-training that survives anything a Slurm cluster does to it.
+"""verl-slurm: RL post-training that survives what a Slurm cluster does to it.
 
 This file imports nothing: what it imported would reach the daemon, which must stay small, and would be looked for in
 the working directory where PYTHONPATH names it (`search_path`). `verl_slurm.run`,

@@ -1,7 +1,7 @@
 """The exit codes of every verl-slurm program: the command line, the daemon and the trainer.
 
 A script may rely on these numbers; they are never reused for something else. `verl-slurm --help`
-and the README print this table.
+and docs/exit-codes.md print this table.
 """
 
 from enum import IntEnum
@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
     CORRUPT = 17, "a checkpoint did not verify"
     NOT_FOUND = 18, "no such run, checkpoint or job"
     DIFFERENT = 19, "the two things compared are not the same"
-    FENCED = 20, "another incarnation of this run owns it"
+    FENCED = 20, "another attempt of this run owns it"
     NO_PROGRESS = 21, "several starts without a newer verified checkpoint: stopped, not requeued"
     CRASHED = 22, "the job ended without the last word of its daemon"
     CANCELLED = 23, "the job was cancelled by its user: not requeued"

@@ -1,4 +1,4 @@
-"""A run that is done, submitted again with more steps, as the README promises."""
+"""A run that is done, submitted again with more steps, as docs/configuration.md promises."""
 
 import json
 from pathlib import Path

@@ -124,7 +124,7 @@ _EXITS = "\n".join(f"{int(code):>4}  {code.description}" for code in ExitCode)
 )
 @click.version_option(__version__, prog_name="verl-slurm")
 def cli() -> None:
-    """Reinforcement-learning post-training that survives anything a Slurm cluster does to it.
+    """Reinforcement-learning post-training that survives what a Slurm cluster does to it.
 
     \b
     See it work:    verl-slurm demo

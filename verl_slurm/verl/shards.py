@@ -2,7 +2,7 @@
 
 What can be known, and what not:
 
-* every rank's shards are there (`layout`), and each is byte for byte what torch.save wrote (`torch_zip`);
+* every rank's shards are there (`layout`), and all records of each have the CRC-32 that torch.save wrote (`torch_zip`);
 * JSON parses, `fsdp_config.json` says the number of ranks that the shards say, safetensors are as long as they say;
 * the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum: it is named in `unchecked`.
 
@@ -32,7 +32,7 @@ from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_direct
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.one_line import printable
 from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
-from verl_slurm.verl.torch_zip import directory_bytes, zip_problem
+from verl_slurm.verl.torch_zip import zip_problem
 
 __all__ = [
     "Identity",
@@ -55,7 +55,7 @@ _MAX_CONFIG = Limit(num_bytes=64 << 10)
 """fsdp_config.json: two numbers."""
 _BLOCK = 1 << 20
 _LARGE = 256 << 10
-"""Bytes of JSON, or of a zip's directory, above which files take turns: threads would add up what each needs."""
+"""Bytes of JSON above which files take turns: threads would add up what each needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +266,7 @@ def _check_file(
                 return [Problem(path=path, what="changed while it was judged")]
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the medium's bytes, not those of a cache
             if path.endswith(".pt"):
-                with turn if directory_bytes(fd) > _LARGE else nullcontext():
-                    what = zip_problem(fd, count, read_all=read_all)
+                what = zip_problem(fd, count, read_all=read_all, turn=turn)
             elif path.endswith(".json"):
                 with turn if entry.info.st_size > _LARGE else nullcontext():
                     what = _json_problem(fd, path, layout)

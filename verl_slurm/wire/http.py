@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ _TOKEN = re.compile(r"[!-~]{32,256}")
 
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
 # Anybody who reaches the port chooses these bytes, and the match holds the daemon's loop. So a pattern here has no two
-# neighbours that take the same byte; the blanks around a value are stripped, not matched.
+# neighbours that take the same byte; the blanks around a value are stripped, not matched. h11 matches them, and 8 KiB
+# of blanks before a NUL hold it for 0.3 s (docs/decisions/0001-dependencies.md).
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
 _VALUE = re.compile(rb"[ -~\t]*")
 _MOST_HEADERS = 64
@@ -47,18 +49,6 @@ _BACKLOG = 64
 """Accepted in one turn of the loop at most. A peer's head is read in the next turn or the one after it, so it cannot be
 pushed out before that: the row holds eight such turns."""
 _READ_BYTES = 16 * 1024
-_REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    411: "Length Required",
-    413: "Content Too Large",
-    431: "Request Header Fields Too Large",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
@@ -253,7 +243,7 @@ async def _handled(handle: Handler, request: HttpRequest) -> HttpReply:
 
 
 def _rendered(reply: HttpReply, caps: Caps) -> bytes:
-    reason = _REASONS[reply.status]
+    reason = HTTPStatus(reply.status).phrase
     body = reply.body if reply.status == 200 or reply.body else f"{reason}\n".encode()
     lines = [
         f"HTTP/1.1 {reply.status} {reason}",

@@ -1,0 +1,179 @@
+"""The pages stay true: their commands exist, their configurations load, and what they link to or name is there."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from verl_slurm.cli.main import COMMANDS, cli
+from verl_slurm.config.changes import may_change
+from verl_slurm.config.load import parse_config
+from verl_slurm.exit_codes import ExitCode
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *DOCS.rglob("*.md"),
+        *(ROOT / "tests").rglob("README.md"),
+        *(ROOT / "changelog.d").glob("*.md"),
+        ROOT / "benchmarks/results/README.md",
+    ]
+)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"`([^`]+)`")
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+_FILE = re.compile(
+    r"(?<![\w./-])((?:verl_slurm|daemon|sbatch|configs|benchmarks|docs|tests|constraints)/[\w./-]+\.\w+)"
+)
+
+_PAGE_IN_CODE = re.compile(r"(?<![\w./-])(docs/(?:decisions/)?[\w-]+\.md)\b")
+_SOURCES = {".py", ".yaml", ".yml", ".toml", ".sbatch"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _prose(text: str) -> str:
+    return _FENCE.sub("", text)
+
+
+def _spoken(program: str) -> Iterator[tuple[str, str]]:
+    """(page, command) of every command of `program` that a page shows, in a block or within a line."""
+    for page in PAGES:
+        text = page.read_text()
+        blocks = "\n".join(body for _, body in _FENCE.findall(text))
+        lines = [line.removeprefix("$ ") for line in blocks.splitlines()]
+        inline = [" ".join(words.split()) for words in _INLINE.findall(_prose(text))]
+        for command in [*lines, *inline]:
+            if re.match(rf"{program} [a-z]", command):
+                yield _name(page), re.split(r"\s+#|\s\|\s|\s&&\s", command)[0].strip()
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _prose(page.read_text()), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+COMMANDS_OF_PAGES = sorted(set(_spoken("verl-slurm")))
+TARGETS_OF_PAGES = sorted(set(_spoken("make")))
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PAGES) > 40
+    assert len(COMMANDS_OF_PAGES) > 80
+    assert len(TARGETS_OF_PAGES) > 20
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS_OF_PAGES)
+def test_a_command_of_a_page_is_understood(page: str, command: str) -> None:
+    _, name, *words = shlex.split(command.replace("[", " ").replace("]", " ").replace(",", " "))
+    ours = words[: words.index("--")] if "--" in words else words
+    assert name in COMMANDS
+    help_text = CliRunner().invoke(cli, [name, "--help"]).output
+    group = re.findall(r"^  ([a-z-]+)  ", help_text.partition("Commands:")[2], re.MULTILINE)
+    if ours and ours[0] in group:
+        help_text = CliRunner().invoke(cli, [name, ours[0], "--help"]).output
+    unknown = [word for word in ours if re.match("--[a-z]", word) and word.partition("=")[0] not in help_text]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(("page", "command"), TARGETS_OF_PAGES)
+def test_a_make_target_of_a_page_exists(page: str, command: str) -> None:
+    targets = [word for word in shlex.split(command)[1:] if "=" not in word]
+    makefile = (ROOT / "Makefile").read_text()
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [(_name(p), body) for p in PAGES for kind, body in _FENCE.findall(p.read_text()) if kind == "yaml"],
+)
+def test_a_configuration_of_a_page_loads(page: str, block: str) -> None:
+    parse_config(block.encode(), page)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/**/*.yaml")), ids=lambda p: p.name)
+def test_a_configuration_that_ships_loads(path: Path) -> None:
+    parse_config(path.read_bytes(), str(path))
+
+
+def test_the_table_of_exit_codes_is_the_codes() -> None:
+    text = (DOCS / "exit-codes.md").read_text()
+    table = dict(re.findall(r"^\| (\d+) \| (.+?) \|$", text, re.MULTILINE))
+    assert table == {str(int(code)): code.description for code in ExitCode}
+
+
+def test_the_page_of_configurations_says_which_sections_may_change() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    (row,) = re.findall(r"^\| (.*) \| they do not touch what is computed \|$", text, re.MULTILINE)[:1]
+    sections = _INLINE.findall(row)
+    assert len(sections) == 4
+    assert all(may_change(f"{section}.x") for section in sections)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in _LINK.findall(_prose(page.read_text())):
+        if re.match(r"https?://", link):
+            continue
+        target, _, anchor = link.partition("#")
+        place = (page.parent / target).resolve() if target else page
+        if not place.exists() or (anchor and anchor not in _anchors(place)):
+            dead.append(link)
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_the_files_that_a_page_names_are_there(page: Path) -> None:
+    named = [name for name in _FILE.findall(page.read_text()) if "DATE" not in name]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_pages_that_code_tests_and_examples_name_are_there() -> None:
+    trees = ("verl_slurm", "daemon", "benchmarks", "tests", "configs", "sbatch")
+    sources = [path for tree in trees for path in (ROOT / tree).rglob("*") if path.suffix in _SOURCES]
+    named = {
+        found for path in [*sources, ROOT / "Makefile"] for found in _PAGE_IN_CODE.findall(path.read_text())
+    }
+    assert len(named) > 15
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+@pytest.mark.parametrize(
+    ("index", "pages"),
+    [
+        (DOCS / "index.md", sorted(DOCS.glob("*.md"))),
+        (DOCS / "decisions/README.md", sorted(DOCS.glob("decisions/*.md"))),
+    ],
+    ids=["docs", "decisions"],
+)
+def test_every_page_is_in_its_index(index: Path, pages: list[Path]) -> None:
+    linked = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text())}
+    assert [page.name for page in pages if page != index and page not in linked] == []
+
+
+def test_the_map_has_a_line_for_each_package_and_names_files_that_are_there() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    first_cells = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    packages = [path.parent.name for path in (ROOT / "verl_slurm").glob("*/__init__.py")]
+    assert [name for name in packages if first_cells.count(name) != 1] == []
+    files = {path.name for tree in ("verl_slurm", "daemon") for path in (ROOT / tree).rglob("*.py")}
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
+    assert sorted(named - files) == []
+
+
+@pytest.mark.parametrize("page", sorted(set(DOCS.glob("*.md")) - {DOCS / "pypi.md"}), ids=_name)
+def test_a_page_says_first_who_needs_it(page: Path) -> None:
+    title, blank, first, *_ = page.read_text().split("\n")
+    assert title.startswith("# ")
+    assert blank == ""
+    assert first.startswith("For ")
