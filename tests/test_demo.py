@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.harness import ROOT, SMALL
+from tests.journals import make_event
 from verl_slurm.cli.__main__ import main
 from verl_slurm.demo import timings
 from verl_slurm.errors import NotFound
@@ -90,7 +91,7 @@ def test_the_stations_of_an_interruption_are_read_from_the_journal() -> None:
         ("first_rollout", {}),
     ]
     events = [
-        {"time": (begin + timedelta(seconds=n)).isoformat(), "event": name, **fields}
+        make_event(name, time=(begin + timedelta(seconds=n)).isoformat(), **fields)
         for n, (name, fields) in enumerate(story)
     ]
     timing = timings(events)

@@ -78,8 +78,8 @@ class Scripted:
         self.kept = step
 
 
-def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[inputs.Event]"]:
-    paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Event]()
+def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[inputs.Input]"]:
+    paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Input]()
     write_file(paths.run_yaml, dump(RunConfig()))
     journal = Journal(paths, epoch=1, job_id="7")
     return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
@@ -91,7 +91,7 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
 ) -> None:
     monkeypatch.setattr(requeueing, "_ASK_AGAIN_S", 0.0)
 
-    async def story() -> inputs.Event:
+    async def story() -> inputs.Input:
         allocation = Scripted("slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED)
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(act.Requeue())
@@ -129,7 +129,7 @@ def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_jo
 
     monkeypatch.setattr(module, "find_resume_point", look)
 
-    async def story() -> tuple[inputs.Event, object]:
+    async def story() -> tuple[inputs.Input, object]:
         effects, posted = effects_of(tmp_path, Scripted())
         effects.perform(act.StartGeneration(1))
         return await posted.get(), effects.exit
@@ -149,7 +149,7 @@ def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
             await asyncio.Event().wait()
             return ""
 
-    async def story() -> inputs.Event:
+    async def story() -> inputs.Input:
         effects, posted = effects_of(tmp_path, Slow(REQUEUED))
         effects.perform(act.Requeue(("n2",)))
         return await posted.get()
@@ -174,7 +174,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
     monkeypatch.setattr(module, "find_resume_point", look)
     monkeypatch.setattr(module, "_GOODBYE_S", 0.05)
 
-    async def story() -> tuple[inputs.Event, int]:
+    async def story() -> tuple[inputs.Input, int]:
         allocation = Scripted()
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(act.StartGeneration(1))
@@ -228,7 +228,7 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
 def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_that_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> list[inputs.Event]:
+    async def story() -> list[inputs.Input]:
         loop, passed = asyncio.get_running_loop(), [0.0]
         real = loop.time
         monkeypatch.setattr(loop, "time", lambda: real() + passed[0])
@@ -237,7 +237,7 @@ def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_t
             passed[0] += 3600.0
 
         effects, posted = effects_of(tmp_path, Scripted())
-        monkeypatch.setattr(effects._journal, "event", slow_disk)
+        monkeypatch.setattr(effects._journal, "write", slow_disk)
         effects.perform(act.RequestSave(1, stop=True, seconds_left=3500.0))
         for _ in range(3):
             await asyncio.sleep(0)
@@ -268,8 +268,8 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
 ) -> None:
     monkeypatch.setattr(module, "read_back", lambda *_: ReadBack(False, "removed", pruned=True))
 
-    async def story() -> tuple[inputs.Event, int]:
-        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Event](), Scripted()
+    async def story() -> tuple[inputs.Input, int]:
+        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Input](), Scripted()
         config = RunConfig(checkpoint=CheckpointConfig(local_dir="/scratch"))
         journal = Journal(paths, epoch=1, job_id="7")
         effects = Effects(paths, config, allocation, journal, 1, posted.put_nowait)
@@ -287,7 +287,7 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     monkeypatch.setattr(module, "scrub_forever", never)
     private_dir(RunPaths(tmp_path).control)
 
-    async def story() -> tuple[list[ToAgent], inputs.Event]:
+    async def story() -> tuple[list[ToAgent], inputs.Input]:
         effects, posted = effects_of(tmp_path, Scripted())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
@@ -312,7 +312,7 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
     monkeypatch.setattr(module, "scrub_forever", never)
     private_dir(RunPaths(tmp_path).control)
 
-    async def story() -> inputs.Event:
+    async def story() -> inputs.Input:
         effects, posted = effects_of(tmp_path, Scripted())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))

@@ -7,7 +7,7 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import Lead
 from verl_slurm_daemon.local_allocation import LocalAllocation
 
-from tests.journals import make_event, read_events
+from tests.journals import make_event, make_events, read_events
 from tests.many_runs import Teller, make_run
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.status import read_status
@@ -44,7 +44,7 @@ def test_the_sum_of_the_interruptions_goes_on_where_the_former_lead_left_it(tmp_
     waiting = (lead._status.interruptions, lead._status.last_interruption["seconds"])
     assert waiting == (former["interruptions"], None)
     for event in ("generation", "training", "first_rollout"):
-        journal.write(make_event(event, step=0))
+        journal.write(make_event(event))
     assert lead._status.interruptions == former["interruptions"]
     assert lead._status.last_interruption["seconds"] > 0
     assert lead._status.interrupted_s > former["interrupted_s"]
@@ -68,7 +68,7 @@ def test_what_a_snapshot_says_of_many_interruptions_stays_small(tmp_path: Path) 
         teller.start()
     paths = make_run(tmp_path / "run", num_events=60)
     lead, journal = takes_over(paths)
-    for event in teller.events:
+    for event in make_events(teller.events):
         lead._outages.feed(event)
     journal.write(make_event("started", cluster="local"))
     journal.status(lead._status)

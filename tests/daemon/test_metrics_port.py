@@ -19,6 +19,7 @@ from tests.journals import make_event
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.files import private_dir
+from verl_slurm.journal.events import Other
 from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import RunPaths
@@ -175,7 +176,7 @@ def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, 
 def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, _ = lead_of(paths, clock)
     # The journal's time is the wall's, this clock is made up: what counts is what the lead tells its metrics.
-    metrics.journaled("started", {"job_id": "7"})
+    metrics.journaled(make_event("started", job_id="7"))
     del journal
     clock.now += 40
     metrics.heard(progress(step=1, phase="step_end", index=0, metrics={"step_s": 30.0}))
@@ -191,7 +192,7 @@ def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock:
     journal.write(make_event("cause", cause=evil, evidence=evil))
     journal.write(make_event("crash", detail=evil, crashes=1, budget=1))
     journal.write(make_event("saved", name=evil, reason=evil, seconds=1.0, num_bytes=1, on_shared=True))
-    journal.write(make_event(evil, name=evil))
+    journal.write(Other(evil, {"name": evil}))
     status.state = status.phase = status.cause = status.last_checkpoint = evil
     status.metrics = {evil: 1.0, "reward": 0.5}
     page = page_of(metrics)

@@ -10,7 +10,9 @@ from verl_slurm_daemon.model import FailureKind, Intent, Limits, Model, suspects
 from verl_slurm_daemon.policy import decide
 from verl_slurm_daemon.states import NEXT, State
 
+from tests.journals import make_event
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.journal.events import kind_of
 from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import (
     Finished,
@@ -149,7 +151,7 @@ def test_at_the_deadline_the_ranks_that_the_save_waits_for_are_named() -> None:
         for event in said:
             story.then(event)
         (note,) = (a for a in story.then(inputs.SaveDeadline()) if isinstance(a, act.Note))
-        return str(note.fields["reason"]).partition(": ")[2]
+        return note.event.reason.partition(": ")[2]
 
     assert reason() == "rank 0, 1 has not come to it"
     assert reason(came(0)) == "rank 1 has not come to it"
@@ -177,7 +179,7 @@ def test_a_failed_save_still_requeues() -> None:
 
 
 def noted(actions: list[act.Action]) -> list[str]:
-    return [action.event for action in actions if isinstance(action, act.Note)]
+    return [kind_of(action.event) for action in actions if isinstance(action, act.Note)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_what_strikes_while_shared_storage_is_still_written_leaves_one_copy(stri
     actions = story.then(strikes)
     assert noted(actions) == ["saved", "one_copy"]
     assert act.Requeue() in actions
-    assert actions[0].fields["on_shared"] is False  # type: ignore[union-attr]
+    assert actions[0].event.on_shared is False  # type: ignore[union-attr]
 
 
 def test_without_a_copy_on_the_nodes_the_deadline_leaves_nothing_and_says_so() -> None:
@@ -233,7 +235,7 @@ def test_a_corrupt_emergency_save_is_said_and_the_job_requeued_all_the_same() ->
     story.then(cause("preemption"))
     story.then(saved(1))
     actions = story.then(inputs.Verified(SAVED, False, "actor/x: sha256"))
-    assert actions[0].event == "corrupt"  # type: ignore[union-attr]
+    assert kind_of(actions[0].event) == "corrupt"  # type: ignore[union-attr]
     assert act.Requeue() in actions
 
 
@@ -241,7 +243,7 @@ def test_a_save_that_was_pruned_before_it_was_read_back_is_no_corrupt_one() -> N
     story = training()
     story.then(saved(0))
     (note,) = story.then(inputs.Verified(SAVED, False, "removed", pruned=True))
-    assert note.event == "pruned"  # type: ignore[union-attr]
+    assert kind_of(note.event) == "pruned"  # type: ignore[union-attr]
     assert story.model.unverified == ""
 
 
@@ -633,7 +635,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
 def test_why_a_save_was_made_goes_into_the_journal() -> None:
     message = Saved(rank=0, request_id=0, name=SAVED, seconds=0.1, num_bytes=9, reason="a multiple of 3")
     (note,) = (a for a in training().then(inputs.RankSaid(message)) if isinstance(a, act.Note))
-    assert (note.event, note.fields["reason"]) == ("saved", "a multiple of 3")
+    assert (kind_of(note.event), note.event.reason) == ("saved", "a multiple of 3")
 
 
 @pytest.mark.parametrize(("loud", "event"), [(False, "notice"), (True, "warning")])
@@ -641,7 +643,7 @@ def test_what_a_rank_says_of_its_storage_is_noted_and_changes_nothing(loud: bool
     story = training()
     before = story.model
     actions = story.then(inputs.RankSaid(Notice(rank=0, topic="storage", text="SLOW", loud=loud)))
-    assert actions == [act.Note(event, {"topic": "storage", "text": "SLOW"})]
+    assert actions == [act.Note(make_event(event, topic="storage", text="SLOW"))]
     assert story.model == before
 
 

@@ -62,7 +62,7 @@ def test_what_others_may_write_is_said_and_left(run: RunPaths) -> None:
     epoch = _epoch(run)
     (run.checkpoint(20) / "metadata.json").chmod(0o666)
     pause, told = scrub_next(run, CONFIG, epoch, 2e9)
-    assert told["good"] is False
+    assert not told.good
     assert pause > 0
     assert run.checkpoint(20).exists()
 
@@ -76,8 +76,8 @@ def test_what_is_not_signed_with_the_runs_key_is_said_left_and_keeps_no_other_fr
     epoch, names = _epoch(run), []
     for _ in range(2):
         _, told = scrub_next(run, CONFIG, epoch, 2e9, KEYS)
-        names.append((told["name"], told["good"]))
-        append_event(run, "scrubbed", **told)
+        names.append((told.name, told.good))
+        append_event(run, told)
     assert names == [("step_000020", False), ("step_000010", True)]
     assert planted.is_dir()
     assert scrub_next(run, CONFIG, epoch, max(last_judged(read_events(run)).values()), KEYS)[1] is None
@@ -91,9 +91,9 @@ def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_pa
     epoch, told = _epoch(run), []
     for _ in range(3):
         told.append(scrub_next(run, CONFIG, epoch, 2e9)[1])
-        append_event(run, "scrubbed", **told[-1])
-    assert [found["name"] for found in told] == ["step_000020", "step_000010", f"frozen/{stored.name}"]
-    assert told[-1]["good"] is False
+        append_event(run, told[-1])
+    assert [found.name for found in told] == ["step_000020", "step_000010", f"frozen/{stored.name}"]
+    assert not told[-1].good
     assert not stored.exists()
 
 
@@ -107,9 +107,10 @@ def test_a_fenced_lead_sets_nothing_aside(run: RunPaths) -> None:
 
 
 def test_lines_of_the_journal_that_make_no_sense_are_passed_over(run: RunPaths) -> None:
-    append_event(run, "scrubbed", name=3, good=True)
-    append_event(run, "scrubbed", name="step_000010", good="yes")
-    run.events.write_bytes(
-        run.events.read_bytes() + b'{"event":"verified","name":"step_000010","time":"?"}\n'
+    lines = (
+        b'{"event":"scrubbed","name":3,"good":true,"time":"2026-11-01T08:00:00+00:00"}',
+        b'{"event":"scrubbed","name":"step_000010","good":"yes","time":"2026-11-01T08:00:00+00:00"}',
+        b'{"event":"verified","name":"step_000010","time":"?"}',
     )
+    run.events.write_bytes(b"\n".join(lines) + b"\n")
     assert last_judged(read_events(run)) == {}

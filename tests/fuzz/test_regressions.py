@@ -13,6 +13,7 @@ from tests.fuzz import engine, specimens
 from tests.fuzz.table import TARGETS
 from verl_slurm.cli.story import progress, tell
 from verl_slurm.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.journal.files import parse_event
 from verl_slurm.paths import CHECKPOINT_NAME
 from verl_slurm.runtime_state import codec, segment
 
@@ -64,8 +65,9 @@ def test_the_errors_of_decoders_are_all_that_is_caught() -> None:
 
 
 def test_a_damaged_event_is_told_as_it_is() -> None:
-    told = tell({"event": "saved", "time": "x", "num_bytes": "many"})
-    assert told == "--:--:--  saved num_bytes=many"
+    event = parse_event(b'{"event": "saved", "time": "x", "num_bytes": "many"}')
+    assert event is not None
+    assert tell(event) == "--:--:--  saved num_bytes=many"
     assert progress({}) == "step 0"
 
 

@@ -44,7 +44,7 @@ def test_what_was_measured_beats_what_is_expected(tmp_path: Path) -> None:
     found = save_time(CONFIG, paths, committed(10 * 10**9), probe=disk)
     assert found is not None
     assert found.seconds == 5.0
-    append_event(paths, "saved", seconds=3.25, on_shared=True)
+    append_event(paths, "saved", num_bytes=9, seconds=3.25, on_shared=True)
     found = save_time(CONFIG, paths, committed(10 * 10**9), probe=broken)
     assert found is not None
     assert found.seconds == 3.25
@@ -60,7 +60,7 @@ def test_storage_is_not_tried_for_a_state_that_is_small(tmp_path: Path) -> None:
 def test_a_guests_save_comes_behind_a_whole_step_with_the_margins_its_session_takes(tmp_path: Path) -> None:
     guest = parse_config(b"trainer: {backend: command, command: [a.py]}", "my.yaml", ())
     paths = RunPaths(private_dir(tmp_path / "run"))
-    append_event(paths, "saved", seconds=4.0, on_shared=True)
+    append_event(paths, "saved", num_bytes=9, seconds=4.0, on_shared=True)
     assert save_time(guest, paths, [], probe=broken) is None  # no step was measured
     for step, seconds in enumerate((500.0, 30.0, 30.0, 60.0, 30.0, 30.0), start=1):
         append_step(paths, 1, {"step": step, "step_s": seconds})

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.journals import append_event, read_events
+from tests.journals import append_event
 from tests.many_runs import Kind, make_run
 from verl_slurm.errors import SlurmMissing
+from verl_slurm.journal import files
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.fleet import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
@@ -118,7 +119,7 @@ def test_a_local_lead_that_was_killed_is_gone_whatever_its_snapshot_says(tmp_pat
 def test_what_interruptions_cost_is_the_same_from_the_snapshot_and_from_the_journal(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", num_events=LONG)
     quick = glance(paths.root)
-    whole = Outages(read_events(paths))
+    whole = Outages(files.read_events(paths))
     assert quick.interruptions == len(whole.each) > 3
     assert quick.interrupted_s == whole.seconds
     paths.status.write_text('{"state": "running", "job_id": "7"}')  # of a daemon that did not count

@@ -5,12 +5,12 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.journals import append_event
+from tests.journals import append_event, make_event
 from tests.many_runs import make_run
+from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit import fleet_follow
@@ -60,8 +60,8 @@ def end(paths: RunPaths, code: int = 0) -> Act:
 def follow(place: Path) -> tuple[int, list[tuple[str, str]], FleetWatch]:
     told: list[tuple[str, str]] = []
 
-    def on_event(run: Followed, event: dict[str, Any]) -> None:
-        told.append((run.root.name, event["event"]))
+    def on_event(run: Followed, event: Event) -> None:
+        told.append((run.root.name, kind_of(event)))
 
     watch = FleetWatch([place], on_event)
     return int(watch.follow(lambda: None)), told, watch
@@ -238,16 +238,16 @@ def test_a_killed_lead_is_told_where_only_sizes_are_looked_at_and_where_others_a
 @pytest.mark.parametrize(
     ("event", "after"),
     [
-        ({"event": "submitted"}, "queued"),
-        ({"event": "started"}, "starting"),
-        ({"event": "training"}, "running"),
-        ({"event": "save", "stop": True}, "saving"),
-        ({"event": "save", "stop": False}, "running"),
-        ({"event": "crash"}, "paused"),
-        ({"event": "ended", "exit_code": 25}, "queued"),
-        ({"event": "ended", "exit_code": 23}, "cancelled"),
-        ({"event": "verified"}, "running"),
+        (make_event("submitted"), "queued"),
+        (make_event("started"), "starting"),
+        (make_event("training"), "running"),
+        (make_event("save", stop=True), "saving"),
+        (make_event("save", stop=False), "running"),
+        (make_event("crash"), "paused"),
+        (make_event("ended", exit_code=25), "queued"),
+        (make_event("ended", exit_code=23), "cancelled"),
+        (make_event("verified"), "running"),
     ],
 )
-def test_an_event_changes_the_state(event: dict[str, Any], after: str) -> None:
+def test_an_event_changes_the_state(event: Event, after: str) -> None:
     assert state_after(event, "running") == after
