@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from verl_slurm_daemon.agent_log import AgentLog
@@ -17,14 +18,28 @@ from verl_slurm_daemon.log_line import log_line
 
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
-from tests.journals import append_event, read_events
+from tests.journals import make_event
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.files import private_dir
-from verl_slurm.journal.files import parse_event
+from verl_slurm.journal.events import (
+    KINDS,
+    Avoid,
+    Cause,
+    Crash,
+    Ended,
+    Event,
+    Other,
+    Requeue,
+    Saved,
+    Stranger,
+    Verified,
+    Warned,
+)
+from verl_slurm.journal.files import append_event, parse_event, read_events, to_json
 from verl_slurm.one_line import json_line, printable
 from verl_slurm.paths import RunPaths
 
@@ -49,14 +64,15 @@ def paths(tmp_path: Path) -> RunPaths:
 @pytest.mark.scenario("M11")
 def test_one_event_stays_one_line_by_anybodys_rule_and_is_read_back_whole(paths: RunPaths) -> None:
     clean = EVIL.replace("\udc80", "")
-    append_event(paths, "crash", detail=clean, nodes=[clean], **{clean: 1})
-    append_event(paths, "crash", detail=EVIL)
+    append_event(paths, Avoid([clean], clean))
+    append_event(paths, Crash(EVIL))
+    append_event(paths, Other(clean, {clean: 1}))
     text = paths.events.read_text()
-    assert len(text.splitlines()) == 2
+    assert len(text.splitlines()) == 3
     assert is_clean(text)
-    events = read_events(paths)
-    assert (events[0]["detail"], events[0]["nodes"], events[0][clean]) == (clean, [clean], 1)
-    assert events[1]["detail"] == EVIL.replace("\udc80", "\\udc80")
+    avoid, crash, other = (to_json(event) for event in read_events(paths))
+    assert (avoid["detail"], avoid["nodes"], other[clean]) == (clean, [clean], 1)
+    assert crash["detail"] == EVIL.replace("\udc80", "\\udc80")
 
 
 @pytest.mark.scenario("M11")
@@ -64,9 +80,9 @@ def test_a_journal_that_was_told_anything_goes_on(
     paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = Journal(paths, epoch=1, job_id="7")
-    journal.event(EVIL, detail=EVIL, error=EVIL)
+    journal.write(Other(EVIL, {"detail": EVIL, "error": EVIL}))
     journal.status(Status(state=EVIL, cause=EVIL))
-    journal.event("ended", reason=EVIL)
+    journal.write(Ended(0, reason=EVIL))
     said = capsys.readouterr().out
     assert len(said.splitlines()) == 2
     assert is_clean(said)
@@ -120,18 +136,17 @@ def test_labels_are_a_closed_list_and_the_page_stays_parsable(paths: RunPaths) -
     metrics = LeadMetrics(paths, config, status, lambda: 1.8e9)
     asyncio.run(metrics.read_back())
     for number in range(500):
+        told = f"{EVIL}{number}"
         for event in (
-            "cause",
-            "crash",
-            "requeue",
-            "saved",
-            "verified",
-            "warning",
-            "stranger",
-            f"{EVIL}{number}",
+            Cause(told, told),
+            Crash(told, told),
+            Saved(told, reason=told),
+            Verified(told),
+            Warned(told, told),
         ):
-            told = {"cause": f"{EVIL}{number}", "kind": f"{EVIL}{number}", "name": f"{EVIL}{number}"}
-            metrics.journaled(event, {**told, "accepted": EVIL, "emergency": EVIL, "reason": EVIL})
+            metrics.journaled(event)
+        for other in (Requeue(True, told), Stranger(told, told), Other(told, {"name": told})):
+            metrics.journaled(other)
     metrics.refused = {"token": 3}
     page = metrics._exporter._page().decode()
     assert is_clean(page)
@@ -157,40 +172,25 @@ def test_a_name_in_the_configuration_that_breaks_a_line_is_refused(key: str, cha
     assert is_clean(refused.value.one_line())
 
 
+def _evil(kind: str) -> Event:
+    """An event of that kind, with evil text wherever text may stand."""
+    event = make_event(kind, job_id="7", epoch=1)
+    for field in msgspec.structs.fields(event):
+        if field.name not in ("job_id", "cluster") and isinstance(getattr(event, field.name), str | None):
+            setattr(event, field.name, EVIL)
+    return event
+
+
 @pytest.fixture
 def handed_over(paths: RunPaths) -> RunPaths:
     """A run that somebody else has written every file of."""
     paths.run_yaml.write_bytes(dump(RunConfig(name="demo", run_dir=str(paths.root))))
     logs = private_dir(paths.logs)
     raw = EVIL.encode("utf-8", "surrogateescape")
-    told = {"job_id": "7", "cluster": "local", "host": EVIL, "nodes": EVIL, "epoch": EVIL, "time": EVIL}
-    names = (
-        "submitted",
-        "started",
-        "generation",
-        "training",
-        "cause",
-        "saved",
-        "verified",
-        "corrupt",
-        "crash",
-    )
-    names += ("refused", "notice", "warning", "stacks", "orphaned", "hang", "fenced", "stranger", EVIL)
-    facts = (
-        "name",
-        "detail",
-        "reason",
-        "evidence",
-        "cause",
-        "text",
-        "topic",
-        "resume",
-        "kind",
-        "node",
-        "log",
-    )
-    lines = [{"event": name, **told, **dict.fromkeys(facts, EVIL)} for name in names]
-    lines += [{"event": "ended", **told, "exit_code": 22, "exit": EVIL, "reason": EVIL}]
+    lines = [to_json(_evil(kind)) for kind in KINDS if kind not in ("submitted", "ended")]
+    lines += [{"event": name, "epoch": EVIL, "time": EVIL, "reason": EVIL} for name in ("crash", EVIL)]
+    lines += [{"event": "submitted", "job_id": "7", "cluster": "local", "host": EVIL, "time": EVIL}]
+    lines += [{"event": "ended", "job_id": "7", "exit_code": 22, "exit": EVIL, "reason": EVIL}]
     # As an enemy would, without our escapes.
     text = "\n".join(json.dumps(line, ensure_ascii=False).replace("\udc80", "") for line in lines)
     paths.events.write_text(text + "\n")
@@ -283,5 +283,5 @@ def test_json_is_read_back_as_the_same_value() -> None:
     line = json_line(value)
     assert json.loads(line) == value
     assert "ä€😀".encode() in line, "what can be printed stays as it is"
-    assert parse_event(json_line({"event": "x"})) == {"event": "x"}
+    assert parse_event(json_line({"event": "x"})) == Other("x")
     assert printable("ä€😀") == "ä€😀"

@@ -43,7 +43,7 @@ def append_event(paths: RunPaths, event: E) -> E:
         OSError: it was not written.
     """
     stamped = event if event.time else msgspec.structs.replace(event, time=now())
-    append_line(paths.events, json_line(stamped))
+    append_line(paths.events, json_line(to_json(stamped)))
     return stamped
 
 
