@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead_address import read_lead_address
 
 from tests.harness import same_weights, wait_until_gone
 from tests.hostile.netlab import ADDRESS, netlab
@@ -29,6 +28,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
+from verl_slurm.wire.lead_file import read_lead_address
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from verl_slurm_daemon.hostfile import parse_hostfile
 from verl_slurm_daemon.journal import stuck_starts
-from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.rank_socket import parse_packet
 from verl_slurm_daemon.run_numbers import RunNumbers
 
@@ -59,6 +58,7 @@ from verl_slurm.verl.tracker import judge_tracker
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.http import parse_head
+from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
 __all__ = ["TARGETS"]

@@ -21,12 +21,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
-
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import UNREADABLE, ConfigError, Fenced, VerlSlurmError, WireError
-from verl_slurm.files import read_private, write_file
+from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError, WireError
+from verl_slurm.files import write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
@@ -40,6 +38,7 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
+from verl_slurm.wire.lead_file import read_lead_address
 
 __all__ = ["main"]
 
@@ -49,13 +48,6 @@ _TRY_EVERY_S = 0.2
 _TEMP_PREFIX = "vs-ray-"
 _MOST_SAID = 4096
 """Bytes of what Ray's launcher said (advice on other days), told where it ends by itself."""
-
-
-class _LeadFile(msgspec.Struct, frozen=True):
-    """What this side needs of `RUN/control/lead.json`."""
-
-    epoch: int
-    token: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,11 +194,10 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
 
     Raises:
         Fenced: another incarnation leads the run.
+        OSError: no lead lives.
+        PermissionRefused, WireError: its address is open to others, or cannot be read.
     """
-    try:
-        lead = msgspec.json.decode(read_private(paths.lead_address), type=_LeadFile)
-    except UNREADABLE as error:
-        raise WireError("the lead's address cannot be read", where=paths.lead_address, found=error) from error
+    lead = read_lead_address(paths)
     if lead.epoch != args.epoch:
         raise Fenced("a newer incarnation owns the run", found=lead.epoch, expected=args.epoch)
     generation = int(os.environ.get("VERL_SLURM_GENERATION", "0"))
