@@ -14,6 +14,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
 from verl_slurm.process_birth import birth_of
+from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.events import CauseKnown, RequeueAnswered
 
@@ -33,7 +34,7 @@ class LocalAllocation:
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         self.job_id = os.environ.get("SUBMITIT_LOCAL_JOB_ID") or f"local-{os.getpid()}"
-        self.restart = int(os.environ.get("VERL_SLURM_LOCAL_RESTART") or 0)
+        self.restart = int(os.environ.get(LOCAL_RESTART_VARIABLE) or 0)
         self._config, self._paths = config, paths
 
     async def address(self) -> str:

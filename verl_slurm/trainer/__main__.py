@@ -19,7 +19,8 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE, die_with_launcher
+from verl_slurm.wire.environment import CONTROL_VARIABLE
+from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import STACKS_SIGNAL, RankStarted, Refused
 
 __all__ = ["main", "run_and_leave"]

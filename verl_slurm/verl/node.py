@@ -38,6 +38,7 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
+from verl_slurm.wire.environment import GENERATION_VARIABLE
 from verl_slurm.wire.lead_file import read_lead_address
 
 __all__ = ["main"]
@@ -200,7 +201,7 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
     lead = read_lead_address(paths)
     if lead.epoch != args.epoch:
         raise Fenced("a newer incarnation owns the run", found=lead.epoch, expected=args.epoch)
-    generation = int(os.environ.get("VERL_SLURM_GENERATION", "0"))
+    generation = int(os.environ.get(GENERATION_VARIABLE, "0"))
     file: Path = args.scratch / "ray.token"
     write_file(file, ray_token(lead.token, args.epoch, generation).encode())
     return file

@@ -14,11 +14,9 @@ import sys
 from pathlib import Path
 
 from verl_slurm.errors import WireError
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["CONTROL_VARIABLE", "die_with_launcher", "require_our_agent"]
-
-CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
-"""Holds the agent's control directory. The agent sets it for the launcher, who hands it on to its ranks."""
+__all__ = ["die_with_launcher", "require_our_agent"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
