@@ -28,6 +28,7 @@ from verl_slurm.files import write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
+from verl_slurm.restarts import restart_may_help
 from verl_slurm.scratch import Scratch
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import OwnSettings, hydra_words
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(_run(paths, config, args))
     except VerlSlurmError as error:
         sys.stderr.write(f"{type(error).__name__}: {error.one_line()}\n")
-        if isinstance(error, ConfigError):  # no other start would change it
+        if isinstance(error, ConfigError) and not restart_may_help(error):
             session = Session.open(rank=0, world_size=1, lifeline=False)
             session.refused(error)
             session.close()
