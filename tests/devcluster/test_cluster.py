@@ -22,8 +22,9 @@ from verl_slurm.devcluster.faults import (
     restore_daemon,
     restore_node,
 )
-from verl_slurm.devcluster.processes import Known, end_all, known, list_members
+from verl_slurm.devcluster.processes import end_all, list_members
 from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.process_birth import KnownProcess, known
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
@@ -106,7 +107,8 @@ def test_a_pid_that_now_names_another_process_is_left_alone() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         now = known(process.pid)
         assert now is not None
-        end_all([Known(process.pid, now.started_ticks - 1)], wait_s=0)
+        boot, _, ticks = now.born.partition(":")
+        end_all([KnownProcess(process.pid, f"{boot}:{int(ticks) - 1}")], wait_s=0)
         assert process.poll() is None
         process.kill()
 
