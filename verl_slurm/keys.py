@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.core_dumps import forbid_core_dumps
 from verl_slurm.errors import KeyRefused, PermissionRefused
 from verl_slurm.files import fsync_path, others_may_replace, read_private
+from verl_slurm.prctl import forbid_core_dumps
 
 __all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
 

@@ -10,7 +10,6 @@ The first node's process ends with verl's; the lead then ends the others. Where 
 
 import argparse
 import asyncio
-import ctypes
 import os
 import resource
 import shutil
@@ -28,6 +27,7 @@ from verl_slurm.files import write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
+from verl_slurm.prctl import die_with_parent
 from verl_slurm.restarts import restart_may_help
 from verl_slurm.scratch import Scratch
 from verl_slurm.verl.installed import installed_verl, require_installed
@@ -45,7 +45,6 @@ from verl_slurm.wire.lead_file import read_lead_address
 __all__ = ["main"]
 
 _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TRY_EVERY_S = 0.2
 _TEMP_PREFIX = "vs-ray-"
 _MOST_SAID = 4096
@@ -253,12 +252,8 @@ async def _start(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=_die_with_us,
+            preexec_fn=die_with_parent,
         )
-
-
-def _die_with_us() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _free_port() -> int:

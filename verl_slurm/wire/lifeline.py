@@ -5,20 +5,18 @@ their own and would go on, and write. The kernel sends its signal only for a par
 to; so one that died before is looked for, too.
 """
 
-import ctypes
 import os
-import signal
 import socket
 import struct
 import sys
 from pathlib import Path
 
 from verl_slurm.errors import WireError
+from verl_slurm.prctl import die_with_parent
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 __all__ = ["die_with_launcher", "require_our_agent"]
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 
 
@@ -31,7 +29,7 @@ def die_with_launcher() -> None:
     if control is None or sys.platform != "linux":
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
         os._exit(1)
 
