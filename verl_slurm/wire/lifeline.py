@@ -6,18 +6,13 @@ to; so one that died before is looked for, too.
 """
 
 import os
-import socket
-import struct
 import sys
 from pathlib import Path
 
-from verl_slurm.errors import WireError
 from verl_slurm.prctl import die_with_parent
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["die_with_launcher", "require_our_agent"]
-
-_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+__all__ = ["die_with_launcher"]
 
 
 def die_with_launcher() -> None:
@@ -32,24 +27,6 @@ def die_with_launcher() -> None:
     die_with_parent()
     if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
         os._exit(1)
-
-
-def require_our_agent(connection: socket.socket, path: str) -> None:
-    """Refuse a Unix socket that another user listens on: what leads to ours may have been exchanged.
-
-    Raises:
-        WireError: it is another user's.
-        OSError: the system does not say.
-    """
-    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    if uid != os.geteuid():
-        raise WireError(
-            "another user answers in the place of this node's agent",
-            where=path,
-            found=f"uid {uid}",
-            expected=f"uid {os.geteuid()}",
-            remedy="set TMPDIR to a directory that nobody else may replace",
-        )
 
 
 def _is_launcher(pid: int, control: str) -> bool:
