@@ -21,10 +21,10 @@ __all__ = [
     "create_file",
     "fsync_path",
     "make_private",
-    "others_may_replace",
     "private_dir",
     "read_private",
     "require_own",
+    "require_safe_folder",
     "require_safe_way",
     "unsafe_on_the_way",
     "write_file",
@@ -64,26 +64,16 @@ def private_dir(path: Path) -> Path:
 def make_private(path: Path) -> Path:
     """Make a directory with a name that nobody can guess, in one that is ours alone; it may be there already.
 
-    Raises:
-        OSError: the storage refuses, or `path` would lie in somebody else's directory, or below one of his.
+    The parts of a save that may each come first call it; none of them waits for another.
 
-    Called by: the parts of a save that may each come first; none of them waits for another.
+    Raises:
+        OSError: the storage refuses, or others could exchange the directory that holds `path`.
     """
     if path.exists():
         return path
     try:
         private_dir(path.parent)
-        outer = path.parent.parent
-        info = outer.lstat()
-        if info.st_uid in {0, os.geteuid()} and stat.S_ISLNK(info.st_mode):
-            info = outer.stat()
-        if others_may_replace(info):
-            raise PermissionRefused(
-                "others can put a directory of theirs in the place of ours",
-                where=outer,
-                found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
-                expected=f"uid {os.geteuid()}, and nobody else may write",
-            )
+        require_safe_folder(path.parent.parent, "others can put a directory of theirs in the place of ours")
     except PermissionRefused as error:
         raise OSError(errno.EPERM, str(error)) from error
     with suppress(FileExistsError):
@@ -91,10 +81,34 @@ def make_private(path: Path) -> Path:
     return path
 
 
-def others_may_replace(folder: os.stat_result) -> bool:
+def _others_may_replace(folder: os.stat_result) -> bool:
     """Whether somebody else could put another file or directory in the place of one of ours in this folder."""
     writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
     return writable or folder.st_uid not in {0, os.geteuid()}
+
+
+def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
+    """Refuse a folder in which others could exchange what is ours.
+
+    Args:
+        what: what they could do, for the error.
+        remedy: what else than `chmod go-w` helps.
+
+    Raises:
+        PermissionRefused: they could, there or by the link that `folder` is.
+        OSError: it cannot be looked at.
+    """
+    info = folder.lstat()
+    if stat.S_ISLNK(info.st_mode) and info.st_uid in {0, os.geteuid()}:
+        info = folder.stat()
+    if _others_may_replace(info):
+        raise PermissionRefused(
+            what,
+            where=folder,
+            found=_mode_and_owner(info),
+            expected=f"a directory of uid {os.geteuid()} or root that others cannot write to, or a sticky one (1777)",
+            remedy=f"chmod go-w {folder}" + (f", or {remedy}" if remedy else ""),
+        )
 
 
 def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
@@ -112,9 +126,13 @@ def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
                 info = folder.stat()
             except OSError:
                 break
-            if others_may_replace(info):
-                return folder, f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}"
+            if _others_may_replace(info):
+                return folder, _mode_and_owner(info)
     return None
+
+
+def _mode_and_owner(info: os.stat_result) -> str:
+    return f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}"
 
 
 def require_safe_way(path: Path, key: str) -> None:
@@ -128,25 +146,34 @@ def require_safe_way(path: Path, key: str) -> None:
             "others can put a directory of theirs in the place of ours",
             where=f"{key}: {found[0]}",
             found=found[1],
-            expected=f"directories of uid {os.geteuid()} or root that no other user may write, or sticky ones (1777)",
+            expected=f"directories of uid {os.geteuid()} or root that others cannot write to, or sticky ones (1777)",
             remedy=f"set {key} to a directory below such ones, or have the sticky bit set (chmod +t)",
         )
 
 
-def require_own(info: os.stat_result, where: Path) -> None:
-    """Refuse a file or directory that is another user's, or that others may write.
+def require_own(
+    info: os.stat_result,
+    where: Path,
+    what: str = "programs are not started from what others could have written",
+    remedy: str = "see who put it there",
+) -> None:
+    """Refuse a file or directory of another user, or one that others can write to.
+
+    Args:
+        what: what is not done because of it, for the error.
+        remedy: what helps, besides `chmod go-w`.
 
     Raises:
-        PermissionRefused: it is.
+        PermissionRefused: it is one.
     """
-    mode = stat.S_IMODE(info.st_mode)
-    if info.st_uid != os.geteuid() or mode & 0o022:
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
         raise PermissionRefused(
-            "programs are not started from what others could have written",
+            what,
             where=where,
-            found=f"uid {info.st_uid}, mode {mode:04o}",
-            expected=f"uid {os.geteuid()}, and nobody else may write",
-            remedy=f"see who put it there; if it is yours: chmod go-w {where}",
+            found=_mode_and_owner(info),
+            expected=f"a {kind} of uid {os.geteuid()} that others cannot write to",
+            remedy=f"{remedy}; if it is yours: chmod go-w {where}",
         )
 
 

@@ -118,7 +118,7 @@ def _require_judged(fd: int, path: Path, judged: Identity, how: How) -> None:
             where=path,
             found=found,
             expected="what was read and judged before",
-            remedy="let nobody else write there, and adopt again",
+            remedy=f"see that nothing writes there (chmod -R go-w {path.parent}), and adopt again",
         )
 
 
