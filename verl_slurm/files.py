@@ -1,4 +1,6 @@
-"""Durable, private writes: the only place that knows about fsync, rename and modes.
+"""Durable, private writes: new files, fsync, rename, modes.
+
+ruff bans `os.fsync` and `os.rename` elsewhere; a module with a reason of its own says it beside the call.
 
 What POSIX promises: after `write_file` returns, the new bytes are found under the name after a power
 cut; before it returns, the old bytes or the new, never a mixture. What it does not: NFS may report a
@@ -11,6 +13,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,13 +24,16 @@ __all__ = [
     "create_file",
     "fsync_path",
     "make_private",
+    "open_new",
     "private_dir",
     "read_private",
+    "rename",
     "require_own",
     "require_safe_folder",
     "require_safe_way",
     "unsafe_on_the_way",
     "write_file",
+    "write_new",
 ]
 
 _MAX_PRIVATE = 1 << 20
@@ -193,16 +199,8 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         durable: False: after a power cut there may be the old content, the new one, or an empty file.
     """
     temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    write_new(temp, [data], durable=durable)
     try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
         os.rename(temp, path)
     except BaseException:
         temp.unlink(missing_ok=True)
@@ -211,13 +209,59 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         fsync_path(path.parent)
 
 
+def rename(source: Path, target: Path, *, durable: bool = True) -> None:
+    """Give a file or directory another name, in the place of a file or an empty directory that has it.
+
+    Args:
+        durable: False: a power cut may undo it.
+    """
+    os.rename(source, target)
+    if durable:
+        for folder in dict.fromkeys((target.parent, source.parent)):
+            fsync_path(folder)
+
+
+def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
+    """A descriptor, for reading and writing, of a file that this call makes, 0600; a link of that name is not followed.
+
+    Args:
+        dir_fd: the folder that `path` is relative to.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600, dir_fd=dir_fd)
+
+
+def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> None:
+    """Make a file, 0600, of these blocks. Its bytes are durable when this returns; its name is once its folder is.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: it was not written whole, and is removed.
+    """
+    fd = open_new(path)
+    try:
+        try:
+            for block in blocks:
+                view = memoryview(block)
+                while view:
+                    view = view[os.write(fd, view) :]
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)  # NFS may tell of a failed write here
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def create_file(path: Path, data: bytes) -> bool:
     """Make `path`, 0600, with this content, at once and durably; False: the name is taken.
 
     One of many gets it, on POSIX and on NFS, and nobody ever sees it half written: it is linked to its name (link(2)).
     On a file system without links it is made and then written, so that a reader may find it empty.
-
-    Called by: fence, daemon.successor.
     """
     temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:
@@ -233,13 +277,9 @@ def create_file(path: Path, data: bytes) -> bool:
         if error.errno not in _NO_LINKS:
             raise
         try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            write_new(path, [data])
         except FileExistsError:
             return False
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
     finally:
         temp.unlink(missing_ok=True)
     fsync_path(path.parent)

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.errors import KeyRefused, PermissionRefused
-from verl_slurm.files import fsync_path, read_private, require_safe_folder
+from verl_slurm.files import create_file, read_private, require_safe_folder
 from verl_slurm.prctl import forbid_core_dumps
 
 __all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
@@ -186,26 +186,15 @@ def new_key_file(path: Path) -> MasterKey:
         KeyRefused: something of that name is there already.
         PermissionRefused: others can write the folder.
         OSError: it could not be written.
-
-    Called by: `verl-slurm key new`.
     """
     _require_safe_folder(path.parent)
     key = secrets.token_bytes(KEY_BYTES)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
+    if not create_file(path, key.hex().encode() + b"\n"):
         raise KeyRefused(
             "there is a file of that name already",
             where=path,
             remedy="choose another name: without its key a checkpoint is lost",
-        ) from None
-    try:
-        os.fchmod(fd, 0o600)
-        os.write(fd, key.hex().encode() + b"\n")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    fsync_path(path.parent)
+        )
     return read_key_file(path)
 
 

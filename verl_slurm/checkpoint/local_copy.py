@@ -38,7 +38,7 @@ from verl_slurm.checkpoint.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.tree import list_tree, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.errors import VerlSlurmError
-from verl_slurm.files import fsync_path, private_dir, require_own, require_safe_way, write_file
+from verl_slurm.files import fsync_path, private_dir, rename, require_own, require_safe_way, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
@@ -107,8 +107,7 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
         # under its present name already (`list_parts`), should the power go meanwhile.
         fsync_path(final.parent)
         drop_staging(final)
-    os.rename(staging, final)
-    fsync_path(final.parent)
+    rename(staging, final)
     return LocalPart(name=manifest.name, path=final, manifest=manifest)
 
 
@@ -263,8 +262,7 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
                 verdict = verify(home, name=name, keys=keys)
         good = verdict.ok and not os.path.lexists(final)
         if good:
-            os.rename(home, final)
-            fsync_path(paths.checkpoints)
+            rename(home, final)
         else:
             drop_staging(home)
         results.append(Assembled(verdict, good, filled))

@@ -217,7 +217,7 @@ class Ledger:
             end = len(start)
         elif end < size:
             os.ftruncate(self._fd, end)
-        os.fsync(self._fd)
+        os.fsync(self._fd)  # noqa: TID251 - of the descriptor that it appends to
         return end
 
 
