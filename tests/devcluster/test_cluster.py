@@ -12,16 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import (
-    await_saved_state,
-    fail_daemon,
-    fail_node,
-    preempt,
-    restore_daemon,
-    restore_node,
-)
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.devcluster.processes import end_all, list_members
 from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.process_birth import KnownProcess, known
@@ -179,7 +173,7 @@ def test_a_controller_and_a_munged_that_were_killed_come_back_to_a_job_that_ran_
         fail_daemon(cluster, which)
         assert not cluster.status().running
         with pytest.raises(NotFound):
-            fail_daemon(cluster, which)
+            fail_node(cluster, "node1")
         restore_daemon(cluster, which)
         assert cluster.status().running
     after = until(cluster, job, lambda facts: facts.state == "RUNNING")
