@@ -18,6 +18,7 @@ from verl_slurm_daemon.run_numbers import RunNumbers
 
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
+from tests.ledger_stats import ledger_stats
 from verl_slurm.checkpoint import fingerprint, hash_cache, manifest, schema
 from verl_slurm.checkpoint.data_walk import lines_of, parse_line
 from verl_slurm.checkpoint.frozen_check import check_frozen
@@ -109,7 +110,7 @@ def _schema(data: bytes) -> object:
 
 
 def _ledger(paths: RunPaths) -> object:
-    ledger.stats(paths)
+    ledger_stats(paths)
     return ledger.load(paths, from_step=0, report=str)
 
 
