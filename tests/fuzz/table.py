@@ -93,10 +93,6 @@ def _facts(data: bytes) -> object:
     return codec.facts(lambda at, size: memoryview(data)[at : at + size], len(data), where="here")
 
 
-def _older_state(data: bytes) -> object:
-    return codec.decode(data, upgrade=lambda header: header)
-
-
 def _manifest(data: bytes) -> object:
     found = manifest.parse(data, where="here")
     assert manifest.parse(manifest.render(found), where="here") == found
@@ -250,15 +246,6 @@ TARGETS = (
         form="msgpack",
         seal=of.seal_state,
         cost=6,
-    ),
-    Target(
-        name="older runtime state, sealed",
-        parse=_older_state,
-        raises=_CORRUPT,
-        specimens=of.state_parts,
-        form="msgpack",
-        seal=of.seal_state,
-        cost=12,
     ),
     Target(
         name="random generators",
