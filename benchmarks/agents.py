@@ -29,7 +29,6 @@ from verl_slurm_daemon import inputs
 from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
 from verl_slurm_daemon.local_allocation import LocalAllocation
 from verl_slurm_daemon.model import Limits, Model
 from verl_slurm_daemon.policy import decide
@@ -37,6 +36,7 @@ from verl_slurm_daemon.policy import decide
 from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import AgentReady, Progress, StopRequest, ToAgent
 
 EPOCH = 1

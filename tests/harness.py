@@ -18,12 +18,12 @@ import msgspec
 import psutil
 
 from tests.journals import Line, read_events
+from tests.ledger_stats import ledger_stats
 from tests.processes import tell
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.journal.status import read_status
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state import ledger
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.submit.follow import follow_lines
@@ -254,7 +254,7 @@ def ends_like(run: LiveRun, twin: LiveRun) -> None:
     run.wait_end()
     same, said = same_weights(run.paths.root, twin.paths.root)
     assert same, said
-    stats = ledger.stats(run.paths)
+    stats = ledger_stats(run.paths)
     assert stats.duplicates == (), run.story()
 
 

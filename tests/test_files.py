@@ -2,11 +2,12 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from verl_slurm.files import create_file
+from verl_slurm.files import create_file, write_new
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -35,3 +36,24 @@ def test_a_storage_that_refuses_is_no_rival(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(FileNotFoundError):
         create_file(tmp_path / "no folder" / "name", b"mine")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
+    def blocks() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(OSError, match="Input/output"):
+        write_new(tmp_path / "name", blocks())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_name_that_is_taken_keeps_what_it_has(tmp_path: Path, link: bool) -> None:
+    kept, name = tmp_path / "kept", tmp_path / "name"
+    kept.write_bytes(b"kept")
+    (name.symlink_to if link else name.hardlink_to)(kept)
+    with pytest.raises(FileExistsError):
+        write_new(name, [b"mine"])
+    assert kept.read_bytes() == b"kept"
+    assert name.exists()

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from verl_slurm.process_birth import birth_of
+from verl_slurm.process_birth import KnownProcess, birth_of, known
 
 
 def test_a_process_keeps_its_birth_over_an_exec_and_another_has_its_own() -> None:
@@ -25,3 +25,23 @@ def test_one_that_has_ended_has_none_even_before_its_parent_has_looked() -> None
     assert birth_of(child.pid) == ""
     child.wait()
     assert birth_of(child.pid) == ""
+
+
+def test_a_number_without_a_birth_is_nobody() -> None:
+    assert not KnownProcess(os.getpid(), "").is_running()
+    me = known(os.getpid())
+    assert me is not None
+    assert me.is_running()
+
+
+def test_a_name_that_is_no_text_tells_no_less() -> None:
+    rename = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\\xff) Z (', 0, 0, 0); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as named:
+        assert named.stdout is not None
+        named.stdout.readline()
+        assert birth_of(named.pid) != ""
+        named.communicate(b"\n")

@@ -1,4 +1,6 @@
-"""Durable, private writes: the only place that knows about fsync, rename and modes.
+"""Durable, private writes: new files, fsync, rename, modes.
+
+ruff bans `os.fsync` and `os.rename` elsewhere; a module with a reason of its own says it beside the call.
 
 What POSIX promises: after `write_file` returns, the new bytes are found under the name after a power
 cut; before it returns, the old bytes or the new, never a mixture. What it does not: NFS may report a
@@ -11,6 +13,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,13 +24,16 @@ __all__ = [
     "create_file",
     "fsync_path",
     "make_private",
-    "others_may_replace",
+    "open_new",
     "private_dir",
     "read_private",
+    "rename",
     "require_own",
+    "require_safe_folder",
     "require_safe_way",
     "unsafe_on_the_way",
     "write_file",
+    "write_new",
 ]
 
 _MAX_PRIVATE = 1 << 20
@@ -64,26 +70,16 @@ def private_dir(path: Path) -> Path:
 def make_private(path: Path) -> Path:
     """Make a directory with a name that nobody can guess, in one that is ours alone; it may be there already.
 
-    Raises:
-        OSError: the storage refuses, or `path` would lie in somebody else's directory, or below one of his.
+    The parts of a save that may each come first call it; none of them waits for another.
 
-    Called by: the parts of a save that may each come first; none of them waits for another.
+    Raises:
+        OSError: the storage refuses, or others could exchange the directory that holds `path`.
     """
     if path.exists():
         return path
     try:
         private_dir(path.parent)
-        outer = path.parent.parent
-        info = outer.lstat()
-        if info.st_uid in {0, os.geteuid()} and stat.S_ISLNK(info.st_mode):
-            info = outer.stat()
-        if others_may_replace(info):
-            raise PermissionRefused(
-                "others can put a directory of theirs in the place of ours",
-                where=outer,
-                found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
-                expected=f"uid {os.geteuid()}, and nobody else may write",
-            )
+        require_safe_folder(path.parent.parent, "others can put a directory of theirs in the place of ours")
     except PermissionRefused as error:
         raise OSError(errno.EPERM, str(error)) from error
     with suppress(FileExistsError):
@@ -91,10 +87,34 @@ def make_private(path: Path) -> Path:
     return path
 
 
-def others_may_replace(folder: os.stat_result) -> bool:
+def _others_may_replace(folder: os.stat_result) -> bool:
     """Whether somebody else could put another file or directory in the place of one of ours in this folder."""
     writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
     return writable or folder.st_uid not in {0, os.geteuid()}
+
+
+def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
+    """Refuse a folder in which others could exchange what is ours.
+
+    Args:
+        what: what they could do, for the error.
+        remedy: what else than `chmod go-w` helps.
+
+    Raises:
+        PermissionRefused: they could, there or by the link that `folder` is.
+        OSError: it cannot be looked at.
+    """
+    info = folder.lstat()
+    if stat.S_ISLNK(info.st_mode) and info.st_uid in {0, os.geteuid()}:
+        info = folder.stat()
+    if _others_may_replace(info):
+        raise PermissionRefused(
+            what,
+            where=folder,
+            found=_mode_and_owner(info),
+            expected=f"a directory of uid {os.geteuid()} or root that others cannot write to, or a sticky one (1777)",
+            remedy=f"chmod go-w {folder}" + (f", or {remedy}" if remedy else ""),
+        )
 
 
 def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
@@ -112,9 +132,13 @@ def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
                 info = folder.stat()
             except OSError:
                 break
-            if others_may_replace(info):
-                return folder, f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}"
+            if _others_may_replace(info):
+                return folder, _mode_and_owner(info)
     return None
+
+
+def _mode_and_owner(info: os.stat_result) -> str:
+    return f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}"
 
 
 def require_safe_way(path: Path, key: str) -> None:
@@ -128,25 +152,34 @@ def require_safe_way(path: Path, key: str) -> None:
             "others can put a directory of theirs in the place of ours",
             where=f"{key}: {found[0]}",
             found=found[1],
-            expected=f"directories of uid {os.geteuid()} or root that no other user may write, or sticky ones (1777)",
+            expected=f"directories of uid {os.geteuid()} or root that others cannot write to, or sticky ones (1777)",
             remedy=f"set {key} to a directory below such ones, or have the sticky bit set (chmod +t)",
         )
 
 
-def require_own(info: os.stat_result, where: Path) -> None:
-    """Refuse a file or directory that is another user's, or that others may write.
+def require_own(
+    info: os.stat_result,
+    where: Path,
+    what: str = "programs are not started from what others could have written",
+    remedy: str = "see who put it there",
+) -> None:
+    """Refuse a file or directory of another user, or one that others can write to.
+
+    Args:
+        what: what is not done because of it, for the error.
+        remedy: what helps, besides `chmod go-w`.
 
     Raises:
-        PermissionRefused: it is.
+        PermissionRefused: it is one.
     """
-    mode = stat.S_IMODE(info.st_mode)
-    if info.st_uid != os.geteuid() or mode & 0o022:
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
         raise PermissionRefused(
-            "programs are not started from what others could have written",
+            what,
             where=where,
-            found=f"uid {info.st_uid}, mode {mode:04o}",
-            expected=f"uid {os.geteuid()}, and nobody else may write",
-            remedy=f"see who put it there; if it is yours: chmod go-w {where}",
+            found=_mode_and_owner(info),
+            expected=f"a {kind} of uid {os.geteuid()} that others cannot write to",
+            remedy=f"{remedy}; if it is yours: chmod go-w {where}",
         )
 
 
@@ -166,16 +199,8 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         durable: False: after a power cut there may be the old content, the new one, or an empty file.
     """
     temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    write_new(temp, [data], durable=durable)
     try:
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
         os.rename(temp, path)
     except BaseException:
         temp.unlink(missing_ok=True)
@@ -184,13 +209,59 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         fsync_path(path.parent)
 
 
+def rename(source: Path, target: Path, *, durable: bool = True) -> None:
+    """Give a file or directory another name, in the place of a file or an empty directory that has it.
+
+    Args:
+        durable: False: a power cut may undo it.
+    """
+    os.rename(source, target)
+    if durable:
+        for folder in dict.fromkeys((target.parent, source.parent)):
+            fsync_path(folder)
+
+
+def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
+    """A descriptor, for reading and writing, of a file that this call makes, 0600; a link of that name is not followed.
+
+    Args:
+        dir_fd: the folder that `path` is relative to.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600, dir_fd=dir_fd)
+
+
+def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> None:
+    """Make a file, 0600, of these blocks. Its bytes are durable when this returns; its name is once its folder is.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: it was not written whole, and is removed.
+    """
+    fd = open_new(path)
+    try:
+        try:
+            for block in blocks:
+                view = memoryview(block)
+                while view:
+                    view = view[os.write(fd, view) :]
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)  # NFS may tell of a failed write here
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 def create_file(path: Path, data: bytes) -> bool:
     """Make `path`, 0600, with this content, at once and durably; False: the name is taken.
 
     One of many gets it, on POSIX and on NFS, and nobody ever sees it half written: it is linked to its name (link(2)).
     On a file system without links it is made and then written, so that a reader may find it empty.
-
-    Called by: fence, daemon.successor.
     """
     temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:
@@ -206,13 +277,9 @@ def create_file(path: Path, data: bytes) -> bool:
         if error.errno not in _NO_LINKS:
             raise
         try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            write_new(path, [data])
         except FileExistsError:
             return False
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
     finally:
         temp.unlink(missing_ok=True)
     fsync_path(path.parent)

@@ -14,14 +14,13 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import NoReturn
 
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.core_dumps import forbid_core_dumps
 from verl_slurm.errors import KeyRefused, PermissionRefused
-from verl_slurm.files import fsync_path, others_may_replace, read_private
+from verl_slurm.files import create_file, read_private, require_safe_folder
+from verl_slurm.prctl import forbid_core_dumps
 
 __all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
 
@@ -162,7 +161,7 @@ def read_key_file(path: Path) -> MasterKey:
         PermissionRefused: others can read it or replace it.
     """
     try:
-        _refuse_open_folder(path.parent)
+        _require_safe_folder(path.parent)
         data = read_private(path)
     except PermissionRefused:
         raise
@@ -171,7 +170,7 @@ def read_key_file(path: Path) -> MasterKey:
             "the key file cannot be read",
             where=path,
             found=error.strerror,
-            remedy=f"mend the path, or {_NEW}",
+            remedy=f"correct the path, or {_NEW}",
         ) from None
     if len(data) == KEY_BYTES:
         if data.isascii():  # by chance once in 2 ** 32; mostly a pass phrase, or a key of half the length
@@ -187,26 +186,15 @@ def new_key_file(path: Path) -> MasterKey:
         KeyRefused: something of that name is there already.
         PermissionRefused: others can write the folder.
         OSError: it could not be written.
-
-    Called by: `verl-slurm key new`.
     """
-    _refuse_open_folder(path.parent)
+    _require_safe_folder(path.parent)
     key = secrets.token_bytes(KEY_BYTES)
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
+    if not create_file(path, key.hex().encode() + b"\n"):
         raise KeyRefused(
             "there is a file of that name already",
             where=path,
             remedy="choose another name: without its key a checkpoint is lost",
-        ) from None
-    try:
-        os.fchmod(fd, 0o600)
-        os.write(fd, key.hex().encode() + b"\n")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    fsync_path(path.parent)
+        )
     return read_key_file(path)
 
 
@@ -249,20 +237,16 @@ def _no_key(where: object, found: str) -> KeyRefused:
     )
 
 
-def _refuse_open_folder(folder: Path) -> None:
-    """Who may rename in the folder can put another file of ours in the key's place."""
+def _require_safe_folder(folder: Path) -> None:
+    """Refuse a folder in which others can rename: they could put another file of ours in the key's place."""
     try:
-        info = os.stat(folder)
+        require_safe_folder(
+            folder, "others can replace the key file", "put the key into a folder of your own with mode 0700"
+        )
     except OSError as error:
         raise KeyRefused(
-            "the key's folder cannot be looked at", where=folder, found=error.strerror, remedy="mend the path"
-        ) from None
-    mode = stat.S_IMODE(info.st_mode)
-    if others_may_replace(info):
-        raise PermissionRefused(
-            "others can replace the key file",
+            "the key's folder cannot be looked at",
             where=folder,
-            found=f"mode {mode:04o}, uid {info.st_uid}",
-            expected=f"a folder of uid {os.geteuid()} that nobody else may write",
-            remedy="put the key into a folder of your own with mode 0700",
-        )
+            found=error.strerror,
+            remedy="correct the path",
+        ) from None

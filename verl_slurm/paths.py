@@ -1,4 +1,4 @@
-"""Every path of a run is a property here and nowhere else.
+"""The paths of a run, each a property.
 
 ```
 RUN/                        0700

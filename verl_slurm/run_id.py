@@ -1,12 +1,11 @@
 """`RUN/run_id`: 16 hex digits that tell a run from others of its name, in tiers that they share and in alerts."""
 
-import os
 import re
 import secrets
 
 from verl_slurm.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.errors import TierError
-from verl_slurm.files import fsync_path
+from verl_slurm.files import create_file
 from verl_slurm.paths import RunPaths
 
 __all__ = ["RUN_ID", "run_id"]
@@ -23,22 +22,7 @@ def run_id(paths: RunPaths) -> str:
         TierError: the file is no id.
     """
     if not paths.run_id.exists():
-        temp = paths.root / f".{paths.run_id.name}.{secrets.token_hex(4)}.tmp"
-        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(secrets.token_hex(8).encode() + b"\n")
-                file.flush()
-                os.fsync(fd)
-            try:
-                os.link(temp, paths.run_id)  # one winner, and never half a file
-            except FileExistsError:
-                pass
-            except OSError:
-                os.rename(temp, paths.run_id)  # a file system without links
-        finally:
-            temp.unlink(missing_ok=True)
-        fsync_path(paths.root)
+        create_file(paths.run_id, secrets.token_hex(8).encode() + b"\n")
     try:
         text = read_regular(paths.run_id, SMALL).decode("ascii", errors="replace").strip()
     except TooMuch as error:

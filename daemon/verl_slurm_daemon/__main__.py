@@ -12,9 +12,9 @@ import socket
 import sys
 from pathlib import Path
 
-from verl_slurm.core_dumps import forbid_core_dumps
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.prctl import forbid_core_dumps
 from verl_slurm_daemon.agent_log import quiet_streams
 from verl_slurm_daemon.signals import WARNINGS
 

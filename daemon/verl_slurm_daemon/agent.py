@@ -27,9 +27,11 @@ from verl_slurm.errors import VerlSlurmError, WireError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.prctl import become_subreaper
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.framing import ranks_key
+from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import (
     STACKS_SIGNAL,
     AgentReady,
@@ -50,10 +52,9 @@ from verl_slurm_daemon.agent_log import AgentLog
 from verl_slurm_daemon.burying import bury_orphans
 from verl_slurm_daemon.channel import LeadLink, connect
 from verl_slurm_daemon.launcher import launcher_argv, launcher_env
-from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
 from verl_slurm_daemon.leaving import Known
 from verl_slurm_daemon.orphan import SlurmSenses, see_off, slurm_job
-from verl_slurm_daemon.processes import become_subreaper, child_setup, kill_tree, signal_ranks, tail
+from verl_slurm_daemon.processes import child_setup, kill_tree, signal_ranks, tail
 from verl_slurm_daemon.rank_socket import REASONS, RankSocket
 from verl_slurm_daemon.refusals import Refusals
 from verl_slurm_daemon.signals import RELAYED, WARNINGS, listen

@@ -14,6 +14,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from verl_slurm.process_birth import stat_fields
 from verl_slurm_daemon.signals import listen
 
 __all__ = ["bury_orphans"]
@@ -69,8 +70,7 @@ def _children() -> list[int]:
 def _session_of_dead(pid: int) -> int | None:
     """None: it lives, or is gone."""
     try:
-        # proc(5): pid (comm) state ppid pgrp session ...
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
     except OSError:
         return None
     return int(fields[3]) if fields[0] == "Z" else None

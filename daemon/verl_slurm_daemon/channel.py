@@ -33,10 +33,6 @@ class AgentLink:
     ) -> None:
         self._reader, self._writer, self._framer = reader, writer, framer
 
-    @property
-    def peer_host(self) -> str:
-        return str(self._writer.get_extra_info("peername")[0])
-
     def send(self, message: ToAgent) -> None:
         """Hand one message to the kernel; a link that is broken says so by ending, not here."""
         if not self._writer.is_closing():

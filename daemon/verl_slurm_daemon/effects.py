@@ -29,6 +29,7 @@ from verl_slurm.journal.folds.saves import on_nodes_alone
 from verl_slurm.keys import Keyring, load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.connection_limits import REASONS
+from verl_slurm.wire.lead_file import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm.wire.messages import (
     AgentReady,
     DumpStacks,
@@ -51,7 +52,6 @@ from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.completion import nothing_left
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.launcher import agent_argv
-from verl_slurm_daemon.lead_address import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm_daemon.pace_watch import PaceWatch
 from verl_slurm_daemon.rank_store import RankStore
 from verl_slurm_daemon.refusals import Refusals

@@ -11,10 +11,10 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.journal.events import Ended
 from verl_slurm.journal.files import read_events
 from verl_slurm.paths import RunPaths
+from verl_slurm.prctl import become_subreaper
+from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm_daemon.agent import Agent
 from verl_slurm_daemon.hostfile import check_hosts, find_host, read_hostfile
-from verl_slurm_daemon.lead_address import LeadAddress, read_lead_address
-from verl_slurm_daemon.processes import become_subreaper
 
 __all__ = ["run_join"]
 

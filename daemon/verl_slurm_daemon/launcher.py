@@ -5,11 +5,16 @@ from pathlib import Path
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.paths import RunPaths
 from verl_slurm.search_path import clean_environment
+from verl_slurm.wire.environment import (
+    CONTROL_VARIABLE,
+    EPOCH_VARIABLE,
+    GENERATION_VARIABLE,
+    RESUME_VARIABLE,
+    RUN_VARIABLE,
+)
 from verl_slurm.wire.messages import Launch
 
 __all__ = ["agent_argv", "container_places", "launcher_argv", "launcher_env", "step_argv"]
-
-CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
 
 
 def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
@@ -97,7 +102,7 @@ def launcher_argv(
 def launcher_env(
     environ: dict[str, str], config: RunConfig, paths: RunPaths, launch: Launch, control: Path
 ) -> dict[str, str]:
-    """The ranks' environment: ours, who they are in the run's life (`guest.session`), and a fixed number of threads.
+    """The ranks' environment: ours, who they are in the run's life (`wire.environment`), and a fixed number of threads.
 
     Args:
         control: 0700, made by this agent under a name that nobody can guess, and removed by it.
@@ -110,10 +115,10 @@ def launcher_env(
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from wherever the user stood when he submitted
     if config.trainer.is_guest:
         fixed |= {
-            "VERL_SLURM_RUN": str(paths.root),
-            "VERL_SLURM_EPOCH": str(launch.epoch),
-            "VERL_SLURM_GENERATION": str(launch.generation),
-            "VERL_SLURM_RESUME": launch.resume,
+            RUN_VARIABLE: str(paths.root),
+            EPOCH_VARIABLE: str(launch.epoch),
+            GENERATION_VARIABLE: str(launch.generation),
+            RESUME_VARIABLE: launch.resume,
         }
     program = config.trainer.command[:1]
     if program and program[0].endswith(".py"):  # named by the user himself: its neighbours are meant, too

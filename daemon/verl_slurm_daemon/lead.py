@@ -33,6 +33,7 @@ from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
 from verl_slurm.journal.status import Status, read_status
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon import inputs
 from verl_slurm_daemon.allocation import Allocation
@@ -369,7 +370,7 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
     sys.stderr.flush()
     if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        os.environ["VERL_SLURM_LOCAL_RESTART"] = str(allocation.restart + 1)
+        os.environ[LOCAL_RESTART_VARIABLE] = str(allocation.restart + 1)
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
     os._exit(int(code))

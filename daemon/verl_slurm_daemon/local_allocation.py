@@ -4,16 +4,14 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from typing import Literal
-
-import psutil
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.paths import RunPaths
-from verl_slurm.process_birth import birth_of
+from verl_slurm.process_birth import KnownProcess
+from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.inputs import CauseKnown, RequeueAnswered
 
@@ -33,7 +31,7 @@ class LocalAllocation:
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         self.job_id = os.environ.get("SUBMITIT_LOCAL_JOB_ID") or f"local-{os.getpid()}"
-        self.restart = int(os.environ.get("VERL_SLURM_LOCAL_RESTART") or 0)
+        self.restart = int(os.environ.get(LOCAL_RESTART_VARIABLE) or 0)
         self._config, self._paths = config, paths
 
     async def address(self) -> str:
@@ -73,17 +71,8 @@ class LocalAllocation:
     async def still_alive(self, owner: Epoch) -> str:
         if owner.host != socket.gethostname() or owner.pid == os.getpid():
             return ""
-        if owner.born:
-            same = birth_of(owner.pid) == owner.born
-            return f"process {owner.pid} of job {owner.job_id} lives" if same else ""
-        try:  # taken by a version that did not note its birth
-            process = psutil.Process(owner.pid)
-            started = datetime.fromtimestamp(process.create_time(), UTC)
-        except psutil.NoSuchProcess:
-            return ""
-        # A process that is younger than the claim only has the same number.
-        same = started <= datetime.fromisoformat(owner.taken) + timedelta(seconds=1)
-        return f"process {owner.pid} of job {owner.job_id} lives" if same else ""
+        lives = KnownProcess(owner.pid, owner.born).is_running()
+        return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
 
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         nodes = range(self._config.distributed.nodes)

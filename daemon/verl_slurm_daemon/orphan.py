@@ -20,11 +20,11 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import lead_ended
 from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm_daemon.agent_log import AgentLog
 from verl_slurm_daemon.channel import connect
 from verl_slurm_daemon.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead_address import LeadAddress
 from verl_slurm_daemon.leaving import Known, Verdict, decide
 from verl_slurm_daemon.slurm_allocation import SlurmAllocation
 

@@ -6,7 +6,6 @@ them is then a matter of SIGKILL to the whole tree: ranks are in sessions of the
 groups do not reach them; the agent is their subreaper, so the tree stays below it whoever dies in between.
 """
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterable
@@ -14,26 +13,17 @@ from contextlib import suppress
 
 import psutil
 
+from verl_slurm.prctl import die_with_parent
 from verl_slurm_daemon.signals import WARNINGS
 
-__all__ = ["become_subreaper", "child_setup", "kill_tree", "signal_ranks", "tail"]
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PR_SET_CHILD_SUBREAPER = 36
-
-_libc = ctypes.CDLL(None, use_errno=True)
+__all__ = ["child_setup", "kill_tree", "signal_ranks", "tail"]
 
 
 def child_setup() -> None:
     """Between fork and exec of a launcher: survive warnings, but not the agent."""
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def become_subreaper() -> None:
-    """Make orphans below us our children, so that `kill_tree` finds them."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    die_with_parent()
 
 
 # What /proc says of a process that dies while it is looked at; psutil does not turn all of it into its own errors.

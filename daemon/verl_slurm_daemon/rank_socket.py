@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from verl_slurm.scratch import Scratch
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import FromRank
+from verl_slurm.wire.peer_credentials import peer_of
 from verl_slurm_daemon.refusals import Refusals
 
 __all__ = ["REASONS", "RankSocket", "parse_packet"]
@@ -27,7 +27,6 @@ this node, or another than this connection has spoken for."""
 
 
 _PREFIX = "verl-slurm-"
-_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank)
 
 
@@ -88,10 +87,9 @@ class RankSocket:
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            pid, uid, _ = _UCRED.unpack(credentials)
-            if uid != os.geteuid() or len(self._tasks) >= self._max_ranks:
-                self._refusals.add("crowded" if uid == os.geteuid() else "user", f"pid {pid} of uid {uid}")
+            peer = peer_of(connection)
+            if not peer.is_ours or len(self._tasks) >= self._max_ranks:
+                self._refusals.add("crowded" if peer.is_ours else "user", str(peer))
                 connection.close()
                 continue
             task = asyncio.create_task(self._listen(connection))

@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from verl_slurm.wire.environment import GENERATION_VARIABLE
+
 __all__ = ["main", "rank_environment"]
 
 NOWHERE = "verl-slurm.invalid"
@@ -106,7 +108,7 @@ def rank_environment(
         "MASTER_PORT": 0,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_RUN_ID": environ.get("VERL_SLURM_GENERATION", "verl-slurm"),
+        "TORCHELASTIC_RUN_ID": environ.get(GENERATION_VARIABLE, "verl-slurm"),
         "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's own handler would connect, and never listen
         "TORCH_GLOO_LAZY_INIT": 0,  # a group's connections are checked when it is built
     }

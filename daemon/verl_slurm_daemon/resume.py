@@ -20,7 +20,7 @@ from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.fence import require_epoch
-from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.guest.tree import sweep_work
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
@@ -135,10 +135,9 @@ def _adopt(paths: RunPaths, source: Path) -> str:
     for path in [*staging.rglob("*"), staging]:
         path.chmod(0o700 if path.is_dir() else 0o600)
         fsync_path(path)
-    staging.rename(final)
-    fsync_path(paths.checkpoints)
+    rename(staging, final)
     if paths.ledger.is_dir() and any(paths.ledger.iterdir()):
-        paths.ledger.rename(paths.ledger.with_name(f"ledger.before.{final.name}.{secrets.token_hex(4)}"))
+        rename(paths.ledger, paths.ledger.with_name(f"ledger.before.{final.name}.{secrets.token_hex(4)}"))
         private_dir(paths.ledger)
     return final.name
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +11,12 @@ import msgspec
 from verl_slurm.errors import UNREADABLE
 from verl_slurm.wire.framing import MAX_FRAME
 from verl_slurm.wire.messages import FromStoreClient, StoreAnswer
+from verl_slurm.wire.peer_credentials import peer_of
 from verl_slurm.wire.store_line import LENGTH, STORE_SOCKET_NAME
 from verl_slurm_daemon.refusals import Refusals
 
 __all__ = ["StoreSocket"]
 
-_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
 _DECODER: "msgspec.msgpack.Decoder[FromStoreClient]" = msgspec.msgpack.Decoder(FromStoreClient)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -60,9 +58,9 @@ class StoreSocket:
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection: socket.socket = writer.get_extra_info("socket")
-        pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if uid != os.geteuid() or len(self._held) >= self._most:
-            self._refusals.add("crowded" if uid == os.geteuid() else "user", f"pid {pid} of uid {uid}")
+        peer = peer_of(connection)
+        if not peer.is_ours or len(self._held) >= self._most:
+            self._refusals.add("crowded" if peer.is_ours else "user", str(peer))
             writer.close()
             return
         self._held.add(writer)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.checkpoint.recover import choose_resume, set_aside
-from verl_slurm.checkpoint.schema import Migration, SchemaVersion, current_schema, schema_of
+from verl_slurm.checkpoint.schema import SchemaVersion, current_schema, schema_of
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.errors import CheckpointCorrupt, NotFound, SchemaMismatch
 from verl_slurm.paths import RunPaths
@@ -32,7 +32,6 @@ def test_auto_takes_the_newest_that_verifies(save: Save, paths: RunPaths) -> Non
     assert (choice.name, choice.path) == ("step_000002_sp0005", newest)
     assert choice.manifest is not None
     assert choice.manifest.safe_point == 5
-    assert choice.migrations == ()
     assert choice.reasons[-1] == "step_000002_sp0005 is the newest checkpoint that verifies"
 
 
@@ -143,21 +142,6 @@ def test_another_schema_is_refused_with_its_exact_differences(
         "Sampler: not in the checkpoint",
     ]
     assert paths.checkpoint(1).exists()
-
-
-def test_a_registered_migration_makes_another_schema_usable(
-    save: Save, paths: RunPaths, older_schema: SchemaVersion
-) -> None:
-    save(1)
-    step = Migration(
-        source=current_schema().schema_id,
-        target=older_schema.schema_id,
-        what="kl_window becomes kl_sum",
-        upgrade=lambda header: header,
-    )
-    choice = choose_resume(paths, "auto", older_schema, migrations=[step])
-    assert choice.name == "step_000001"
-    assert choice.migrations == (step,)
 
 
 def test_a_schema_file_that_is_not_the_manifests_is_refused(save: Save, paths: RunPaths) -> None:

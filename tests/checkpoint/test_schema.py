@@ -1,36 +1,26 @@
-from typing import Any
-
 import msgspec
 import pytest
 
+from verl_slurm.checkpoint import schema
 from verl_slurm.checkpoint.schema import (
-    MIGRATIONS,
-    Migration,
+    OLDER_LAYOUTS,
+    OlderLayout,
     check_schema,
     current_schema,
     differences,
-    migration_path,
     parse_schema,
     render_schema,
     schema_of,
-    upgrade_for,
 )
 from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
 
 
-def step(source: str, target: str) -> Migration:
-    def upgrade(header: dict[str, Any]) -> dict[str, Any]:
-        return header | {"way": header.get("way", "") + target}
-
-    return Migration(source=source, target=target, what=f"{source} to {target}", upgrade=upgrade)
-
-
 def test_our_schema_equals_itself_after_a_round_trip() -> None:
-    schema = current_schema()
-    assert parse_schema(render_schema(schema), where="x") == schema
-    assert differences(schema, schema) == []
-    assert check_schema(schema, schema, where="x") == ()
-    assert schema.classes["RuntimeState"]["rng"] == "dict[str, bytes | ndarray]"
+    ours = current_schema()
+    assert parse_schema(render_schema(ours), where="x") == ours
+    assert differences(ours, ours) == []
+    check_schema(ours, ours, where="x")
+    assert ours.classes["RuntimeState"]["rng"] == "dict[str, bytes | ndarray]"
 
 
 def test_differences_name_every_class_field_and_type() -> None:
@@ -59,26 +49,24 @@ def test_a_mismatch_tells_the_differences_and_the_remedy() -> None:
     assert "resume with verl-slurm 0.0.1" in str(caught.value)
 
 
-def test_the_shortest_chain_of_migrations_is_found_and_applied_in_order() -> None:
-    table = [step("a", "b"), step("b", "c"), step("c", "d"), step("b", "d"), step("d", "a")]
-    chain = migration_path("a", "d", table)
-    assert chain is not None
-    assert [m.target for m in chain] == ["b", "d"]
-    upgrade = upgrade_for(chain)
-    assert upgrade is not None
-    assert upgrade({}) == {"way": "bd"}
-    assert migration_path("a", "a", table) == ()
-    assert upgrade_for(()) is None
-    assert migration_path("z", "a", table) is None
+def test_an_older_layout_is_read_by_the_code_that_says_so_and_by_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old, ours, later = (schema_of({"A": {"x": kind}}) for kind in ("int", "float", "str"))
+    monkeypatch.setattr(schema, "OLDER_LAYOUTS", (OlderLayout(old.schema_id, ours.schema_id, "why"),))
+    check_schema(old, ours, where="x")
+    for saved, current in ((ours, old), (old, later), (ours, later)):
+        with pytest.raises(SchemaMismatch):
+            check_schema(saved, current, where="x")
 
 
 def test_a_schema_file_whose_id_is_not_that_of_its_classes_is_refused() -> None:
-    schema = msgspec.structs.replace(current_schema(), schema_id="0" * 64)
-    for data in (render_schema(schema), b"{}", b"[]", b"", b"\xff", b'{"a":1,"a":2}', b" " * (2 << 20)):
+    wrong = msgspec.structs.replace(current_schema(), schema_id="0" * 64)
+    for data in (render_schema(wrong), b"{}", b"[]", b"", b"\xff", b'{"a":1,"a":2}', b" " * (2 << 20)):
         with pytest.raises(CheckpointCorrupt):
             parse_schema(data, where="x")
 
 
-def test_the_last_migration_leads_to_the_layout_of_this_code() -> None:
-    """Whoever changes a saved class registers how older checkpoints are read, or says that they are not."""
-    assert MIGRATIONS[-1].target == current_schema().schema_id
+def test_the_older_layouts_are_those_that_this_code_reads() -> None:
+    """Whoever changes a saved class says anew which older checkpoints are read as they are."""
+    assert {older.read_by for older in OLDER_LAYOUTS} == {current_schema().schema_id}

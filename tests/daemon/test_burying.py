@@ -10,7 +10,7 @@ _UNDERTAKER = """
 import asyncio, os, subprocess, sys
 from verl_slurm_daemon import burying
 from verl_slurm_daemon.burying import bury_orphans
-from verl_slurm_daemon.processes import become_subreaper
+from verl_slurm.prctl import become_subreaper
 
 async def main():
     become_subreaper()

@@ -13,7 +13,6 @@ from verl_slurm_daemon.allocation import Outlook
 from verl_slurm_daemon.channel import connect
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.resume import ReadBack, ResumePoint
 
 from tests.journals import read_events
@@ -23,6 +22,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import Epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
+from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
 REQUEUED = inputs.RequeueAnswered(ExitCode.REQUEUED, "requeued")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead_address import read_lead_address
 
 from tests.harness import same_weights, wait_until_gone
 from tests.hostile.netlab import ADDRESS, netlab
 from tests.journals import read_events
+from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from verl_slurm.checkpoint.compare import newest_checkpoint
 from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
@@ -28,7 +28,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import new_key_file
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state import ledger
+from verl_slurm.wire.lead_file import read_lead_address
 
 pytestmark = pytest.mark.torch
 
@@ -51,7 +51,7 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     assert {e["epoch"] for e in events if e["event"] == "started"} == {1, 2}
     same, said = same_weights(paths.root, straight.root)
     assert same, said
-    assert ledger.stats(paths).duplicates == ()
+    assert ledger_stats(paths).duplicates == ()
 
 
 @pytest.mark.long
@@ -79,7 +79,7 @@ def test_a_link_that_the_kernel_ends_costs_a_start_and_nothing_of_the_training(
     assert [e["number"] for e in events if e["event"] == "generation"] == [1, 2]
     same, said = same_weights(paths.root, straight.root)
     assert same, said
-    assert ledger.stats(paths).duplicates == ()
+    assert ledger_stats(paths).duplicates == ()
     wait_until_gone(str(paths.root))
 
 
@@ -301,5 +301,5 @@ def test_two_hosts_that_lose_each_other_for_long_find_together_again_by_themselv
                 process.kill()
                 process.wait()
     assert same_weights(paths.root, straight.root)[0]
-    assert ledger.stats(paths).duplicates == ()
+    assert ledger_stats(paths).duplicates == ()
     wait_until_gone(str(paths.root))

@@ -21,7 +21,7 @@ LIMITS = Limits(crash_budget=0, backoff_s=1.0, no_progress_limit=1)
 _PROGRAM = """
 import os, sys
 from pathlib import Path
-from verl_slurm.rendezvous.install import CONTROL_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.messages import StrangerMet
 from verl_slurm.wire.store_line import StoreLine
 if os.environ["RANK"] == "0" and not os.path.exists("MARK"):

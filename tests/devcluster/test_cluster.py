@@ -12,18 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import (
-    await_saved_state,
-    fail_daemon,
-    fail_node,
-    preempt,
-    restore_daemon,
-    restore_node,
-)
-from verl_slurm.devcluster.processes import Known, end_all, known, list_members
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.devcluster.processes import end_all, list_members
 from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.process_birth import KnownProcess, known
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
@@ -106,7 +101,8 @@ def test_a_pid_that_now_names_another_process_is_left_alone() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         now = known(process.pid)
         assert now is not None
-        end_all([Known(process.pid, now.started_ticks - 1)], wait_s=0)
+        boot, _, ticks = now.born.partition(":")
+        end_all([KnownProcess(process.pid, f"{boot}:{int(ticks) - 1}")], wait_s=0)
         assert process.poll() is None
         process.kill()
 
@@ -177,7 +173,7 @@ def test_a_controller_and_a_munged_that_were_killed_come_back_to_a_job_that_ran_
         fail_daemon(cluster, which)
         assert not cluster.status().running
         with pytest.raises(NotFound):
-            fail_daemon(cluster, which)
+            fail_node(cluster, "node1")
         restore_daemon(cluster, which)
         assert cluster.status().running
     after = until(cluster, job, lambda facts: facts.state == "RUNNING")

@@ -12,10 +12,11 @@ import pytest
 
 from tests.faults.disk import crash_states
 from tests.faults.tracing import Tracer
+from tests.ledger_stats import ledger_stats
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, load, stats
+from verl_slurm.runtime_state.ledger import Ledger, load
 from verl_slurm.runtime_state.syncing import BackgroundSync
 
 _RECORDS = 4
@@ -96,7 +97,7 @@ def test_a_power_cut_loses_at_most_the_record_that_was_being_made_durable_and_a_
         if run.ledger.exists():  # and the next life of this epoch goes on behind it
             with Ledger(run, 1, 0) as next_life:
                 next_life.append(9, 9, _batch(9))
-            assert stats(run).problems == ()
+            assert ledger_stats(run).problems == ()
             assert len(load(run, from_step=0)) == len(numbers) + 1
     assert len(seen) > 30
     assert lost_newest  # the one under way: the model does see what is not durable

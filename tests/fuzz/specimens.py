@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import zstandard
 from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead_address import LeadAddress
 
 from tests.harness import ROOT
 from verl_slurm.checkpoint import hash_cache, manifest, schema
@@ -36,6 +35,7 @@ from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.save_path.protocol import Outcome, Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
+from verl_slurm.wire.lead_file import LeadAddress
 
 KEY, EPOCH = b"k" * 32, 3
 _HASH = "ab" * 32

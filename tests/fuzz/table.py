@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 from verl_slurm_daemon.hostfile import parse_hostfile
-from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.rank_socket import parse_packet
 
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
+from tests.ledger_stats import ledger_stats
 from verl_slurm.checkpoint import fingerprint, hash_cache, manifest, schema
 from verl_slurm.checkpoint.data_walk import lines_of, parse_line
 from verl_slurm.checkpoint.frozen_check import check_frozen
@@ -63,6 +63,7 @@ from verl_slurm.verl.tracker import judge_tracker
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.http import parse_head
+from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
 __all__ = ["TARGETS"]
@@ -96,10 +97,6 @@ def _facts(data: bytes) -> object:
     return codec.facts(lambda at, size: memoryview(data)[at : at + size], len(data), where="here")
 
 
-def _older_state(data: bytes) -> object:
-    return codec.decode(data, upgrade=lambda header: header)
-
-
 def _manifest(data: bytes) -> object:
     found = manifest.parse(data, where="here")
     assert manifest.parse(manifest.render(found), where="here") == found
@@ -113,7 +110,7 @@ def _schema(data: bytes) -> object:
 
 
 def _ledger(paths: RunPaths) -> object:
-    ledger.stats(paths)
+    ledger_stats(paths)
     return ledger.load(paths, from_step=0, report=str)
 
 
@@ -257,15 +254,6 @@ TARGETS = (
         form="msgpack",
         seal=of.seal_state,
         cost=6,
-    ),
-    Target(
-        name="older runtime state, sealed",
-        parse=_older_state,
-        raises=_CORRUPT,
-        specimens=of.state_parts,
-        form="msgpack",
-        seal=of.seal_state,
-        cost=12,
     ),
     Target(
         name="random generators",

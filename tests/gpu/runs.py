@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.ledger_stats import ledger_stats
 from tests.trainer import test_grpo, test_loop
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
@@ -17,7 +18,6 @@ from verl_slurm.config.schema import (
 from verl_slurm.dcp.compare import compare
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state.ledger import stats
 
 STEPS = test_grpo.STEPS
 
@@ -76,5 +76,5 @@ def assert_same(paths: RunPaths, twin: RunPaths) -> None:
     result = compare(final(twin), final(paths))
     assert result.same, result.differing
     assert result.num_tensors > 60
-    journal = stats(paths)
+    journal = ledger_stats(paths)
     assert (journal.duplicates, journal.problems) == ((), ())

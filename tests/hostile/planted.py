@@ -127,7 +127,7 @@ class Watcher:
 
     def look(self) -> None:
         """Once."""
-        from verl_slurm_daemon.lead_address import read_lead_address
+        from verl_slurm.wire.lead_file import read_lead_address
 
         with suppress(OSError, WireError, PermissionRefused, KeyRefused):
             self.tokens.add(read_lead_address(RunPaths(self.root)).token)

@@ -141,7 +141,7 @@ def rank(root: str, epoch: str, resume: str) -> None:
     from verl_slurm.trainer import console
     from verl_slurm.wire import messages as say
     from verl_slurm.wire.client import RankClient
-    from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+    from verl_slurm.wire.environment import CONTROL_VARIABLE
 
     paths, step = RunPaths(root), int(resume[5:11]) if resume else 0
     line = RankClient.connect(Path(os.environ[CONTROL_VARIABLE]))

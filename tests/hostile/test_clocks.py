@@ -14,11 +14,11 @@ import pytest
 
 from tests.harness import same_weights, wait_until_gone
 from tests.journals import Line, read_events
+from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
@@ -106,7 +106,7 @@ def test_hosts_whose_clocks_are_twenty_minutes_and_a_day_apart_are_interrupted_a
     here, there = first_log(paths, 1, 0), first_log(paths, 1, 1)
     assert 1100 < (there[0] - here[0]).total_seconds() < 1300, "as the test has it"
     assert there[1] - here[1] > STEADY_S - 100
-    assert ledger.stats(paths).duplicates == ()
+    assert ledger_stats(paths).duplicates == ()
     same, said = same_weights(paths.root, straight.root)
     assert same, said
     wait_until_gone(str(paths.root))

@@ -86,7 +86,7 @@ def test_a_pickle_of_another_user_is_not_opened_where_the_job_starts(
     done = start(*argv)
     assert not sign.exists()
     assert done.returncode == ExitCode.PERMISSION, done.stderr
-    assert "nobody else may write" in done.stderr
+    assert "that others cannot write to" in done.stderr
 
 
 def test_no_program_of_an_exchanged_run_is_started(run: Path, tmp_path: Path) -> None:

@@ -15,12 +15,6 @@ import pytest
 from verl_slurm_daemon.agent_metrics import AgentMetrics
 from verl_slurm_daemon.channel import AgentLink, serve
 from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead_address import (
-    LeadAddress,
-    read_lead_address,
-    remove_lead_address,
-    write_lead_address,
-)
 from verl_slurm_daemon.lead_metrics import LeadMetrics
 from verl_slurm_daemon.rank_socket import RankSocket
 
@@ -28,6 +22,12 @@ from tests.hostile.racing import FORK, PATIENCE_S, processes
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
+from verl_slurm.wire.lead_file import (
+    LeadAddress,
+    read_lead_address,
+    remove_lead_address,
+    write_lead_address,
+)
 
 
 def daemon(paths: RunPaths, config: RunConfig, epoch: int, others: Any, told: Any) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.harness import same_weights
 from tests.hostile.stage import Stage, control_group
+from tests.ledger_stats import ledger_stats
 from verl_slurm.checkpoint.verify import verify
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
@@ -118,7 +118,7 @@ def test_ranks_that_are_killed_starved_stopped_or_raise_in_a_save_cost_that_save
     struck.lead(strikes=[])
     assert struck.end() == 0, struck.story()
     assert not list(struck.paths.checkpoints.glob(".*.tmp"))
-    assert ledger.stats(struck.paths).duplicates == ()
+    assert ledger_stats(struck.paths).duplicates == ()
     (tmp_path / "twin").mkdir(mode=0o700)
     twin = Stage(tmp_path / "twin", *OFTEN, *TWO)
     try:

@@ -10,7 +10,7 @@ import pytest
 from tests.hostile.stage import Stage
 from tests.hostile.test_processes import unshared
 from verl_slurm.files import private_dir
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 
 def control_of(pid: int) -> Path:

@@ -21,7 +21,6 @@ from verl_slurm_daemon import channel
 from verl_slurm_daemon.channel import AgentLink, connect, serve
 from verl_slurm_daemon.effects import Effects
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead_address import read_lead_address
 from verl_slurm_daemon.rank_socket import REASONS as RANK_REASONS
 from verl_slurm_daemon.rank_socket import RankSocket
 from verl_slurm_daemon.refusals import Refusals
@@ -37,6 +36,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.wire.client import SOCKET_NAME
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
+from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import (
     AgentReady,
     FromAgent,

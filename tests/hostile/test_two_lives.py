@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import same_weights, wait_until_gone
 from tests.journals import read_events
+from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held, tell
 from verl_slurm.checkpoint.catalog import list_checkpoints
@@ -18,7 +19,6 @@ from verl_slurm.checkpoint.verify import verify
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state import ledger
 from verl_slurm.submit.record import read_status
 
 pytestmark = pytest.mark.torch
@@ -70,7 +70,7 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     found = list_checkpoints(paths)
     assert {(info.kind, info.epoch) for info in found} == {("committed", 2)}
     assert all(verify(info.path).ok for info in found)
-    assert ledger.stats(paths).problems == ()
+    assert ledger_stats(paths).problems == ()
     status = read_status(paths)
     assert (status["epoch"], status["state"]) == (2, "ended")
     assert {event["epoch"] for event in read_events(paths) if event["event"] == "ended"} == {2}

@@ -118,7 +118,7 @@ def test_a_number_in_a_file_of_ours_is_one_or_the_file_is_refused(value: str, tm
     write_file(paths.epoch, text.encode())
     with pytest.raises(CheckpointCorrupt):
         read_epoch(paths)
-    from verl_slurm_daemon.lead_address import read_lead_address
+    from verl_slurm.wire.lead_file import read_lead_address
 
     private_dir(paths.control)
     address = {"epoch": 1, "generation": 1, "host": "h", "port": "HERE", "token": "0" * 64}

@@ -386,19 +386,6 @@ def test_a_container_of_version_1_is_refused_as_that() -> None:
         decode(frame(b"\xc4\x01a" * 20))
 
 
-def test_an_older_header_is_read_through_its_migration(state: RuntimeState) -> None:
-    old, packed = taken_apart(encode(state))
-    old["episodes"] = old.pop("episode_id")
-    data = container(frame(msgspec.msgpack.encode(old)), *packed)
-    with pytest.raises(CheckpointCorrupt):
-        decode(data)
-
-    def upgrade(header: dict[str, Any]) -> dict[str, Any]:
-        return {("episode_id" if k == "episodes" else k): v for k, v in header.items()}
-
-    assert decode(data, upgrade=upgrade).episode_id == 1500
-
-
 def test_the_limit_of_a_record_is_held_when_it_is_written(batch: Callable[..., Any]) -> None:
     blobs = {"x": np.zeros(1000, np.uint8)}
     with pytest.raises(ValueError, match="at most 100"):

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.ledger_stats import ledger_stats
 from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as module
 from verl_slurm.runtime_state import segment_lock
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, load, prune, stats
+from verl_slurm.runtime_state.ledger import Ledger, load, prune
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm.runtime_state.segment_lock import SegmentHeld
 from verl_slurm.runtime_state.syncing import BackgroundSync
@@ -42,7 +43,7 @@ def test_what_was_appended_is_loaded_bit_for_bit_over_epochs_and_ranks(paths: Ru
     found = load(paths, from_step=1)
     assert found.keys() == {(1, 0), (1, 1), (1, 2), (2, 0)}
     assert all(equal(arrays, batch(step * 10 + j)) for (step, j), arrays in found.items())
-    counted = stats(paths)
+    counted = ledger_stats(paths)
     assert (counted.records, counted.rollouts, counted.tokens) == (6, 24, 48)
     assert counted.duplicates == counted.problems == ()
 
@@ -67,7 +68,7 @@ def test_every_cut_of_the_tail_loses_only_the_record_that_was_cut(paths: RunPath
     assert ends == sorted(ends)
     assert ends[-1] == 1
     assert abs(ends.index(1) - first) < 20
-    assert stats(paths).problems == ()
+    assert ledger_stats(paths).problems == ()
 
 
 def test_a_tail_of_zeros_or_garbage_is_cut_too(paths: RunPaths, batch: Batch) -> None:
@@ -86,7 +87,7 @@ def test_a_restart_within_the_epoch_cuts_the_torn_tail_and_goes_on(paths: RunPat
     segment.write_bytes(segment.read_bytes()[:-5])
     fill(paths, batch, 1, 0, (0, 1), (0, 2))
     assert load(paths, from_step=0).keys() == {(0, 0), (0, 1), (0, 2)}
-    assert stats(paths).problems == ()
+    assert ledger_stats(paths).problems == ()
     for torn_head in (b"", b"VSLE"):
         segment.write_bytes(torn_head)
         fill(paths, batch, 1, 0, (3, 0))
@@ -110,7 +111,7 @@ def test_a_damaged_middle_is_reported_with_its_place_and_the_rest_is_kept(
         assert load(paths, from_step=0, report=lines.append).keys() == {(0, 0), (0, 2)}
         assert len(lines) == 1
         assert segment.name in lines[0]
-        assert len(stats(paths).problems) == 1
+        assert len(ledger_stats(paths).problems) == 1
 
 
 def test_a_damaged_head_is_reported_and_its_records_are_kept(paths: RunPaths, batch: Batch) -> None:
@@ -145,7 +146,7 @@ def test_of_two_epochs_with_the_same_micro_batch_the_newest_counts_and_it_is_cou
     with Ledger(paths, 1, 1) as ledger:
         ledger.append(3, 1, batch(1))
     assert equal(load(paths, from_step=0)[3, 1], batch(2))
-    assert stats(paths).duplicates == ((3, 1),)
+    assert ledger_stats(paths).duplicates == ((3, 1),)
 
 
 def test_two_living_writers_of_one_segment_are_not_allowed(
@@ -225,7 +226,7 @@ def test_links_and_foreign_names_are_no_segments(paths: RunPaths, batch: Batch) 
     fill(paths, batch, 1, 0, (0, 0))
     paths.ledger_segment(2, 0).symlink_to(paths.ledger_segment(1, 0))
     (paths.ledger / "epoch_000003.rank_0000.ledger.tmp").write_bytes(b"x")
-    assert stats(paths).records == 1
+    assert ledger_stats(paths).records == 1
     with pytest.raises(OSError, match="symbolic"):
         Ledger(paths, 2, 0)
 
@@ -454,7 +455,7 @@ def test_a_batch_without_a_mask_counts_rows_and_no_tokens(paths: RunPaths) -> No
     with Ledger(paths, 1, 0) as ledger:
         ledger.append(0, 0, {"sample_id": np.arange(3)})
         ledger.append(0, 1, {})
-    assert (stats(paths).rollouts, stats(paths).tokens) == (3, 0)
+    assert (ledger_stats(paths).rollouts, ledger_stats(paths).tokens) == (3, 0)
 
 
 def test_what_is_taken_back_is_loaded_no_more_until_it_is_recorded_anew(
@@ -471,5 +472,5 @@ def test_what_is_taken_back_is_loaded_no_more_until_it_is_recorded_anew(
     assert found.keys() == {(1, 0), (1, 2)}
     assert equal(found[1, 0], batch(7))
     assert told == [(1, 0), (1, 1)]
-    counted = stats(paths)
+    counted = ledger_stats(paths)
     assert (counted.records, counted.duplicates) == (4, ((1, 0),))

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.ledger_stats import ledger_stats
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused
 from verl_slurm.keys import Keyring, MasterKey
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, load, stats
+from verl_slurm.runtime_state.ledger import Ledger, load
 from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
 
 Batch = Callable[..., Arrays]
@@ -39,7 +40,7 @@ def test_sealed_rollouts_load_bit_for_bit_also_after_a_restart_and_a_compaction(
     assert found.keys() == {(1, 0), (1, 1)}
     for (step, j), arrays in found.items():
         assert all((arrays[k] == v).all() for k, v in batch(step * 10 + j).items())
-    assert stats(paths, keys=KEYS).records == 2
+    assert ledger_stats(paths, keys=KEYS).records == 2
 
 
 def test_nothing_of_a_rollout_is_on_the_disk(paths: RunPaths) -> None:

@@ -27,7 +27,6 @@ def facts_of(name: str) -> JobFacts:
     ("moment", "trigger", "kind"),
     [
         ("running", "poll", "none"),
-        ("running", "node_link", "none"),
         ("running", "warning", "operator"),
         ("running", "requeue_wish", "operator_requeue"),
         ("running", "term", "operator"),
@@ -87,7 +86,7 @@ def test_a_requeue_with_a_node_that_slurm_calls_down_is_a_lost_node(moment: str)
     cause = decide_cause(
         "term", facts_of(moment), own_restarts=0, signal_lead_s=60, now=EARLY, lost_nodes=["node2"]
     )
-    assert (cause.kind, cause.may_requeue, cause.ends_job) == ("node_lost", False, True)
+    assert (cause.kind, cause.ends_job) == ("node_lost", True)
     assert "node2" in cause.evidence
 
 
@@ -134,18 +133,15 @@ def test_the_deadline_of_a_preemption_is_the_end_of_the_grace_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds_before_the_end", "already_warned", "kind"),
+    ("seconds_before_the_end", "kind"),
     [
-        (89, False, "time_limit"),  # 30 s asked for, up to 60 s early
-        (32, False, "time_limit"),
-        (-5, False, "time_limit"),
-        (91, False, "operator"),
-        (32, True, "operator"),
+        (89, "time_limit"),  # 30 s asked for, up to 60 s early
+        (32, "time_limit"),
+        (-5, "time_limit"),
+        (91, "operator"),
     ],
 )
-def test_a_warning_near_the_end_is_the_time_limit_once(
-    seconds_before_the_end: int, already_warned: bool, kind: CauseKind
-) -> None:
+def test_a_warning_near_the_end_is_the_time_limit(seconds_before_the_end: int, kind: CauseKind) -> None:
     facts = facts_of("time_limit_running")
     assert facts.end_time is not None
     cause = decide_cause(
@@ -154,7 +150,6 @@ def test_a_warning_near_the_end_is_the_time_limit_once(
         own_restarts=0,
         signal_lead_s=30,
         now=facts.end_time - timedelta(seconds=seconds_before_the_end),
-        time_limit_warned=already_warned,
     )
     assert cause.kind == kind
     assert cause.deadline == (facts.end_time if kind == "time_limit" else None)
@@ -166,19 +161,14 @@ def test_a_restarted_job_counts_from_its_own_restarts() -> None:
     assert decide_cause("poll", facts, own_restarts=0, signal_lead_s=60, now=EARLY).kind == "requeued"
 
 
-def test_a_silent_slurm_is_unknown_and_never_requeued() -> None:
-    cause = decide_cause("term", None, own_restarts=0, signal_lead_s=60, now=EARLY)
-    assert (cause.kind, cause.may_requeue) == ("unknown", False)
-
-
-def test_only_what_nobody_wanted_may_be_requeued() -> None:
-    for path in sorted([*GOLDEN.glob("*.txt"), *(GOLDEN / "newer").glob("*.txt")]):
+def test_a_cancelled_job_never_looks_like_one_to_requeue() -> None:
+    paths = sorted([*GOLDEN.glob("scancel*.txt"), *(GOLDEN / "newer").glob("*scancel*.txt")])
+    assert len(paths) > 3
+    for path in paths:
         name = str(path.relative_to(GOLDEN).with_suffix(""))
         for trigger in ("warning", "term", "poll"):
             cause = decide_cause(trigger, facts_of(name), own_restarts=0, signal_lead_s=60, now=EARLY)
-            assert cause.may_requeue == (cause.kind in {"preemption", "time_limit", "failed"})
-            if "scancel" in path.stem:
-                assert not cause.may_requeue
+            assert cause.kind not in {"preemption", "time_limit", "failed", "operator_requeue"}, name
 
 
 def test_an_unheard_of_state_is_unknown() -> None:

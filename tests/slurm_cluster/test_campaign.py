@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import campaign
 from tests.harness import LiveRun, same_weights
+from tests.ledger_stats import LedgerStats, ledger_stats
 from tests.slurm_cluster.cases import CASES, settings
 from tests.slurm_cluster.ways import ASIDE, EVERY_WAY, WAYS, Mischief
 from verl_slurm.devcluster.cluster import DevCluster
@@ -127,9 +128,9 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
         campaign.add(Path(results), row)
 
 
-def _same_rollouts(run: LiveRun, twin: LiveRun, what: str) -> ledger.LedgerStats:
+def _same_rollouts(run: LiveRun, twin: LiveRun, what: str) -> LedgerStats:
     """The two ledgers hold the same from the first step on, in as many tokens; nothing is there twice."""
-    ours, theirs = (ledger.stats(r.paths) for r in (run, twin))
+    ours, theirs = (ledger_stats(r.paths) for r in (run, twin))
     assert ours.duplicates == theirs.duplicates == (), f"{what}: generated twice\n{run.story()}"
     assert ours.problems == theirs.problems == (), what
     mine, others = (ledger.load(r.paths, from_step=0) for r in (run, twin))

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
 from tests.harness import SMALL, LiveRun, ends_like
 from tests.processes import held
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import await_saved_state, fail_daemon, preempt, restore_daemon
+from verl_slurm.devcluster.faults import preempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 

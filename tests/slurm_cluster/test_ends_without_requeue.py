@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SMALL, LiveRun
+from tests.ledger_stats import ledger_stats
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
@@ -37,4 +37,4 @@ def test_a_node_that_fails_a_job_which_may_not_be_requeued_is_followed_by_anothe
     run.wait_event("started", job_id=follower)
     run.job_id = follower
     run.wait_end()
-    assert ledger.stats(run.paths).duplicates == ()
+    assert ledger_stats(run.paths).duplicates == ()

@@ -6,11 +6,11 @@ import psutil
 import pytest
 
 from tests.harness import ROOT, LiveRun, ends_like
+from tests.ledger_stats import ledger_stats
 from tests.processes import tell
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
@@ -57,7 +57,7 @@ def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) ->
     run.slurm("scontrol", "update", f"jobid={run.job_id}", "TimeLimit=20")
     run.wait_event("generation", resume=saved["name"])
     run.wait_end()
-    assert ledger.stats(run.paths).duplicates == ()
+    assert ledger_stats(run.paths).duplicates == ()
 
 
 def test_a_cancelled_job_is_saved_and_stays_cancelled(run: LiveRun) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import SMALL, LiveRun, ends_like, same_weights
+from tests.ledger_stats import ledger_stats
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
@@ -36,7 +36,7 @@ def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevClu
         run.wait_end()
         same, compared = same_weights(run.paths.root, twin.paths.root)
         assert same, compared
-        assert ledger.stats(run.paths).duplicates == ()
+        assert ledger_stats(run.paths).duplicates == ()
     finally:
         run.cancel()
 

@@ -15,9 +15,9 @@ import pytest
 
 from tests.footprint import growth, litter, look
 from tests.harness import SMALL, LiveRun, same_weights
+from tests.ledger_stats import ledger_stats
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -109,7 +109,7 @@ def test_hundreds_of_preemptions_in_a_row_lose_nothing_and_leave_nothing_behind(
     assert run.facts().restarts == _N, "each preemption is one restart"
     minutes = (time.monotonic() - began) / 60
     run.wait_end(timeout_s=_PATIENCE_S)
-    assert ledger.stats(run.paths).duplicates == ()
+    assert ledger_stats(run.paths).duplicates == ()
     twin = LiveRun(cluster, tmp_path / "twin", *_LONG, f"train.steps={steps}").submit()
     try:
         twin.wait_end(timeout_s=_PATIENCE_S)

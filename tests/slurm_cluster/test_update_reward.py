@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from tests.harness import SMALL, LiveRun, same_weights
+from tests.ledger_stats import ledger_stats
 from tests.processes import held
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.reward_plan import read_reward_plan
-from verl_slurm.runtime_state import ledger
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
@@ -124,7 +124,7 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     ]
     same, said = same_weights(run.paths.root, twin.paths.root)
     assert same, said
-    assert ledger.stats(run.paths).duplicates == ()
+    assert ledger_stats(run.paths).duplicates == ()
 
 
 def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_same(
@@ -150,4 +150,4 @@ def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_sam
     run.wait_end()
     assert [s.reward for s in read_reward_plan(run.paths).switches] == [new, "rule:arithmetic"]
     assert run.facts().restarts == 1
-    assert ledger.stats(run.paths).duplicates == ()
+    assert ledger_stats(run.paths).duplicates == ()

@@ -49,5 +49,5 @@ def test_so_much_news_that_the_kernel_lost_count_means_look_at_everything(
     with Watches() as watches:
         watches.add_file(path)
         path.write_text("x")
-        monkeypatch.setattr("verl_slurm.submit.inotify.os.read", lambda fd, size: overflow)
+        monkeypatch.setattr(watches._inotify, "_readall", lambda: overflow)
         assert watches.wait(5.0) is None

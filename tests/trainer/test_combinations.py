@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.ledger_stats import ledger_stats
 from tests.trainer.lives import Killed, live
 from verl_slurm.checkpoint.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.catalog import list_checkpoints
@@ -36,7 +37,6 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.reward_plan import ask_for_reward, read_reward_plan
-from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
@@ -261,7 +261,7 @@ def test_what_is_combined_ends_with_the_same_bits_however_it_was_interrupted(run
     assert result.same, result.differing
     for run in (twin, paths):
         assert [switch.step for switch in read_reward_plan(run).switches] == case.switches
-    journal = stats(paths)
+    journal = ledger_stats(paths)
     assert (journal.duplicates, journal.problems) == ((), ())
     assert _best(paths) == _best(twin)
     assert len(_best(twin)) == int(case.keep_best)

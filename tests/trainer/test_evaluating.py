@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.ledger_stats import ledger_stats
 from verl_slurm.checkpoint.recover import choose_resume
 from verl_slurm.checkpoint.verify import read_manifest, verify
 from verl_slurm.config import load
@@ -36,7 +37,6 @@ from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer.loop import Ending
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
@@ -253,7 +253,7 @@ def test_a_run_stopped_in_the_middle_of_evaluations_ends_with_the_same_bits(
     assert runs.start(paths, Line(1, stop=False)) is Ending.FINISHED
     result = compare(undisturbed.checkpoint(STEPS), paths.checkpoint(STEPS))
     assert result.same, result.differing
-    assert stats(paths).duplicates == ()
+    assert ledger_stats(paths).duplicates == ()
 
 
 def test_an_evaluation_that_was_switched_off_meanwhile_is_passed_over(

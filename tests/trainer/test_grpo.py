@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.checkpoint.describe import describe
 from verl_slurm.checkpoint.verify import read_manifest, verify
@@ -36,7 +37,6 @@ from verl_slurm.dcp.compare import compare
 from verl_slurm.errors import ConfigError
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer.resuming import check_manifest
 from verl_slurm.trainer.state import update_metrics
 
@@ -134,7 +134,7 @@ def lived(runs: Runs) -> dict[str, RunPaths]:
 def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
     result = compare(_final(undisturbed), _final(paths))
     assert result.same, result.differing
-    journal = stats(paths)
+    journal = ledger_stats(paths)
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
@@ -217,5 +217,5 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_keeps_its_groups(
     first, undisturbed = _history(paths)[0], _history(lived["undisturbed"])[0]
     for name in ("reward", "kl", "response_tokens", "sampler_gap"):
         assert first[name] == pytest.approx(undisturbed[name], rel=1e-9)
-    journal = stats(paths)
+    journal = ledger_stats(paths)
     assert (journal.duplicates, journal.problems) == ((), ())

@@ -27,6 +27,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.recover import choose_resume
@@ -53,7 +54,6 @@ from verl_slurm.keys import Keyring, load_keys, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
-from verl_slurm.runtime_state.ledger import stats
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position, StepShape
@@ -189,7 +189,7 @@ def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
     result = compare(_final(undisturbed), _final(paths))
     assert result.same, result.differing
     assert result.num_tensors > 100
-    journal = stats(paths)
+    journal = ledger_stats(paths)
     assert journal.duplicates == ()
     assert journal.problems == ()
 
@@ -245,7 +245,7 @@ def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledge
     assert "rollouts of step 2 were refused: it begins anew, not at step 1 score 1" in mended.out
     assert compare(_final(undisturbed), _final(paths)).same
     # What was refused was sampled twice, and nothing else was.
-    assert {step for step, _ in stats(paths).duplicates} == {1}
+    assert {step for step, _ in ledger_stats(paths).duplicates} == {1}
 
 
 @pytest.mark.long
@@ -270,7 +270,7 @@ def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     assert verdict.ok
     assert verdict.manifest is not None
     assert verdict.manifest.world_size == 4
-    journal = stats(paths, keys=keys)
+    journal = ledger_stats(paths, keys=keys)
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
@@ -335,7 +335,7 @@ def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_the
     result = compare(_final(undisturbed), _final(paths), None, keys)
     assert result.same, result.differing
     assert verify(_final(paths), keys=keys).ok
-    assert stats(paths, keys=keys).problems == ()
+    assert ledger_stats(paths, keys=keys).problems == ()
     # Names of arrays, of tensors and of settings: the ends of all threads that lead to the content.
     telling = (b"response_mask", b"exp_avg_sq", b"embed_tokens", b"actor_lr", b"kl_window")
     in_the_open = {
@@ -541,12 +541,12 @@ def test_ranks_obey_the_control_page_and_say_so(
 
 
 def test_a_finished_run_that_is_started_again_does_nothing(runs: Runs, undisturbed: RunPaths) -> None:
-    before = stats(undisturbed)
+    before = ledger_stats(undisturbed)
     ended = runs.start(undisturbed)
     assert ended.code == 0, ended.err
     assert "resumed step_000002" in ended.out
     assert "saved" not in ended.out
-    assert stats(undisturbed) == before
+    assert ledger_stats(undisturbed) == before
 
 
 def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: RunPaths) -> None:

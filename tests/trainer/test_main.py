@@ -10,8 +10,10 @@ import pytest
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import CheckpointCorrupt, DataError, Fenced, WireError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.guest.session import Session
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import FinalSaveFailed
+from verl_slurm.verl import sft
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Refused
 
@@ -72,16 +74,39 @@ def test_a_rank_that_does_not_reach_its_agent_is_a_crash(
         assert _end(error, monkeypatch, tmp_path) == (ExitCode.INTERNAL, [])
 
 
-def test_storage_that_is_unwell_is_a_crash_whoever_names_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def _end_of_sft(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[int]]:
+    sent: list[FromRank] = []
+
+    class Line(NoDaemon):
+        def send(self, message: FromRank) -> None:
+            sent.append(message)
+
+    def train(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sft.Session, "open", lambda: Session(Line(), rank=0, world_size=1))
+    monkeypatch.setattr(sft, "_train", train)
+    return sft.main([]), [m.exit_code for m in sent if isinstance(m, Refused)]
+
+
+@pytest.mark.parametrize(
+    ("number", "ended"),
+    [
+        (errno.EIO, (ExitCode.INTERNAL, [])),
+        (errno.ENOSPC, (ExitCode.INTERNAL, [])),
+        (errno.ESTALE, (ExitCode.INTERNAL, [])),
+        (errno.EACCES, (ExitCode.DATA, [ExitCode.DATA])),
+        (errno.ENOENT, (ExitCode.DATA, [ExitCode.DATA])),
+    ],
+)
+def test_our_loop_and_verls_restart_for_the_same_storage_errors(
+    number: int, ended: tuple[int, list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for number in (errno.EIO, errno.ESTALE):
-        unread = _chained(DataError("a data file cannot be read"), OSError(number, os.strerror(number)))
-        told = _chained(RanksFailed("checking data and models failed"), unread)
-        for error in (unread, told):
-            assert _end(error, monkeypatch, tmp_path) == (ExitCode.INTERNAL, [])
-    missing = _chained(DataError("the data set cannot be read"), FileNotFoundError(errno.ENOENT, "missing"))
-    assert _end(missing, monkeypatch, tmp_path) == (ExitCode.DATA, [ExitCode.DATA])
+    unread = _chained(DataError("a data file cannot be read"), OSError(number, os.strerror(number)))
+    told = _chained(RanksFailed("checking data and models failed"), unread)
+    for error in (unread, told):
+        assert _end(error, monkeypatch, tmp_path) == ended
+        assert _end_of_sft(error, monkeypatch) == ended
 
 
 def test_an_os_error_on_one_rank_reaches_all_as_a_crash() -> None:

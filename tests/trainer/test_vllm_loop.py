@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.ledger_stats import ledger_stats
 from tests.trainer.test_loop import Runs, _assert_nothing_changed, _replayed
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config import load
@@ -18,7 +19,6 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
-from verl_slurm.runtime_state.ledger import stats
 
 pytestmark = [
     pytest.mark.torch,
@@ -87,5 +87,5 @@ def test_ranks_that_train_one_model_together_sample_it_together(runs: VLLMRuns) 
     assert ended.code == 0, ended.err
     verdict = verify(paths.checkpoint(2))
     assert verdict.ok, verdict.problems
-    journal = stats(paths)
+    journal = ledger_stats(paths)
     assert (journal.duplicates, journal.problems) == ((), ())

@@ -14,6 +14,7 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.tree import GuestSave, commit_tree
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl import node
+from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 
 
 def arguments(paths: RunPaths, resume: str = "", epoch: int = 1) -> argparse.Namespace:
@@ -47,9 +48,8 @@ def saved(paths: RunPaths, *, part: str = "actor", ranks: int = 2) -> str:
     return commit_tree(paths, save, {"global_step_7": directory}).name
 
 
-def lead(paths: RunPaths, **fields: object) -> None:
-    address = {"epoch": 1, "generation": 1, "host": "h", "port": 1, "token": "ab" * 32} | fields
-    write_file(paths.lead_address, msgspec.json.encode(address))
+def lead(paths: RunPaths, epoch: int = 1) -> None:
+    write_lead_address(paths, LeadAddress(epoch=epoch, generation=1, host="h", port=1, token="ab" * 32))
 
 
 def test_a_first_start_resumes_from_nothing(paths: RunPaths) -> None:

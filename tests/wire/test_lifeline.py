@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import python_path
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -57,10 +57,10 @@ def apply_prune(
             doomed = paths.staging(paths.checkpoints / name, secrets.token_hex(8)).name
             epoch_check()
             try:
-                os.rename(name, doomed, src_dir_fd=folder, dst_dir_fd=folder)
+                os.rename(name, doomed, src_dir_fd=folder, dst_dir_fd=folder)  # noqa: TID251 - by descriptor
             except FileNotFoundError:
                 continue
-            os.fsync(folder)
+            os.fsync(folder)  # noqa: TID251 - by descriptor
             shutil.rmtree(doomed, dir_fd=folder)
             removed.append(name)
     return removed

@@ -12,18 +12,12 @@ __all__ = ["hash_fd", "num_threads"]
 _BLOCK = 4 << 20
 
 
-def hash_fd(fd: int, *, from_medium: bool = False) -> tuple[int, str]:
+def hash_fd(fd: int) -> tuple[int, str]:
     """Size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start.
-
-    Args:
-        from_medium: drop clean cached pages first, so that the bytes come from the disk or server where the
-            kernel allows that.
 
     Raises:
         OSError: a read failed.
     """
-    if from_medium:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     digest = hashlib.sha256()
     size = 0

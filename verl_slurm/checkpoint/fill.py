@@ -9,12 +9,13 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import hash_file
 from verl_slurm.checkpoint.format import CHUNK_BYTES, MANIFEST, FileEntry
 from verl_slurm.checkpoint.tree import open_below, open_directory
-from verl_slurm.files import fsync_path
+from verl_slurm.files import rename, write_new
 from verl_slurm.paths import RunPaths
 
 __all__ = ["fill", "set_aside_copies"]
@@ -55,21 +56,12 @@ def _take(directory: Path, entry: FileEntry, copy: Path) -> bool:
             if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
                 return False
             to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            writer = os.open(half, flags, 0o600)
-            try:
-                while block := os.read(source, CHUNK_BYTES):
-                    view = memoryview(block)
-                    while view:
-                        view = view[os.write(writer, view) :]
-                os.fsync(writer)
-                # Of what was written, not of what was read before: the source may change meanwhile.
-                found = hash_file(writer, entry.path)
-            finally:
-                os.close(writer)
+            write_new(half, iter(partial(os.read, source, CHUNK_BYTES), b""))
+        with half.open("rb") as file:
+            # Of what was written, not of what was read before: the source may change meanwhile.
+            found = hash_file(file.fileno(), entry.path)
         if (found.size, found.sha256) == (entry.size, entry.sha256):
-            os.replace(half, to)
-            fsync_path(to.parent)
+            rename(half, to)
             return True
     except OSError:
         pass  # this copy has not got it either, or there is no room: the verdict stays as it is

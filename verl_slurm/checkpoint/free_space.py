@@ -1,4 +1,4 @@
-"""What is free on the file system of a path: the one place that asks the system (statvfs)."""
+"""Asks the system (statvfs) what is free on the file system of a path."""
 
 import os
 from pathlib import Path

@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.fingerprint import FileDigest, Fingerprint, fingerpri
 from verl_slurm.checkpoint.frozen_check import check_frozen, frozen_digests, record_frozen
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.errors import DataError
-from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.files import fsync_path, private_dir, rename
 from verl_slurm.paths import RunPaths
 
 __all__ = ["read_back_others", "store_frozen"]
@@ -69,11 +69,10 @@ def store_frozen(
                 remedy="start again when nobody writes to the model's directory",
             )
         record_frozen(paths, seen)
-        staging.rename(final)
+        rename(staging, final)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    fsync_path(paths.frozen)
     return final
 
 

@@ -24,7 +24,6 @@ import hashlib
 import os
 import shutil
 import socket
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +37,8 @@ from verl_slurm.checkpoint.info import Verdict
 from verl_slurm.checkpoint.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.tree import list_tree, open_directory
 from verl_slurm.checkpoint.verify import read_manifest, verify
-from verl_slurm.errors import PermissionRefused, VerlSlurmError
-from verl_slurm.files import fsync_path, private_dir, require_safe_way, write_file
+from verl_slurm.errors import VerlSlurmError
+from verl_slurm.files import fsync_path, private_dir, rename, require_own, require_safe_way, write_file
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
@@ -108,8 +107,7 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
         # under its present name already (`list_parts`), should the power go meanwhile.
         fsync_path(final.parent)
         drop_staging(final)
-    os.rename(staging, final)
-    fsync_path(final.parent)
+    rename(staging, final)
     return LocalPart(name=manifest.name, path=final, manifest=manifest)
 
 
@@ -155,14 +153,11 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
 
 def _require_ours(directory: Path) -> None:
     with open_directory(directory) as fd:
-        info = os.fstat(fd)
-    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise PermissionRefused(
+        require_own(
+            os.fstat(fd),
+            directory,
             "the place of the second copies is not ours alone",
-            where=directory,
-            found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
-            expected=f"a directory of uid {os.geteuid()} that nobody else may write",
-            remedy="set checkpoint.local_dir to a directory of your own on the nodes' disks",
+            "set checkpoint.local_dir to a directory of your own on the nodes' disks",
         )
 
 
@@ -267,8 +262,7 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
                 verdict = verify(home, name=name, keys=keys)
         good = verdict.ok and not os.path.lexists(final)
         if good:
-            os.rename(home, final)
-            fsync_path(paths.checkpoints)
+            rename(home, final)
         else:
             drop_staging(home)
         results.append(Assembled(verdict, good, filled))

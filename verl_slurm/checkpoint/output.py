@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from verl_slurm.errors import NotFound, PermissionRefused
-from verl_slurm.files import fsync_path
+from verl_slurm.files import fsync_path, rename
 
 __all__ = ["make_durable", "require_free", "staged"]
 
@@ -65,8 +65,7 @@ def staged(out: Path) -> Iterator[Path]:
     try:
         staging.mkdir(mode=0o700)
         yield staging
-        os.rename(staging, out)
-        fsync_path(out.parent)
+        rename(staging, out)
     except OSError as error:
         raise PermissionRefused(
             "the export could not be written",

@@ -17,7 +17,7 @@ from verl_slurm.bounded import RECORD, decode_json, read_regular
 from verl_slurm.checkpoint.format import STAGING_NAME
 from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.errors import UNREADABLE
-from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.files import fsync_path, private_dir, rename, write_file
 
 __all__ = ["is_set_aside", "move_to_quarantine", "put_back", "put_back_unfinished"]
 
@@ -49,13 +49,11 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     note = quarantine / f"{target.name}{_RECORD}"
     write_file(note, text)
     try:
-        os.rename(directory, target)
+        rename(directory, target)
     except FileNotFoundError:
         # Gone since it was looked at: nothing is left to keep.
         note.unlink(missing_ok=True)
         return None
-    fsync_path(quarantine)
-    fsync_path(directory.parent)
     return target
 
 
@@ -74,7 +72,7 @@ def put_back(aside: Path, directory: Path) -> bool:
     if os.path.lexists(directory):
         return False
     try:
-        os.rename(aside, directory)
+        rename(aside, directory, durable=False)
     except OSError:  # the save has failed with an error of its own, and the next start tries again
         return False
     fsync_path(directory.parent)

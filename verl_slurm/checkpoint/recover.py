@@ -1,7 +1,7 @@
 """Carries out `restore.decide_resume`: verifies, sets aside, checks the schema, and names what to load."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from verl_slurm.checkpoint.manifest import checkpoint_order
 from verl_slurm.checkpoint.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.restore import decide_resume
 from verl_slurm.checkpoint.schema import (
-    MIGRATIONS,
-    Migration,
     SchemaVersion,
     check_schema,
     current_schema,
@@ -37,7 +35,6 @@ class ResumeChoice:
         manifest: its verified manifest.
         verdicts: of everything that was checked, newest first.
         set_aside: where damaged ones were moved.
-        migrations: that its runtime state must go through, in order; empty when the schema is ours.
         reasons: one line a judgement, for the journal and the user.
     """
 
@@ -46,7 +43,6 @@ class ResumeChoice:
     manifest: Manifest | None = None
     verdicts: tuple[Verdict, ...] = ()
     set_aside: tuple[Path, ...] = ()
-    migrations: tuple[Migration, ...] = ()
     reasons: tuple[str, ...] = ()
 
 
@@ -55,7 +51,6 @@ def choose_resume(
     resume_from: str | None,
     expected_schema: SchemaVersion | None = None,
     *,
-    migrations: Sequence[Migration] = MIGRATIONS,
     move_damaged: bool = True,
     verifier: Callable[[Path], Verdict] = verify,
 ) -> ResumeChoice:
@@ -69,7 +64,7 @@ def choose_resume(
         verifier: the full check.
 
     Raises:
-        SchemaMismatch: the one to resume from has another state layout and no migration leads to ours.
+        SchemaMismatch: the one to resume from has a state layout that we do not read.
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         KeyRefused: the same, of one that was not made with our key.
         NotFound: an explicit one is not there.
@@ -81,8 +76,8 @@ def choose_resume(
     if resume_from is None:
         return ResumeChoice(name=None, path=None, reasons=("resume_from is null: from the beginning",))
     if resume_from == "auto":
-        return _auto(paths, schema, migrations, move_damaged, verifier)
-    return _explicit(paths, resume_from, schema, migrations, verifier)
+        return _auto(paths, schema, move_damaged, verifier)
+    return _explicit(paths, resume_from, schema, verifier)
 
 
 def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
@@ -101,7 +96,6 @@ def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
 def _auto(
     paths: RunPaths,
     schema: SchemaVersion,
-    migrations: Sequence[Migration],
     move_damaged: bool,
     verifier: Callable[[Path], Verdict],
 ) -> ResumeChoice:
@@ -129,14 +123,13 @@ def _auto(
     verdict = verdicts[decision.name]
     if decision.action == "refuse":
         raise _refusal(by_name[decision.name], verdict)
-    return _use(fresh, by_name[decision.name], verdict, schema, migrations)
+    return _use(fresh, by_name[decision.name], verdict, schema)
 
 
 def _explicit(
     paths: RunPaths,
     resume_from: str,
     schema: SchemaVersion,
-    migrations: Sequence[Migration],
     verifier: Callable[[Path], Verdict],
 ) -> ResumeChoice:
     named = checkpoint_order(resume_from) is not None
@@ -157,7 +150,6 @@ def _explicit(
         path,
         verdict,
         schema,
-        migrations,
     )
 
 
@@ -166,7 +158,6 @@ def _use(
     path: Path,
     verdict: Verdict,
     schema: SchemaVersion,
-    migrations: Sequence[Migration],
 ) -> ResumeChoice:
     """`choice` with the verified checkpoint at `path` in it, once its schema is known to fit."""
     saved = read_schema(path)
@@ -179,8 +170,8 @@ def _use(
             remedy="resume from another checkpoint (verl-slurm checkpoints)",
         )
     require_full(verdict.manifest, path)
-    needed = check_schema(saved, schema, where=path, migrations=migrations)
-    return replace(choice, name=path.name, path=path, manifest=verdict.manifest, migrations=needed)
+    check_schema(saved, schema, where=path)
+    return replace(choice, name=path.name, path=path, manifest=verdict.manifest)
 
 
 def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | SchemaMismatch:

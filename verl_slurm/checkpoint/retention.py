@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from verl_slurm.checkpoint.best import Best, latest_reward, rank_best, reward_of
 from verl_slurm.checkpoint.info import CheckpointInfo
 
-__all__ = ["PrunePlan", "Reasoned", "plan_prune"]
+__all__ = ["ASSURED_KEPT", "PrunePlan", "Reasoned", "plan_prune"]
+
+ASSURED_KEPT = 2
+"""`num_verified` of a trainer that has just saved. It hashed its own checkpoint while it wrote it, but has not read it
+back; so one that is known to be whole stays beside it, whatever `keep_last` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

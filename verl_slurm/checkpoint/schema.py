@@ -5,18 +5,14 @@ id is the SHA-256 of the canonical JSON of those signatures; the code version is
 since most versions change no layout. Limits (`msgspec.Meta`) are no part of a type: they guard readers, not
 layout.
 
-A change of layout without a migration is refused with the exact differences. A `Migration` turns the header
-of a runtime state (a plain map) of one schema into that of the next; they are chained from the saved one to
-ours.
+Another layout is refused with the exact differences, unless `OLDER_LAYOUTS` says that this code reads it as it is. No
+saved state is rewritten to fit.
 """
 
 import hashlib
 import types
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -27,19 +23,17 @@ from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
 from verl_slurm.runtime_state.format import ArraySpec, RecordHeader, RuntimeState, StateHeader
 
 __all__ = [
-    "MIGRATIONS",
+    "OLDER_LAYOUTS",
     "TRAINER_COMPONENTS",
-    "Migration",
+    "OlderLayout",
     "SchemaVersion",
     "check_schema",
     "current_schema",
     "differences",
-    "migration_path",
     "parse_schema",
     "read_schema",
     "render_schema",
     "schema_of",
-    "upgrade_for",
 ]
 
 # What the trainer saves beside these structs. Change the text when the meaning or layout changes, and every
@@ -82,31 +76,23 @@ class SchemaVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Class → field → type."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Migration:
-    """A way from one schema to the next.
+class OlderLayout(NamedTuple):
+    """A layout that is read as it is by the code of another."""
 
-    Attributes:
-        source, target: schema ids.
-        what: one line for the journal.
-        upgrade: takes the header map of a runtime state of `source` and returns one of `target`.
-    """
-
-    source: str
-    target: str
-    what: str
-    upgrade: Callable[[dict[str, Any]], dict[str, Any]]
+    schema_id: str
+    read_by: str
+    """The schema id of that code. Whoever changes it again looks at each of these anew."""
+    why: str
 
 
-MIGRATIONS: tuple[Migration, ...] = (
-    Migration(
-        source="e4c9c98db561aaaffa3a0bfa7438ea08c860e54ede2d2f694c6e1b538d81bd6c",
-        target="96d1be38d6327542ec6ed989b8dba974286d26b235aefa60ee4e3359fb2fcd0d",
-        what="a manifest may name a guest (`Manifest.guest`); nothing that was there has changed",
-        upgrade=lambda header: header,
+OLDER_LAYOUTS = (
+    OlderLayout(
+        schema_id="e4c9c98db561aaaffa3a0bfa7438ea08c860e54ede2d2f694c6e1b538d81bd6c",
+        read_by="96d1be38d6327542ec6ed989b8dba974286d26b235aefa60ee4e3359fb2fcd0d",
+        why="a manifest may name a guest (`Manifest.guest`); nothing that was there has changed",
     ),
 )
-"""Registered migrations, oldest first. The last one leads to `current_schema` (a test holds it to that)."""
+"""A test holds them to the layout of this code."""
 
 
 def current_schema() -> SchemaVersion:
@@ -188,55 +174,14 @@ def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:
     return lines
 
 
-def migration_path(
-    source: str, target: str, migrations: Sequence[Migration] = MIGRATIONS
-) -> tuple[Migration, ...] | None:
-    """The shortest chain from one schema id to another; empty when they are the same, None without one."""
-    queue: deque[tuple[str, tuple[Migration, ...]]] = deque([(source, ())])
-    seen = {source}
-    while queue:
-        here, path = queue.popleft()
-        if here == target:
-            return path
-        for migration in migrations:
-            if migration.source == here and migration.target not in seen:
-                seen.add(migration.target)
-                queue.append((migration.target, (*path, migration)))
-    return None
-
-
-def upgrade_for(
-    migrations: Sequence[Migration],
-) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """What `runtime_state.codec.decode` takes as `upgrade`: all of them in order; None when there is none.
-
-    Called by: dcp.loader, with `migration_path(...)`.
-    """
-    if not migrations:
-        return None
-
-    def upgrade(header: dict[str, Any]) -> dict[str, Any]:
-        for migration in migrations:
-            header = migration.upgrade(header)
-        return header
-
-    return upgrade
-
-
-def check_schema(
-    saved: SchemaVersion,
-    current: SchemaVersion,
-    *,
-    where: object,
-    migrations: Sequence[Migration] = MIGRATIONS,
-) -> tuple[Migration, ...]:
-    """The migrations that a checkpoint of `saved` needs here; empty when none.
+def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object) -> None:
+    """Refuse a checkpoint of a layout that code of `current` does not read.
 
     Raises:
-        SchemaMismatch: the layouts differ and no chain of migrations leads from one to the other.
+        SchemaMismatch: with every difference.
     """
-    path = migration_path(saved.schema_id, current.schema_id, migrations)
-    if path is None:
+    read_too = {older.schema_id for older in OLDER_LAYOUTS if older.read_by == current.schema_id}
+    if saved.schema_id not in read_too | {current.schema_id}:
         raise SchemaMismatch(
             "the checkpoint has another state layout",
             where=where,
@@ -244,7 +189,6 @@ def check_schema(
             expected=f"the layout of {current.code_version}",
             remedy=f"resume with verl-slurm {saved.code_version}, or start with checkpoint.resume_from=null",
         )
-    return path
 
 
 def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`verl-slurm`: the one place where an error becomes a line and an exit code."""
+"""`verl-slurm`: turns an error into a line and an exit code."""
 
 # ruff: noqa: E402 - nothing is imported before the search path is known to be safe
 from verl_slurm.search_path import leave_working_directory

@@ -82,13 +82,18 @@ def adopt(
     verl-slurm adopt checkpoints/gsm8k/grpo my.yaml name=grpo
     verl-slurm submit my.yaml name=grpo
     """
-    from verl_slurm.verl.adopt import require_own_directory
+    from verl_slurm.files import require_safe_folder
     from verl_slurm.verl.shards import judge_all, list_steps, step_bytes
     from verl_slurm.verl.tracker import look_at_tracker, write_tracker
 
     directory = _require_directory(directory)
     if run is not None:
-        require_own_directory(directory)
+        # Others would choose the steps, even if each is judged. `copying` sees to it that what was judged is copied.
+        require_safe_folder(
+            directory,
+            "others can put steps of theirs in the place of these",
+            "copy the steps to a directory of your own, and adopt again",
+        )
     steps = list_steps(directory)
     bar = render.Bar(enabled=not as_json)
     with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""The only file that prints. Plain lines, one JSON value, or a table; rich is imported when a table is.
+"""Prints plain lines, one JSON value, or a table; rich is imported when a table is. Elsewhere T20 forbids `print`.
 
 What comes from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a
 log can recolour or rewrite the terminal.

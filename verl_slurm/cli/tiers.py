@@ -106,15 +106,10 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     verl-slurm offload runs/big --dry-run
     verl-slurm offload runs/big --json
     """
-    from verl_slurm.config.in_place import require_in_place
     from verl_slurm.config.load import load_resolved
-    from verl_slurm.tiers.mover import look, sync
+    from verl_slurm.tiers.mover import sync
 
-    config = load_resolved(run.run_yaml)
-    require_in_place(
-        run.root, config, "offload"
-    )  # `look` does not ask, and a dry run must say what a real one would
-    did = look(run, config) if dry_run else sync(run, config)
+    did = sync(run, load_resolved(run.run_yaml), dry_run=dry_run)
     problems = {(d.action.tier, d.action.name): d.problem for d in did.done if d.problem}
     if as_json:
         answer: dict[str, object] = {"dry_run": dry_run, "ok": did.ok}

@@ -47,17 +47,15 @@ from verl_slurm.devcluster.machine import (
 )
 from verl_slurm.devcluster.processes import (
     Daemons,
-    Known,
-    boot_id,
     end_all,
     find_daemons,
-    known,
     list_members,
     node_log_name,
 )
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
 from verl_slurm.errors import ConfigError, SlurmRefused
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.process_birth import KnownProcess, boot_id, known
 
 __all__ = ["ClusterStatus", "DevCluster", "default_directory"]
 
@@ -236,7 +234,7 @@ class DevCluster:
                 process = known(int(pid_file.read_text()))
             except (OSError, ValueError):
                 process = None
-            if process is not None and process.is_running():
+            if process is not None:
                 return
             time.sleep(_POLL_S)
         raise self._did_not_start(Path(argv[0]).name, log)
@@ -357,7 +355,7 @@ class DevCluster:
     def stop(self) -> ClusterStatus:
         """End every process of the cluster, jobs included. Logs stay. Nothing running: nothing to do."""
         began = time.monotonic()
-        left: list[Known] = []
+        left: list[KnownProcess] = []
         if self.directory.is_dir():
             with locked(self.directory):
                 left = self._end_everything()
@@ -369,7 +367,7 @@ class DevCluster:
             left=[process.pid for process in left],
         )
 
-    def _end_everything(self) -> list[Known]:
+    def _end_everything(self) -> list[KnownProcess]:
         """The ladder: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
 
         All by SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
@@ -377,11 +375,11 @@ class DevCluster:
         with _uninterrupted():
             return self._end_members()
 
-    def _end_members(self) -> list[Known]:
+    def _end_members(self) -> list[KnownProcess]:
         daemons = self.daemons()
         end_all([] if daemons.slurmctld is None else [daemons.slurmctld])
         end_all(daemons.slurmd.values())
-        left: list[Known] = []
+        left: list[KnownProcess] = []
         # a dying step may still fork: look again until nothing is found
         for _ in range(20):
             members = list_members(self.directory, self.slurm_conf)

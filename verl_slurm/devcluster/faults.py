@@ -1,4 +1,4 @@
-"""What can happen to a job on the embedded cluster, made to happen: preemption, the loss of a node or of a daemon.
+"""What can happen to a job on the embedded cluster, made to happen: preemption, the loss of a node.
 
 Nothing is simulated. The preemption is Slurm's own, by a job of higher priority that needs the same nodes;
 the node loss is a SIGKILL of everything on it at once, which is what a power cut looks like from outside.
@@ -19,18 +19,12 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
 __all__ = [
-    "Daemon",
     "NodeFailure",
     "Preemption",
-    "await_saved_state",
-    "fail_daemon",
     "fail_node",
     "preempt",
-    "restore_daemon",
     "restore_node",
 ]
-
-Daemon = Literal["slurmctld", "munged"]
 
 _POLL_S = 0.05
 
@@ -229,66 +223,3 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
         found=cluster.node_states().get(node, "unknown"),
         remedy=f"look at {cluster.directory}/log",
     )
-
-
-def await_saved_state(cluster: DevCluster, job_id: int, *, timeout_s: float = 60.0) -> None:
-    """Until slurmctld has written down that the job is what it is now.
-
-    It does so within seconds of a change. One that is killed before that forgets it, and starts a job that runs
-    already a second time, with the same number of restarts (seen on 22.05.8).
-
-    Raises:
-        SlurmRefused: it did not, in time.
-    """
-    # A change of no consequence: what is written down after it has all that was before. At once, or 5 s later.
-    asked, file = time.time_ns(), cluster.directory / "state" / "job_state"
-    client = SlurmClient(cluster.client_env())
-    asyncio.run(client.run(["scontrol", "update", f"JobId={job_id}", f"Comment={asked}"]))
-    deadline = time.monotonic() + timeout_s
-    while not file.exists() or file.stat().st_mtime_ns < asked:
-        if time.monotonic() > deadline:
-            raise SlurmRefused("slurmctld does not save its state", where=file, remedy="look at its log")
-        time.sleep(_POLL_S)
-
-
-def fail_daemon(cluster: DevCluster, which: Daemon) -> None:
-    """SIGKILL the controller, or munged without which nobody can talk to anybody. Jobs run on.
-
-    What the controller has not written down yet is lost: `await_saved_state`.
-
-    Raises:
-        NotFound: no cluster is running.
-    """
-    with locked(cluster.directory):
-        _state(cluster)
-        daemons = cluster.daemons()
-        end_all(
-            [process for process in (daemons.munged if which == "munged" else daemons.slurmctld,) if process]
-        )
-
-
-def restore_daemon(cluster: DevCluster, which: Daemon, *, timeout_s: float = 30.0) -> None:
-    """Start it again, on the state and with the key that it left, and wait until Slurm answers.
-
-    Raises:
-        NotFound: there is no such cluster.
-        SlurmRefused: it does not come up, or does not answer in time.
-    """
-    with locked(cluster.directory):
-        if read_state(cluster.directory) is None:
-            raise NotFound(
-                "no such embedded cluster", where=cluster.directory, remedy="verl-slurm devcluster start"
-            )
-        if which == "munged":
-            cluster.start_munged()
-        else:
-            cluster.start_slurmctld()
-    deadline = time.monotonic() + timeout_s
-    while not cluster.node_states():
-        if time.monotonic() > deadline:
-            raise SlurmRefused(
-                f"Slurm does not answer since {which} was started again",
-                where=cluster.directory / "log",
-                remedy="read the logs there",
-            )
-        time.sleep(_POLL_S)

@@ -1,8 +1,5 @@
 """Which processes belong to a cluster, and how to end exactly those.
 
-A pid alone is not an identity: it is reused. A process is known here by its pid AND the time it started (field 22
-of /proc/PID/stat, in clock ticks since boot).
-
 The daemons are known by name and command line, which has a path in our directory. Their pids are written down nowhere:
 from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. slurmstepd and slurmscriptd, whose
 titles overwrite command line and environment, are known by the log file in our directory that they hold open. Job
@@ -22,58 +19,26 @@ from pathlib import Path
 import msgspec
 import psutil
 
-__all__ = ["Daemons", "Known", "boot_id", "end_all", "find_daemons", "known", "list_members", "node_log_name"]
+from verl_slurm.process_birth import KnownProcess, known
+
+__all__ = ["Daemons", "end_all", "find_daemons", "list_members", "node_log_name"]
 
 _LOGGERS = frozenset({"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd"})
 _POLL_S = 0.02
 
 
-class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One process, past all doubt (within one boot)."""
-
-    pid: int
-    started_ticks: int
-    """Clock ticks since boot."""
-
-    def is_running(self) -> bool:
-        """Whether this very process is there and not a zombie."""
-        stat = _stat(self.pid)
-        return stat is not None and stat[1] == self.started_ticks and stat[0] not in "ZX"
-
-
 class Daemons(msgspec.Struct, frozen=True, kw_only=True):
     """The daemons of one cluster that live now."""
 
-    munged: Known | None = None
-    slurmctld: Known | None = None
-    slurmd: dict[str, Known] = {}
+    munged: KnownProcess | None = None
+    slurmctld: KnownProcess | None = None
+    slurmd: dict[str, KnownProcess] = {}
     """By node name; a failed node is absent."""
 
     @property
     def can_answer(self) -> bool:
         """Whether the cluster answers at all; single nodes may be down."""
         return self.munged is not None and self.slurmctld is not None
-
-
-def boot_id() -> str:
-    """The kernel's name for this boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def known(pid: int) -> Known | None:
-    """The process that has this pid now, or None."""
-    stat = _stat(pid)
-    return None if stat is None else Known(pid, stat[1])
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State letter and start ticks. The command name may hold blanks and parentheses: cut at the last one."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[19])
 
 
 def _environment(pid: int) -> dict[str, str]:
@@ -87,12 +52,12 @@ def _environment(pid: int) -> dict[str, str]:
 
 def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
     """Look at every process of the machine. While a daemon replaces itself, the old process or the new one."""
-    munged: Known | None = None
-    slurmctld: Known | None = None
-    slurmd: dict[str, Known] = {}
+    munged: KnownProcess | None = None
+    slurmctld: KnownProcess | None = None
+    slurmd: dict[str, KnownProcess] = {}
     for pid in psutil.pids():
         name, argv = _command(pid)
-        if name not in _LOGGERS or (process := known(pid)) is None or not process.is_running():
+        if name not in _LOGGERS or (process := known(pid)) is None:
             continue
         if name == "munged" and f"--key-file={directory / 'munge' / 'key'}" in argv:
             munged = process
@@ -132,7 +97,7 @@ def node_log_name(node: str) -> str:
     return f"slurmd.{node}.log"
 
 
-def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> list[Known]:
+def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> list[KnownProcess]:
     """Every process of the cluster in `directory`, or of one of its nodes: daemons, steps, jobs.
 
     Never this process, nor one of its ancestors.
@@ -158,7 +123,7 @@ def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> 
             members.add(pid)
             members.update(_descendants(pid) - spared)
     found = (known(pid) for pid in sorted(members))
-    return [process for process in found if process is not None and process.is_running()]
+    return [process for process in found if process is not None]
 
 
 def _descendants(pid: int) -> set[int]:
@@ -168,7 +133,7 @@ def _descendants(pid: int) -> set[int]:
         return set()
 
 
-def end_all(processes: Iterable[Known], *, wait_s: float = 5.0) -> list[Known]:
+def end_all(processes: Iterable[KnownProcess], *, wait_s: float = 5.0) -> list[KnownProcess]:
     """SIGKILL each and wait until it is gone.
 
     Returns:

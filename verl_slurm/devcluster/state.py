@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.processes import boot_id
 from verl_slurm.errors import UNREADABLE, VerlSlurmError
 from verl_slurm.files import write_file
+from verl_slurm.process_birth import boot_id
 
 __all__ = ["ClusterState", "locked", "read_state", "write_state"]
 

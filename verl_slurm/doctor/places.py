@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.doctor.findings import Finding, bad, good, warn
+from verl_slurm.files import open_new, rename
 from verl_slurm.mounts import file_system
 
 __all__ = ["PlaceReport", "judge_place", "probe_place"]
@@ -68,12 +69,12 @@ def probe_place(place: Path, num_bytes: int = _BYTES) -> PlaceReport:
 def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
     block = memoryview(secrets.token_bytes(_PIECE))  # zeros would be compressed away by some
     big, target = trial / "new", trial / "old"
-    fd = os.open(big, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = open_new(big)
     try:
         began, written = time.perf_counter(), 0
         while written < num_bytes:
             written += os.write(fd, block[: num_bytes - written])
-        os.fsync(fd)
+        os.fsync(fd)  # noqa: TID251 - it is what is measured
         speed = written / max(time.perf_counter() - began, 1e-9)
         syncs = sorted(_small_sync(fd, written + i) for i in range(_SMALL_SYNCS))
         keeps = stat.S_IMODE(os.fstat(fd).st_mode) == 0o600 and stat.S_IMODE(trial.stat().st_mode) == 0o700
@@ -81,7 +82,7 @@ def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
     finally:
         os.close(fd)
     target.write_bytes(b"")
-    os.rename(big, target)
+    rename(big, target, durable=False)
     renamed = target.stat().st_size >= written and not big.exists()
     return PlaceReport(
         path=str(place),

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from verl_slurm.config.load import load_own
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest import by_hand
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.reach_watch import ReachWatch
@@ -35,6 +34,7 @@ from verl_slurm.guest.state_files import Generators, load_state, restore_rng, wr
 from verl_slurm.guest.states import Objects, split
 from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
 from verl_slurm.paths import RunPaths
+from verl_slurm.restarts import restart_may_help, underlying
 from verl_slurm.wire.stopping import Order, Stopper
 
 __all__ = ["Run", "run"]
@@ -290,11 +290,8 @@ class Run:
         return b""
 
     def _refuse(self, error: VerlSlurmError) -> None:
-        """What another start would not change. What fails on one rank comes to all as RanksFailed: a crash."""
-        cause = error.__cause__
-        if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
-            error = cause
-        if error.exit_code is not ExitCode.INTERNAL:
+        error = underlying(error)
+        if not restart_may_help(error):
             self._session.refused(error)
 
 

@@ -15,11 +15,11 @@ from verl_slurm.checkpoint.format import guest_directory
 from verl_slurm.config.load import load_own
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
+from verl_slurm.restarts import restart_may_help
 from verl_slurm.wire.stopping import Order, Stopper
 
 __all__ = ["Service", "own_files", "refuse"]
@@ -195,6 +195,6 @@ def own_files(session: Session, needed: str, whose: str) -> Path | None:
 
 
 def refuse(session: Session, error: VerlSlurmError) -> None:
-    """Tell the daemon that another start would end in the same way; a bug of ours is a crash like any other."""
-    if error.exit_code is not ExitCode.INTERNAL and not isinstance(error.__cause__, OSError):
+    """Tell the daemon that another start would end in the same way, if so; otherwise this is a crash like any other."""
+    if not restart_may_help(error):
         session.refused(error)

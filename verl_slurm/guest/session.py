@@ -4,7 +4,7 @@ A guest is a training loop that is not ours. Each of its speaking processes open
 own trainer says (`wire.messages`): that it lives, each step's end, each save, that it stops as asked, that it is done.
 The first word goes out when the session is opened, so open it before anything heavy is imported.
 
-Who this process is stands in the environment that the agent set (`verl_slurm_daemon.launcher`): VERL_SLURM_CONTROL (the
+Who this process is stands in the environment that the agent set (`wire.environment`): VERL_SLURM_CONTROL (the
 agent's directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by
 name; empty: from the start), and RANK and WORLD_SIZE of whoever started the ranks. Without VERL_SLURM_CONTROL nobody
 listens and nobody asks: everything here may be called, and does nothing.
@@ -26,7 +26,8 @@ from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE, die_with_launcher
+from verl_slurm.wire.environment import CONTROL_VARIABLE, EPOCH_VARIABLE, RESUME_VARIABLE, RUN_VARIABLE
+from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import (
     STACKS_SIGNAL,
     Finished,
@@ -41,11 +42,8 @@ from verl_slurm.wire.messages import (
     Stopped,
 )
 
-__all__ = ["EPOCH_VARIABLE", "RESUME_VARIABLE", "RUN_VARIABLE", "Session"]
+__all__ = ["Session"]
 
-RUN_VARIABLE = "VERL_SLURM_RUN"
-EPOCH_VARIABLE = "VERL_SLURM_EPOCH"
-RESUME_VARIABLE = "VERL_SLURM_RESUME"
 
 _MAX_NOTICE = 2000
 """As in `wire.messages.Notice`."""

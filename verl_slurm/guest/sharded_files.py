@@ -6,7 +6,7 @@ those of DCP's metadata alone, and a piece of a tensor lies in a file of this di
 
 import dataclasses
 import io
-import pickle
+import pickle  # noqa: TID251 - an Unpickler with a list of classes
 import re
 from pathlib import Path
 from typing import Any, ClassVar

@@ -34,7 +34,7 @@ from verl_slurm.checkpoint.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.fence import require_epoch
-from verl_slurm.files import private_dir, write_file
+from verl_slurm.files import private_dir, rename, write_file
 from verl_slurm.paths import RunPaths
 
 __all__ = ["GuestSave", "SavedTree", "clear_work", "commit_tree", "require_guest", "sweep_work"]
@@ -195,7 +195,7 @@ def sweep_work(paths: RunPaths) -> list[Path]:
 
 def _move(source: Path, target: Path) -> None:
     try:
-        os.rename(source, target)
+        rename(source, target, durable=False)
     except OSError as error:
         raise OSError(
             error.errno,

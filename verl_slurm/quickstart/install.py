@@ -1,13 +1,12 @@
 """A directory that appears whole or not at all, built by whoever comes first."""
 
-import os
 import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from verl_slurm.errors import DataError
-from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.files import fsync_path, private_dir, rename
 
 __all__ = ["build_once"]
 
@@ -35,8 +34,7 @@ def build_once(directory: Path, build: Callable[[Path], None], *, required: tupl
                 path.chmod(0o700 if path.is_dir() else 0o600)
                 fsync_path(path)
             fsync_path(temp)
-            os.rename(temp, directory)
-            fsync_path(directory.parent)
+            rename(temp, directory)
         except OSError:
             if not directory.exists():
                 raise

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 from verl_slurm.errors import ConfigError, VerlSlurmError, WireError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.files import read_private
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 __all__ = ["after_import", "install", "install_on_import", "node_of", "unknown_version"]
 

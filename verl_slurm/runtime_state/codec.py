@@ -7,7 +7,6 @@ from verl_slurm.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.container import (
     HEAD_BYTES,
     Blob,
-    Upgrade,
     digests,
     pack,
     specify,
@@ -60,19 +59,18 @@ def encode(state: RuntimeState) -> bytes:
     return pack(header, blobs)
 
 
-def decode(data: bytes, *, where: object = "runtime state", upgrade: Upgrade | None = None) -> RuntimeState:
+def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
     """The state that `data` holds. Arrays are fresh and writable.
 
     Args:
         where: named in an error.
-        upgrade: for a state of an older schema: `checkpoint.schema.upgrade_for`.
 
     Raises:
         CheckpointCorrupt: it is not whole, not canonical, too large, or of another version.
 
     Called by: dcp.loader, with a file of a verified checkpoint.
     """
-    header, groups = unpack(data, StateHeader, where=where, upgrade=upgrade)
+    header, groups = unpack(data, StateHeader, where=where)
     _check(header, where)
     arrays: dict[str, Arrays] = {
         group: {name: blob for name, blob in groups.get(group, {}).items() if isinstance(blob, np.ndarray)}

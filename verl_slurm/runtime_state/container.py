@@ -6,9 +6,9 @@ Bytes in, structs and arrays out; knows nothing of files, steps or ranks.
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -22,7 +22,6 @@ from verl_slurm.runtime_state.format import (
     MAX_CONTENT_BYTES,
     MAX_EXPANSION,
     MAX_HEADER_BYTES,
-    MAX_OLDER_HEADER_BYTES,
     NAME,
     ArraySpec,
 )
@@ -32,7 +31,6 @@ from verl_slurm.runtime_state.planes import join, rounded, small_planes, split, 
 __all__ = [
     "HEAD_BYTES",
     "Blob",
-    "Upgrade",
     "digests",
     "pack",
     "specify",
@@ -42,7 +40,6 @@ __all__ = [
 
 Header = TypeVar("Header", bound=msgspec.Struct)
 Blob = bytes | np.ndarray
-Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
 
 # Magic and length of a skippable frame, then what is ours: a name that ends in the version, and a length.
 _START = struct.Struct("<II8sI")
@@ -126,7 +123,6 @@ def unpack(
     *,
     where: object,
     limit: int = MAX_CONTENT_BYTES,
-    upgrade: Upgrade | None = None,
 ) -> tuple[Header, dict[str, dict[str, Blob]]]:
     """Read a container back: its header, and its arrays by group and name (each its own, writable).
 
@@ -137,7 +133,6 @@ def unpack(
         header_type: the struct its header must be.
         where: named in an error.
         limit: bytes of arrays allowed.
-        upgrade: turns the header map of an older schema into one of `header_type`.
 
     Raises:
         CheckpointCorrupt: anything at all is not as `format.py` says.
@@ -145,7 +140,7 @@ def unpack(
     try:
         view = memoryview(data)
         begin = _end_of_header(view)
-        header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type, upgrade)
+        header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type)
         specs, reader = _content(header, lambda at, size: view[at : at + size], begin, len(data), limit)
         groups: dict[str, dict[str, Blob]] = {}
         for spec in specs:
@@ -173,7 +168,7 @@ def digests(
     try:
         head = read(0, min(num_bytes, HEAD_BYTES))
         begin = _end_of_header(head)
-        header = _header(decompress(head[_START.size : begin], MAX_HEADER_BYTES), header_type, None)
+        header = _header(decompress(head[_START.size : begin], MAX_HEADER_BYTES), header_type)
         specs, reader = _content(header, read, begin, num_bytes, MAX_CONTENT_BYTES)
         groups: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = {}
         for spec in specs:
@@ -202,7 +197,7 @@ def unpack_header(head: bytes, header_type: type[Header], *, where: object) -> H
     try:
         view = memoryview(head)
         packed = view[_START.size : _end_of_header(view)]
-        header = _header(decompress(packed, MAX_HEADER_BYTES), header_type, None)
+        header = _header(decompress(packed, MAX_HEADER_BYTES), header_type)
         _check_specs(cast(list[ArraySpec], header.arrays), MAX_CONTENT_BYTES)  # type: ignore[attr-defined]
     except _UNREADABLE as error:
         raise _unreadable(error, where) from error
@@ -288,14 +283,7 @@ def _num_bytes(spec: ArraySpec) -> int:
     return math.prod(spec.shape) * _itemsize(spec)
 
 
-def _header(data: bytes, header_type: type[Header], upgrade: Upgrade | None) -> Header:
-    if upgrade is not None:
-        if len(data) > MAX_OLDER_HEADER_BYTES:
-            raise ValueError(f"an older header of {len(data)} bytes, at most {MAX_OLDER_HEADER_BYTES}")
-        raw = msgspec.msgpack.decode(data, type=dict[str, Any])
-        if msgspec.msgpack.encode(raw) != data:
-            raise ValueError("the header is not canonical (duplicate key, trailing bytes)")
-        return msgspec.convert(upgrade(raw), header_type)
+def _header(data: bytes, header_type: type[Header]) -> Header:
     header = msgspec.msgpack.decode(data, type=header_type)
     if msgspec.msgpack.encode(header) != data:
         raise ValueError("the header is not canonical (duplicate key, other number type, trailing bytes)")

@@ -85,7 +85,6 @@ __all__ = [
     "MAX_EXPANSION",
     "MAX_FRAME_BYTES",
     "MAX_HEADER_BYTES",
-    "MAX_OLDER_HEADER_BYTES",
     "MAX_RECORD_BYTES",
     "NAME",
     "RUNTIME_STATE_FILE",
@@ -131,8 +130,6 @@ MAX_EXPANSION = 1024
 # One micro-batch; the frame's length field is 32 bit.
 MAX_RECORD_BYTES = 256 << 20
 MAX_HEADER_BYTES = 4 << 20
-# Decoded without types, where a byte can become an object of 72: 4 MiB of empty lists took 312 MB.
-MAX_OLDER_HEADER_BYTES = 1 << 20
 MAX_ARRAYS = 256
 MAX_DIMENSIONS = 8
 # Rows of metric history that travel with a rank; TensorBoard has the rest.

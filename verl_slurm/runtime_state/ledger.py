@@ -17,7 +17,6 @@ generated again is the same rollout. That is why a reader may choose to go on ov
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -45,7 +44,7 @@ from verl_slurm.runtime_state.segment_files import owner, segments
 from verl_slurm.runtime_state.segment_lock import lock_segment
 from verl_slurm.runtime_state.syncing import BackgroundSync
 
-__all__ = ["Ledger", "LedgerStats", "load", "prune", "stats"]
+__all__ = ["Key", "Ledger", "load", "prune", "records"]
 
 _GROUP = "rollouts"
 
@@ -217,27 +216,8 @@ class Ledger:
             end = len(start)
         elif end < size:
             os.ftruncate(self._fd, end)
-        os.fsync(self._fd)
+        os.fsync(self._fd)  # noqa: TID251 - of the descriptor that it appends to
         return end
-
-
-@dataclass(frozen=True, kw_only=True)
-class LedgerStats:
-    """What the whole journal of a run holds.
-
-    Attributes:
-        rollouts: samples (rows of `response_mask`, or of the first array where there is none).
-        tokens: response tokens (true entries of `response_mask`).
-        duplicates: (step, micro_batch) pairs that were recorded more than once; empty when nothing was
-            generated twice.
-        problems: damage found, one line each.
-    """
-
-    records: int
-    rollouts: int
-    tokens: int
-    duplicates: tuple[Key, ...]
-    problems: tuple[str, ...]
 
 
 def load(
@@ -270,50 +250,35 @@ def load(
     Called by: trainer, on every rank at the start.
     """
     rollouts: dict[Key, Arrays] = {}
+    for key, arrays in records(paths, from_step=from_step, wanted=wanted, report=report, keys=keys):
+        if arrays:
+            rollouts[key] = arrays
+        else:
+            rollouts.pop(key, None)
+            taken_back(*key)
+    return rollouts
+
+
+def records(
+    paths: RunPaths,
+    *,
+    from_step: int,
+    wanted: Callable[[int, int], bool] = lambda step, micro_batch: True,
+    report: Callable[[str], None] | None = None,
+    keys: Keyring | None = None,
+) -> Iterator[tuple[Key, Arrays]]:
+    """Every whole record of the steps from `from_step` on, the newest epoch's last; arguments and errors as `load`.
+
+    Returns:
+        (step, global micro-batch) and arrays. Without arrays the record takes back those before it.
+    """
     for path, fd, item in _walk(paths, from_step):
         if isinstance(item, Gap):
             _complain(path, item, report)
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
             arrays = _arrays(path, fd, item, report, keys)
-            if arrays:
-                rollouts[item.step, item.micro_batch] = arrays
-            elif arrays is not None:
-                rollouts.pop((item.step, item.micro_batch), None)
-                taken_back(item.step, item.micro_batch)
-    return rollouts
-
-
-def stats(paths: RunPaths, *, keys: Keyring | None = None) -> LedgerStats:
-    """Count what the journal holds; reads all of it.
-
-    Called by: tests, cli.
-    """
-    problems: list[str] = []
-    seen: dict[Key, int] = {}
-    records = rollouts = tokens = 0
-    for path, fd, item in _walk(paths, 0):
-        if isinstance(item, Gap):
-            _complain(path, item, problems.append)
-            continue
-        arrays = _arrays(path, fd, item, problems.append, keys)
-        if not arrays:  # damaged, or one that takes others back
-            continue
-        records += 1
-        key = (item.step, item.micro_batch)
-        seen[key] = seen.get(key, 0) + 1
-        mask = arrays.get("response_mask")
-        if mask is not None:
-            tokens += int(np.count_nonzero(mask))
-        lead = mask if mask is not None else next(iter(arrays.values()), np.zeros(0))
-        rollouts += int(lead.shape[0]) if lead.ndim else 0
-    duplicates = tuple(sorted(key for key, times in seen.items() if times > 1))
-    return LedgerStats(
-        records=records,
-        rollouts=rollouts,
-        tokens=tokens,
-        duplicates=duplicates,
-        problems=tuple(problems),
-    )
+            if arrays is not None:
+                yield (item.step, item.micro_batch), arrays
 
 
 def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None) -> list[Path]:
@@ -378,7 +343,7 @@ def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> Non
 def _arrays(
     path: Path, fd: int, item: Frame, report: Callable[[str], None] | None, keys: Keyring | None
 ) -> Arrays | None:
-    """The arrays of a record that the scan found whole."""
+    """The arrays of a record that the scan found whole; None: they cannot be read, and `report` was told."""
     payload = item.payload(fd)
     try:
         if payload is None:

@@ -25,7 +25,7 @@ from typing import Annotated
 import msgspec
 
 from verl_slurm.errors import UNREADABLE, CheckpointCorrupt
-from verl_slurm.files import append_line
+from verl_slurm.files import append_line, rename
 from verl_slurm.keys import Keyring
 from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.sealing import open_record, seal_record
@@ -108,7 +108,7 @@ def append_samples(
         plain = msgspec.json.encode(_Sealed(time=now, epoch=epoch, step=step, sealed=sealed))
     try:
         if paths.samples.stat().st_size + len(plain) > MAX_FILE_BYTES:
-            os.replace(paths.samples, paths.old_samples)
+            rename(paths.samples, paths.old_samples, durable=False)
     except FileNotFoundError:
         pass
     append_line(paths.samples, plain, durable=False)

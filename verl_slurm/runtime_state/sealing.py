@@ -58,7 +58,7 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
         KeyRefused: there is no key, or it was sealed with another one.
         CheckpointCorrupt: it is not what was sealed there; or not sealed, where it has to be.
 
-    Called by: `ledger.load`, `ledger.stats`.
+    Called by: `ledger.records`.
     """
     if not sealed:
         if keys is None:

@@ -5,7 +5,6 @@ the rank closes the pipe, and the kernel ends it when the rank dies: half a chec
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.errors import KeyRefused, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import load_keys
+from verl_slurm.prctl import die_with_parent
 from verl_slurm.save_path.arena import Arena
 from verl_slurm.save_path.lanes import hash_each, make_hasher
 from verl_slurm.save_path.protocol import FromSaver, Outcome, Ready, Write, Written
@@ -28,7 +28,6 @@ __all__ = ["main"]
 
 # Below this a save hashes for less than the time that it takes to get ready for hashing faster.
 _WORTH_COMPILING = 256 << 20
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve one rank until it closes the pipe."""
     for number in _NOT_OURS:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     parser = argparse.ArgumentParser(prog="verl_slurm.save_path.saver", description=__doc__.splitlines()[0])
     parser.add_argument("--arena", type=int, required=True, metavar="FD", help="descriptor of the arena")
     parser.add_argument("--size", type=int, required=True, help="bytes of it")

@@ -17,7 +17,7 @@ from pathlib import Path
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.tree import open_directory
-from verl_slurm.files import make_private
+from verl_slurm.files import make_private, open_new
 from verl_slurm.save_path.lanes import LANES, Hasher, hash_each
 from verl_slurm.save_path.protocol import ArenaFile, Outcome
 from verl_slurm.save_path.sealing import SealedStream, StreamReader
@@ -139,12 +139,12 @@ def _write_all(
                 written.append(fd)
             # Not after each file: the disk would stand still in between.
             for fd in written:
-                os.fsync(fd)
+                os.fsync(fd)  # noqa: TID251 - all files first, then all folders
                 if not direct:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             for fd in folders.values():
-                os.fsync(fd)
-            os.fsync(root)
+                os.fsync(fd)  # noqa: TID251 - by descriptor
+            os.fsync(root)  # noqa: TID251 - by descriptor
     except OSError as error:
         return Outcome(
             directory=directory,
@@ -178,8 +178,7 @@ def _folder(root: int, name: str) -> Iterator[int]:
 @contextmanager
 def _new_file(folder: int, name: str) -> Iterator[int]:
     """A descriptor of a new file; its closing may fail, and that counts: NFS tells of a failed write there."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o600, dir_fd=folder)
+    fd = open_new(name, dir_fd=folder)
     try:
         yield fd
     finally:

@@ -46,9 +46,9 @@ from verl_slurm.slurm.facts import JobFacts
 
 __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 
-Trigger = Literal["warning", "requeue_wish", "term", "node_link", "poll"]
-"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, a
-node's agent gone silent, or a look of our own."""
+Trigger = Literal["warning", "requeue_wish", "term", "poll"]
+"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, or
+a look of our own."""
 
 CauseKind = Literal[
     "preemption",
@@ -88,35 +88,26 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this incarnation is over soon, whatever we do."""
         return self.kind in {"preemption", "time_limit", "failed", "cancel", "requeued", "node_lost"}
 
-    @property
-    def may_requeue(self) -> bool:
-        """Whether asking for a requeue is right: the job is to go on, and nobody has asked yet."""
-        return self.kind in {"preemption", "time_limit", "failed", "operator_requeue"}
-
 
 def decide_cause(
     trigger: Trigger,
-    facts: JobFacts | None,
+    facts: JobFacts,
     *,
     own_restarts: int,
     signal_lead_s: int,
     now: datetime,
-    time_limit_warned: bool = False,
     lost_nodes: Collection[str] = (),
 ) -> Cause:
     """One of the kinds above.
 
     Args:
         trigger: what made us ask.
-        facts: the job as read after that; None: Slurm did not answer.
+        facts: the job as read after that.
         own_restarts: SLURM_RESTART_COUNT of this incarnation, 0 where unset.
         signal_lead_s: N of `--signal=B:USR1@N`.
         now: UTC.
-        time_limit_warned: Slurm's one warning of the time limit has already come.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
     """
-    if facts is None:
-        return Cause(kind="unknown", evidence=f"{trigger}, and Slurm does not answer")
     shown = _shown(facts, own_restarts)
     if facts.restarts > own_restarts:
         if lost_nodes or facts.failed_node:
@@ -124,7 +115,7 @@ def decide_cause(
             return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
         return Cause(kind="requeued", evidence=shown)
     if facts.is_running:
-        return _running(trigger, facts, shown, signal_lead_s, now, time_limit_warned, lost_nodes)
+        return _running(trigger, facts, shown, signal_lead_s, now, lost_nodes)
     if facts.state == "SUSPENDED":
         return Cause(kind="suspended", evidence=shown)
     if facts.reason == "TimeLimit" or facts.state in {"TIMEOUT", "DEADLINE"}:
@@ -144,16 +135,13 @@ def _running(
     shown: str,
     signal_lead_s: int,
     now: datetime,
-    time_limit_warned: bool,
     lost_nodes: Collection[str],
 ) -> Cause:
     if facts.preempt_time is not None:
         return Cause(kind="preemption", evidence=shown, deadline=facts.end_time)
     if lost_nodes:
         return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
-    may_be_warned = (
-        trigger in ("warning", "requeue_wish") or facts.state == "STOPPED"
-    ) and not time_limit_warned
+    may_be_warned = trigger in ("warning", "requeue_wish") or facts.state == "STOPPED"
     if may_be_warned and facts.end_time is not None:
         left = (facts.end_time - now).total_seconds()
         if facts.end_time - now <= timedelta(seconds=signal_lead_s + WARNING_SLACK_S):

@@ -1,4 +1,4 @@
-"""The only file that knows submitit.
+"""Submits through submitit, whose job `start_job` then becomes.
 
 A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), because
 it needs an environment without the variables of a job we may be inside of, a umask of 077 (submitit's files

@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,7 @@ from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import read_epoch
 from verl_slurm.journal.folds.jobs import Submission
 from verl_slurm.paths import RunPaths
-from verl_slurm.process_birth import birth_of
+from verl_slurm.process_birth import KnownProcess
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
@@ -141,11 +140,7 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         # The claim proves nothing in a run that was handed over: it can name any process of this user's.
         if "lead" not in words or not _names(paths.root, words, process.cwd()):
             return None
-        if owner.born:
-            ours = birth_of(owner.pid) == owner.born
-        else:  # taken by a version that did not note it; who is younger than the claim only has the same number
-            ours = process.create_time() <= datetime.fromisoformat(owner.taken).timestamp() + 1.0
-        return process if ours and process.status() != psutil.STATUS_ZOMBIE else None
+        return process if KnownProcess(owner.pid, owner.born).is_running() else None
     except (ValueError, VerlSlurmError, psutil.Error):
         return None
 

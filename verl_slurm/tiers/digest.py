@@ -1,4 +1,4 @@
-"""Do these bytes have the digest that a manifest entry says? The one place in `tiers` that asks it of a stream.
+"""Tells whether a stream of bytes has the digest that a manifest entry says.
 
 The digest is that of `checkpoint.chunks`: of the content, or of its 4 MiB chunks' digests. The first chunk that does
 not match says so at once: of a terabyte, no more is fetched than up to the damage.

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from verl_slurm.checkpoint.storage import need_of_next
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
-from verl_slurm.files import fsync_path, private_dir
+from verl_slurm.files import fsync_path, private_dir, rename, write_file, write_new
 from verl_slurm.journal.events import TierFailed, TierFetched
 from verl_slurm.journal.files import append_event
 from verl_slurm.keys import Keyring, load_keys
@@ -246,7 +246,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        _write(inner / MANIFEST, [data])
+        write_file(inner / MANIFEST, data)
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
             fsync_path(inner / folder)
         fsync_path(inner)
@@ -258,8 +258,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
             if there.ok:  # saved by the run while we fetched
                 return manifest.num_bytes
             move_to_quarantine(final, [str(problem) for problem in there.problems])
-        os.rename(inner, final)
-        fsync_path(paths.checkpoints)
+        rename(inner, final)
     finally:
         shutil.rmtree(outer, ignore_errors=True)
     return manifest.num_bytes
@@ -287,30 +286,19 @@ def _bring_file(
 ) -> None:
     check = ContentCheck(entry)
     key = object_key(run, name, entry.path)
-    fd = os.open(
-        inner / entry.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-    )
-    with os.fdopen(fd, "wb") as file:
+
+    def blocks() -> Iterator[bytes]:
         for block in backend.blocks(key):
             if check.update(block):  # a server that never stops must not fill the disk
-                break
+                return
             if time.monotonic() > deadline:
                 raise TierError("the tier is too slow", where=key, found=f"below {_BYTES_PER_S >> 20} MiB/s")
-            file.write(block)
-        file.flush()
-        os.fsync(fd)
+            yield block
+
+    write_new(inner / entry.path, blocks())
     problem = check.problem()
     if problem:
         raise CheckpointCorrupt("the tier gave back other bytes", where=key, found=problem)
-
-
-def _write(path: Path, blocks: Sequence[bytes]) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        for block in blocks:
-            file.write(block)
-        file.flush()
-        os.fsync(fd)
 
 
 def _folders(path: str) -> list[str]:

@@ -84,9 +84,8 @@ def lower_priority() -> None:
 def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _now) -> Pass:
     """The very plan that `sync` would carry out now. Changes nothing in any tier.
 
-    Where the run's key cannot be read, as on a login node, `Pass.unchecked` says so, and `sync` would refuse.
-
-    Called by: cli (`tiers`, `offload --dry-run`).
+    Where the run's key cannot be read, as on a login node, `Pass.unchecked` says so, and `sync` would refuse. A copied
+    run may be looked at, too.
     """
     keys, unchecked = None, ""
     try:
@@ -101,24 +100,26 @@ def sync(
     paths: RunPaths,
     config: RunConfig,
     *,
+    dry_run: bool = False,
     now: Callable[[], datetime] = _now,
     tiers: Sequence[OpenTier] | None = None,
 ) -> Pass:
     """One pass.
 
     Args:
+        dry_run: plan it, and carry out nothing (`look`).
         tiers: for tests: opened ones in place of the config's.
 
     Raises:
         ConfigError: the directory is a copy, or was moved.
         TierError: another mover of this run is at work.
         KeyRefused, PermissionRefused: `keys.load_keys`.
-
-    Called by: `python -m verl_slurm.tiers sync` (the daemon's child), cli (`offload`).
     """
     if tiers is None:
         # A copy has the original's run id, and so the original's keys in every tier: it would replace and drop those.
         require_in_place(paths.root, config, "offload")
+    if dry_run:
+        return look(paths, config, now=now)
     keys = load_keys(config.checkpoint.encryption)
     with mover_lock(paths):
         opened = open_tiers(paths, config) if tiers is None else tiers

@@ -5,7 +5,6 @@ TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usua
 """
 
 import argparse
-import errno
 import faulthandler
 import os
 import traceback
@@ -17,19 +16,14 @@ import msgspec
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.paths import RunPaths
+from verl_slurm.restarts import restart_may_help, underlying
 from verl_slurm.trainer import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE, die_with_launcher
+from verl_slurm.wire.environment import CONTROL_VARIABLE
+from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import STACKS_SIGNAL, RankStarted, Refused
 
 __all__ = ["main", "run_and_leave"]
-
-_STORAGE_MOODS = frozenset(
-    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOLCK}
-    | {errno.ENXIO, errno.ENODEV, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN}
-    | {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-)
-"""What a system says that is unwell and may be better at the next start."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,14 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _train(RunPaths(options.run), options.epoch, options.resume, line)
     except VerlSlurmError as raised:
-        # What failed on this rank alone reaches us as RanksFailed on all; here the cause says more.
-        cause, error = raised.__cause__, raised
-        if raised.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
-            error = cause
+        error = underlying(raised)
         console.complain(f"rank {rank}: {error.one_line()}")
-        # Refused ends the run for good. Where another start may help, we are a crash like any other: it brings an agent
-        # and a line of its own, for instance.
-        if error.exit_code in (ExitCode.INTERNAL, ExitCode.WIRE) or _is_mood(error):
+        if restart_may_help(error):
             return int(ExitCode.INTERNAL)
         line.send(_refusal(rank, error))
         return int(error.exit_code)
@@ -69,15 +58,6 @@ def _refusal(rank: int, error: VerlSlurmError) -> Refused:
     if isinstance(error, RewardRaised):
         return msgspec.structs.replace(refused, place=error.place, worked=error.worked)
     return refused
-
-
-def _is_mood(error: BaseException | None) -> bool:
-    """Whether a storage or system that is unwell for a moment is behind `error`."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _STORAGE_MOODS:
-            return True
-        error = error.__cause__
-    return False
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from verl_slurm.checkpoint.digest import hash_fd, num_threads
 from verl_slurm.errors import DataError, DatasetDrift, VerlSlurmError
 from verl_slurm.scratch import Scratch
-from verl_slurm.wire.lifeline import CONTROL_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 __all__ = ["PinnedModel", "pinned_model"]
 

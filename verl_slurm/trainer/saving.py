@@ -13,7 +13,7 @@ from verl_slurm.checkpoint.best import Best, metrics_of
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
-from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.load import dump
@@ -36,9 +36,6 @@ from verl_slurm.trainer.state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
 
 __all__ = ["Checkpointer", "live_tensors"]
-
-
-_ASSURED_KEPT = 2
 
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
@@ -157,18 +154,14 @@ class Checkpointer:
                 console.complain(error.one_line())
 
     def _prune(self) -> bytes:
-        """Rank 0's part; returns the step from which on the ledger is still needed.
-
-        What we committed was hashed as it was written, but nobody has read it back yet. So one more that is
-        known to be whole must stay beside it before anything older goes, whatever `keep_last` says.
-        """
+        """Rank 0's part; returns the step from which on the ledger is still needed."""
         plan = plan_prune(
             list_checkpoints(self._paths),
             self._config.checkpoint.keep_last,
             keep_every=self._config.checkpoint.keep_every,
             best=Best.of(self._config.checkpoint),
             verified=self._assured,
-            num_verified=_ASSURED_KEPT,
+            num_verified=ASSURED_KEPT,
         )
         apply_prune(
             self._paths,

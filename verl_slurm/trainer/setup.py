@@ -1,4 +1,4 @@
-"""Builds one rank: models, data, and the state to start from. The only place that does.
+"""Builds one rank: models, data, and the state to start from.
 
 What every rank must agree on (digests, the first start's layout) is worked out by rank 0 and given to all, so
 that all refuse together or none.

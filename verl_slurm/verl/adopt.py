@@ -13,10 +13,8 @@ checkpoints, and at most a work directory that the next start, or the next adopt
 """
 
 import errno
-import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +32,10 @@ from verl_slurm.errors import (
     ConfigError,
     Fenced,
     NoRoom,
-    PermissionRefused,
     VerlSlurmError,
 )
 from verl_slurm.fence import Epoch, read_epoch
-from verl_slurm.files import others_may_replace, private_dir, write_file
+from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
@@ -54,7 +51,6 @@ __all__ = [
     "is_adopted",
     "plan_adoption",
     "refuse_if_nothing_fits",
-    "require_own_directory",
 ]
 
 OnBytes = Callable[[int], None]
@@ -134,25 +130,6 @@ def plan_adoption(
             why = f"as {name}"
         rows.append(Row(judged=one, choice=choice, why=why))
     return rows
-
-
-def require_own_directory(directory: Path) -> None:
-    """Refuse steps in whose place others could put theirs.
-
-    The steps are then what others choose, even if each is judged; `copying` sees to it that it is also what is copied.
-
-    Raises:
-        PermissionRefused: others may rename in `directory`.
-    """
-    info = directory.stat()
-    if others_may_replace(info):
-        raise PermissionRefused(
-            "others can put steps of theirs in the place of these",
-            where=directory,
-            found=f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}",
-            expected=f"a directory of uid {os.geteuid()} or root that no other user may write, or a sticky one (1777)",
-            remedy=f"chmod go-w {directory}, or copy the steps to a directory of your own, and adopt again",
-        )
 
 
 def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from verl_slurm.checkpoint.tree import open_below, open_directory
 from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.files import open_new
 from verl_slurm.verl.shards import Identity, identity_of, trust_problem
 
 __all__ = ["How", "copy_files", "how_to_copy"]
@@ -51,7 +52,7 @@ def how_to_copy(source: Path, target: Path) -> How:
     try:
         first = next(Path(folder) / names[0] for folder, _, names in os.walk(source) if names)
         with open_directory(first.parent) as root, open_below(root, first.name) as fd:
-            made = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            made = open_new(probe)
             try:
                 fcntl.ioctl(made, _FICLONE, fd)
             finally:
@@ -118,13 +119,13 @@ def _require_judged(fd: int, path: Path, judged: Identity, how: How) -> None:
             where=path,
             found=found,
             expected="what was read and judged before",
-            remedy="let nobody else write there, and adopt again",
+            remedy=f"see that nothing writes there (chmod -R go-w {path.parent}), and adopt again",
         )
 
 
 def _copy(fd: int, target: Path, how: How, on_bytes: Callable[[int], None]) -> None:
     size = os.fstat(fd).st_size
-    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    made = open_new(target)
     try:
         if how == "clone" and _clone(fd, made):
             on_bytes(size)

@@ -10,7 +10,6 @@ The first node's process ends with verl's; the lead then ends the others. Where 
 
 import argparse
 import asyncio
-import ctypes
 import os
 import resource
 import shutil
@@ -21,15 +20,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
-
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import UNREADABLE, ConfigError, Fenced, VerlSlurmError, WireError
-from verl_slurm.files import read_private, write_file
+from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError, WireError
+from verl_slurm.files import write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import require_guest
 from verl_slurm.paths import RunPaths
+from verl_slurm.prctl import die_with_parent
+from verl_slurm.restarts import restart_may_help
 from verl_slurm.scratch import Scratch
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import OwnSettings, hydra_words
@@ -40,22 +39,16 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
+from verl_slurm.wire.environment import GENERATION_VARIABLE
+from verl_slurm.wire.lead_file import read_lead_address
 
 __all__ = ["main"]
 
 _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TRY_EVERY_S = 0.2
 _TEMP_PREFIX = "vs-ray-"
 _MOST_SAID = 4096
 """Bytes of what Ray's launcher said (advice on other days), told where it ends by itself."""
-
-
-class _LeadFile(msgspec.Struct, frozen=True):
-    """What this side needs of `RUN/control/lead.json`."""
-
-    epoch: int
-    token: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(_run(paths, config, args))
     except VerlSlurmError as error:
         sys.stderr.write(f"{type(error).__name__}: {error.one_line()}\n")
-        if isinstance(error, ConfigError):  # no other start would change it
+        if isinstance(error, ConfigError) and not restart_may_help(error):
             session = Session.open(rank=0, world_size=1, lifeline=False)
             session.refused(error)
             session.close()
@@ -202,14 +195,13 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
 
     Raises:
         Fenced: another incarnation leads the run.
+        OSError: no lead lives.
+        PermissionRefused, WireError: its address is open to others, or cannot be read.
     """
-    try:
-        lead = msgspec.json.decode(read_private(paths.lead_address), type=_LeadFile)
-    except UNREADABLE as error:
-        raise WireError("the lead's address cannot be read", where=paths.lead_address, found=error) from error
+    lead = read_lead_address(paths)
     if lead.epoch != args.epoch:
         raise Fenced("a newer incarnation owns the run", found=lead.epoch, expected=args.epoch)
-    generation = int(os.environ.get("VERL_SLURM_GENERATION", "0"))
+    generation = int(os.environ.get(GENERATION_VARIABLE, "0"))
     file: Path = args.scratch / "ray.token"
     write_file(file, ray_token(lead.token, args.epoch, generation).encode())
     return file
@@ -260,12 +252,8 @@ async def _start(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=_die_with_us,
+            preexec_fn=die_with_parent,
         )
-
-
-def _die_with_us() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _free_port() -> int:

@@ -20,6 +20,7 @@ from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work, require_guest
+from verl_slurm.restarts import restart_may_help, underlying
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import check_overrides
 
@@ -44,13 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = Session.open()
     try:
         _train(session, options.words)
-    except VerlSlurmError as error:
-        cause = error.__cause__
-        if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
-            error = cause  # what failed on this rank reaches us as a failure of all
+    except VerlSlurmError as raised:
+        error = underlying(raised)
         _complain(f"rank {session.rank}: {error.one_line()}")
-        if error.exit_code is ExitCode.INTERNAL or _is_mood(error):
-            return int(ExitCode.INTERNAL)  # a crash like any other: another start may help
+        if restart_may_help(error):
+            return int(ExitCode.INTERNAL)
         session.refused(error)
         return int(error.exit_code)
     return int(ExitCode.OK)
@@ -227,15 +226,6 @@ def _process_group(settings: Any) -> "Iterator[Collective]":
     initialize_global_process_group()
     yield Collective(dist.new_group(backend="gloo"))
     destroy_global_process_group()  # not after an error: the others may wait in it
-
-
-def _is_mood(error: BaseException | None) -> bool:
-    """Whether a storage that is unwell for a moment may be behind `error`."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _complain(text: str) -> None:

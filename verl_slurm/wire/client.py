@@ -15,8 +15,8 @@ from typing import Protocol, Self
 import msgspec
 
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
-from verl_slurm.wire.lifeline import require_our_agent
 from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm.wire.peer_credentials import require_our_agent
 
 __all__ = ["MAX_MESSAGE", "SOCKET_NAME", "NoDaemon", "RankClient", "RankLine"]
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.errors import WireError
+from verl_slurm.files import open_new
 
 __all__ = ["PAGE_NAME", "ControlPage", "Request"]
 
@@ -48,7 +49,7 @@ class ControlPage:
     @classmethod
     def create(cls, path: Path) -> "ControlPage":
         """Make a fresh page, 0600, in a directory that only we can enter."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = open_new(path)
         try:
             os.ftruncate(fd, _SIZE)
             memory = mmap.mmap(fd, _SIZE)

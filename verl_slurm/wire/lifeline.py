@@ -5,23 +5,14 @@ their own and would go on, and write. The kernel sends its signal only for a par
 to; so one that died before is looked for, too.
 """
 
-import ctypes
 import os
-import signal
-import socket
-import struct
 import sys
 from pathlib import Path
 
-from verl_slurm.errors import WireError
+from verl_slurm.prctl import die_with_parent
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["CONTROL_VARIABLE", "die_with_launcher", "require_our_agent"]
-
-CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
-"""Holds the agent's control directory. The agent sets it for the launcher, who hands it on to its ranks."""
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_UCRED = struct.Struct("3i")  # pid, uid, gid: socket(7), SO_PEERCRED
+__all__ = ["die_with_launcher"]
 
 
 def die_with_launcher() -> None:
@@ -33,27 +24,9 @@ def die_with_launcher() -> None:
     if control is None or sys.platform != "linux":
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
         os._exit(1)
-
-
-def require_our_agent(connection: socket.socket, path: str) -> None:
-    """Refuse a Unix socket that another user listens on: what leads to ours may have been exchanged.
-
-    Raises:
-        WireError: it is another user's.
-        OSError: the system does not say.
-    """
-    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    if uid != os.geteuid():
-        raise WireError(
-            "another user answers in the place of this node's agent",
-            where=path,
-            found=f"uid {uid}",
-            expected=f"uid {os.geteuid()}",
-            remedy="set TMPDIR to a directory that nobody else may replace",
-        )
 
 
 def _is_launcher(pid: int, control: str) -> bool:

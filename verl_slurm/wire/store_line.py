@@ -15,8 +15,8 @@ import msgspec
 
 from verl_slurm.errors import UNREADABLE, WireError
 from verl_slurm.wire.framing import MAX_FRAME
-from verl_slurm.wire.lifeline import require_our_agent
 from verl_slurm.wire.messages import FromStoreClient, StoreAnswer
+from verl_slurm.wire.peer_credentials import require_our_agent
 
 __all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
 

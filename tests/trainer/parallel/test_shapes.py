@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.ledger_stats import ledger_stats
 from tests.processes import python_path
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.dcp.compare import compare
 from verl_slurm.dcp.loader import read_whole
 from verl_slurm.paths import RunPaths
-from verl_slurm.runtime_state.ledger import load, stats
+from verl_slurm.runtime_state.ledger import load
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
@@ -157,7 +158,7 @@ def test_a_run_stopped_anywhere_ends_with_the_same_bits_in_the_same_shape(root: 
 
 @pytest.mark.parametrize("run", ["two-stopped", "tp-stopped", "narrowed", "moved", "twice-stopped"])
 def test_every_rollout_is_journaled_once_by_one_rank_of_its_replica(root: Path, run: str) -> None:
-    journal = stats(RunPaths(root / run))
+    journal = ledger_stats(RunPaths(root / run))
     assert journal.duplicates == ()
     assert journal.problems == ()
     rows = json.loads((_final(root, "dp") / "metadata.json").read_bytes())["history"]

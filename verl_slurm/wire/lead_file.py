@@ -1,6 +1,7 @@
-"""`RUN/control/lead.json`, 0600: where the living lead listens, and the token that opens the door.
+"""Specifies `RUN/control/lead.json`, 0600: where the living lead listens, and the token that it wants to see.
 
-A file, because argv, job comments and `--export` are public on a cluster.
+The lead writes it; agents, and verl's node process on Ray, read it. It is a file because argv, job comments and
+`--export` are public on a cluster.
 """
 
 from typing import Annotated
@@ -23,16 +24,16 @@ class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    """64 hexadecimal digits, made anew for each incarnation."""
+    """64 hexadecimal digits, new in each attempt."""
 
 
 def write_lead_address(paths: RunPaths, address: LeadAddress) -> None:
-    """Publish it to the agents. Called by: `lead`."""
+    """Publish where the lead listens."""
     write_file(paths.lead_address, msgspec.json.encode(address))
 
 
 def read_lead_address(paths: RunPaths) -> LeadAddress:
-    """Read it, refusing a file that others could have read or written. Called by: `agent`, `join`.
+    """Read it, and refuse a file that others could have read or written.
 
     Raises:
         OSError: no lead lives.
@@ -47,7 +48,7 @@ def read_lead_address(paths: RunPaths) -> LeadAddress:
 
 
 def remove_lead_address(paths: RunPaths, epoch: int) -> None:
-    """Take it back, unless a newer incarnation has already put its own there. Called by: `effects`."""
+    """Remove the file, unless a newer attempt has already written its own."""
     try:
         if read_lead_address(paths).epoch == epoch:
             paths.lead_address.unlink()

@@ -1,0 +1,32 @@
+"""Environment variables that the run's own processes set for each other. What a user sets is in the configuration.
+
+The agent sets the first five for the launcher of a node's ranks, and they reach the ranks and what these start. The
+daemon's `ranks` adds what torchrun would give each rank (RANK, WORLD_SIZE, ...).
+"""
+
+__all__ = [
+    "CONTROL_VARIABLE",
+    "EPOCH_VARIABLE",
+    "GENERATION_VARIABLE",
+    "LOCAL_RESTART_VARIABLE",
+    "RESUME_VARIABLE",
+    "RUN_VARIABLE",
+]
+
+CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
+"""The agent's control directory on this node, 0700: socket, control page and keys. Unset: there is no daemon."""
+
+RUN_VARIABLE = "VERL_SLURM_RUN"
+"""The run's directory, absolute. Like the three below, set for loops that are not ours; our own trainer has options."""
+
+EPOCH_VARIABLE = "VERL_SLURM_EPOCH"
+"""The number of the attempt that may write."""
+
+GENERATION_VARIABLE = "VERL_SLURM_GENERATION"
+"""The number of this start of the ranks, from 1 in each attempt."""
+
+RESUME_VARIABLE = "VERL_SLURM_RESUME"
+"""The name of the checkpoint that the lead verified (step_000012); empty: start from nothing."""
+
+LOCAL_RESTART_VARIABLE = "VERL_SLURM_LOCAL_RESTART"
+"""Without Slurm, what SLURM_RESTART_COUNT is with it. A lead sets it for the attempt that it becomes by exec."""

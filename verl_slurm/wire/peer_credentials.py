@@ -1,0 +1,55 @@
+"""Who is at the other end of a Unix socket, by the kernel's word (socket(7), SO_PEERCRED)."""
+
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+from verl_slurm.errors import WireError
+
+__all__ = ["Peer", "peer_of", "require_our_agent"]
+
+_UCRED = struct.Struct("iII")  # pid_t, uid_t, gid_t
+
+
+class Peer(NamedTuple):
+    """The process that connected, or that listens."""
+
+    pid: int
+    uid: int
+
+    @property
+    def is_ours(self) -> bool:
+        """It runs as our user."""
+        return self.uid == os.geteuid()
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} of uid {self.uid}"
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The process at the other end of a connection.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Peer(pid, uid)
+
+
+def require_our_agent(connection: socket.socket, path: str) -> None:
+    """Refuse a Unix socket on which another user listens: the path to our agent's may have been exchanged.
+
+    Raises:
+        WireError: it is another user's.
+        OSError: the system does not say.
+    """
+    peer = peer_of(connection)
+    if not peer.is_ours:
+        raise WireError(
+            "another user answers in the place of this node's agent",
+            where=path,
+            found=f"uid {peer.uid}",
+            expected=f"uid {os.geteuid()}",
+            remedy="set TMPDIR to a directory that others cannot write to",
+        )
