@@ -8,7 +8,6 @@ interleaved; each figure is the median, by the clock and in CPU seconds of all t
 
 import argparse
 import ctypes
-import hashlib
 import json
 import mmap
 import os
@@ -16,28 +15,33 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
+
+import stringzilla
 
 from benchmarks.save.machine import drop_caches
 from benchmarks.save.reading import read_all
 from verl_slurm.checkpoint.chunks import Reading, Wanted, read_checked
 from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.lanes import Hasher, hash_each, make_hasher
 from verl_slurm.save_path.protocol import ArenaFile
 from verl_slurm.save_path.writing import write_and_hash
 
 Part = Callable[[], object]
-_NO_DIGEST = bytes(32)
 
 
-def _no_hash(pieces: Sequence[memoryview]) -> list[bytes]:
-    return [_NO_DIGEST for _ in pieces]
+class _Nothing(Hasher):
+    """Hashes nothing: takes every chunk for what it should be. All chunks here are alike."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__()
+        self._digest = digest
+
+    def digests(self, pieces: Sequence[memoryview], number: int) -> list[bytes]:
+        return [self._digest for _ in pieces]
 
 
 class _Save:
@@ -71,17 +75,6 @@ class _Save:
         ctypes.memmove(target, source, len(self._live))
 
 
-class _Nothing:
-    """hashlib, but for large pieces, which it takes for what they should be; all chunks here are alike."""
-
-    def __init__(self, entries: tuple[FileEntry, ...]) -> None:
-        (leaf,) = {leaf for entry in entries for leaf in entry.leaves}
-        self._found = SimpleNamespace(hexdigest=lambda: leaf)
-
-    def sha256(self, data: memoryview) -> object:
-        return self._found if len(data) > 1 << 20 else hashlib.sha256(data)
-
-
 class _Load:
     """The files of a save, read in several ways."""
 
@@ -93,7 +86,7 @@ class _Load:
     def plain(self) -> None:
         read_all(self._paths, num_threads())
 
-    def checked(self, *, digests: bool, into: str = "nowhere") -> None:
+    def checked(self, hasher: Hasher, into: str = "nowhere") -> None:
         held: list[object] = []
         readings = []
         for entry, warm in zip(self._entries, self._warm, strict=True):
@@ -105,11 +98,8 @@ class _Load:
                 wanted = [Wanted(0, entry.size, address)]
             readings.append(Reading(entry, wanted))
         problems: list[object] = []
-        with ExitStack() as stack:
-            if not digests:
-                stack.enter_context(patch("verl_slurm.checkpoint.chunks.hashlib", _Nothing(self._entries)))
-            root = stack.enter_context(open_directory(self._directory))
-            read_checked(root, readings, on_problem=lambda path, what: problems.append((path, what)))
+        with open_directory(self._directory) as root:
+            read_checked(root, readings, on_problem=lambda *problem: problems.append(problem), hasher=hasher)
         assert not problems, problems
 
 
@@ -133,24 +123,28 @@ def main() -> None:
     options = parser.parse_args()
     size = int(options.gib * 1024) >> 3 << 23
     save = _Save(options.directory / "where_time_goes", size)
-    lanes = make_hasher()
+    one_by_one, side_by_side = Hasher(), Hasher(stringzilla.Sha256s)
     save.tidy()
-    load = _Load(options.directory / "where_time_goes", save.run(hash_each))
+    entries = save.run(one_by_one)
+    nothing = _Nothing(bytes.fromhex(entries[0].leaves[0]))
+    load = _Load(options.directory / "where_time_goes", entries)
     saves: dict[str, Part] = {
         "copy into the arena, one thread": save.copy,
-        "hash, hashlib": lambda: save.run(hash_each, write=False),
-        "hash, side by side": lambda: save.run(lanes, write=False),
-        "write": lambda: save.run(_no_hash),
-        "write, hash with hashlib": lambda: save.run(hash_each),
-        "write, hash side by side": lambda: save.run(lanes),
+        "hash, hashlib": lambda: save.run(one_by_one, write=False),
+        "hash, side by side": lambda: save.run(side_by_side, write=False),
+        "write": lambda: save.run(nothing),
+        "write, hash with hashlib": lambda: save.run(one_by_one),
+        "write, hash side by side": lambda: save.run(side_by_side),
     }
     loads: dict[str, Part] = {
         "plain read": load.plain,
-        "our read, nothing hashed": lambda: load.checked(digests=False),
-        "our read, hashed (verify)": lambda: load.checked(digests=True),
-        "copied into warm memory, nothing hashed": lambda: load.checked(digests=False, into="warm"),
-        "copied into fresh memory, nothing hashed": lambda: load.checked(digests=False, into="fresh"),
-        "copied into fresh memory, hashed (load)": lambda: load.checked(digests=True, into="fresh"),
+        "our read, nothing hashed": lambda: load.checked(nothing),
+        "our read, hashlib (verify)": lambda: load.checked(one_by_one),
+        "our read, side by side (verify)": lambda: load.checked(side_by_side),
+        "copied into warm memory, nothing hashed": lambda: load.checked(nothing, into="warm"),
+        "copied into fresh memory, nothing hashed": lambda: load.checked(nothing, into="fresh"),
+        "copied into fresh memory, hashlib (load)": lambda: load.checked(one_by_one, into="fresh"),
+        "copied into fresh memory, side by side (load)": lambda: load.checked(side_by_side, into="fresh"),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*saves, *loads)}
     for _ in range(options.rounds):
@@ -162,15 +156,16 @@ def main() -> None:
             found[name].append(_timed(part))
     shutil.rmtree(options.directory / "where_time_goes")
     print(
-        f"{size / 2**30:.2f} GiB, {num_threads()} threads, {options.rounds} rounds, load {os.getloadavg()[0]:.1f}"
+        f"{size / 2**30:.2f} GiB, {num_threads()} threads, {options.rounds} rounds, load {os.getloadavg()[0]:.1f}; "
+        f"{' '.join(stringzilla.__capabilities__)}: saves and reads here hash {process_hasher().at_once} at once"
     )
-    print(f"{'':44}  seconds  (least..greatest)  CPU s")
+    print(f"{'':46}  seconds  (least..greatest)  CPU s")
     rows = {}
     for name, pairs in found.items():
         walls, cpus = zip(*pairs, strict=True)
         rows[name] = {"seconds": statistics.median(walls), "cpu_seconds": statistics.median(cpus)}
         print(
-            f"{name:44}  {statistics.median(walls):.3f}    ({min(walls):.3f}..{max(walls):.3f})"
+            f"{name:46}  {statistics.median(walls):.3f}    ({min(walls):.3f}..{max(walls):.3f})"
             f"    {statistics.median(cpus):.3f}"
         )
     if options.json:

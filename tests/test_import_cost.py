@@ -20,6 +20,7 @@ HEAVY = (
     "watchdog",
     "psutil",
     "msgspec",
+    "stringzilla",
 )
 _PROBE = """
 import json, sys

@@ -12,7 +12,7 @@ from verl_slurm.exit_codes import ExitCode
 __all__ = ["PackageMissing", "require_packages"]
 
 _EXTRAS = {
-    "trainer": "torch transformers numpy msgpack zstandard huggingface_hub safetensors tensorboard llvmlite",
+    "trainer": "torch transformers numpy msgpack zstandard huggingface_hub safetensors tensorboard",
     "verl": "verl ray transfer_queue",
     "vllm": "vllm",
     "s3": "boto3 botocore",

@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import mmap
 import os
+import queue
 import stat
 import threading
 import time
@@ -30,6 +31,7 @@ import msgspec
 from verl_slurm.checkpoint.digest import num_threads
 from verl_slurm.checkpoint.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher
 from verl_slurm.checkpoint.tree import open_below
 from verl_slurm.errors import CheckpointCorrupt
 
@@ -144,6 +146,27 @@ class _Open:
     failed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def expected(self, chunk: int) -> str:
+        entry = self.reading.entry
+        return entry.leaves[chunk] if entry.leaves else entry.sha256
+
+
+@dataclass
+class _Chunk:
+    """One chunk of a file, and the buffer to read it into."""
+
+    file: _Open
+    number: int
+    buffer: "_Buffer"
+
+    @property
+    def start(self) -> int:
+        return self.number * CHUNK_BYTES
+
+    @property
+    def length(self) -> int:
+        return min(CHUNK_BYTES, self.file.reading.entry.size - self.start)
+
 
 def read_checked(
     root: int,
@@ -153,71 +176,126 @@ def read_checked(
     on_problem: OnProblem,
     from_medium: bool = True,
     bytes_per_s: float | None = None,
+    hasher: Hasher | None = None,
 ) -> int:
     """Read chunks of files below `root`, check each, and copy what is wanted of it to where it goes.
 
     A chunk is copied only after its digest was found right. At the first fault of a file the rest of that
-    file is left; the other files are still read.
+    file is left; the other files are still read. Where the digests turn out not to be hashlib's, everything that
+    was found right is read and checked again (`hashing.Hasher.settled`).
 
     Args:
         root: descriptor of the checkpoint's directory.
-        threads: that read and hash; each has a buffer of 4 MiB. Default: two a core, so that the disk has work
-            while the cores have (measured on 2 cores: 1.14 × a plain read, with one a core 1.81 ×).
+        threads: that read and hash; each has a buffer of 4 MiB. Where chunks are hashed side by side, at most 128 MiB
+            are added for those that wait for it, whatever the number of threads. Default: two a core, so that the
+            disk has work while the cores have (measured on 2 cores: 1.14 × a plain read, with one a core 1.81 ×).
         on_problem: told the path and what is wrong with it, or the error; from any thread, one at a time.
         from_medium: go past the page cache where that can be done.
         bytes_per_s: one thread, which pauses so as to read no faster; None: as fast as it goes.
+        hasher: default: the process's.
 
     Returns:
         Bytes read.
     """
-    work = _Work(root, readings, on_problem, from_medium, bytes_per_s)
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="read") as pool:
-        done = []
-        # This thread reads, too, where the machine has no other to spare: what is not read is not known to be whole.
-        with suppress(RuntimeError):
-            for _ in range(threads):
-                done.append(pool.submit(work.run))  # noqa: PERF401 - those before the one that fails count
-        mine = 0 if len(done) == threads else work.run()
-        return mine + sum(future.result() for future in done)
+    if hasher is None:
+        few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
+        hasher = Hasher() if few else process_hasher()
+    bad: set[str] = set()
+
+    def say(path: str, what: "str | OSError") -> None:
+        bad.add(path)
+        on_problem(path, what)
+
+    def read() -> int:
+        left = [reading for reading in readings if reading.entry.path not in bad]
+        return _Work(root, left, threads, say, from_medium, bytes_per_s, hasher).on_threads()
+
+    return hasher.settled(read)
 
 
 class _Work:
-    """The queue that the threads share: chunks of one file after the other."""
+    """What the threads share: chunks to read, of one file after the other, and chunks that wait to be hashed."""
 
     def __init__(
         self,
         root: int,
         readings: Sequence[Reading],
+        threads: int,
         on_problem: OnProblem,
         from_medium: bool,
         bytes_per_s: float | None,
+        hasher: Hasher,
     ) -> None:
         self._root, self._on_problem, self._from_medium = root, on_problem, from_medium
         self._bytes_per_s, self._started = bytes_per_s, time.monotonic()
+        self._threads, self._hasher = threads, hasher
         self._lock, self._said = threading.Lock(), threading.Lock()
         # The largest first: the last thread to end decides how long it takes.
         self._queue = self._jobs(sorted(readings, key=lambda reading: -reading.entry.size))
+        self._waiting: list[_Chunk] = []
+        self._at_once = hasher.at_once
+        self._batches = itertools.count()
+        # Two batches can be hashed while every thread reads. More than LANES - 1 buffers, or all could wait in vain.
+        self._buffers: queue.LifoQueue[_Buffer | None] = queue.LifoQueue()
+        for _ in range(threads + (2 * LANES if self._at_once > 1 else 0)):
+            self._buffers.put(None)  # made when it is needed; one that was used is taken first
 
-    def run(self) -> int:
-        buffer = _Buffer()
+    def on_threads(self) -> int:
+        """Do all of it; returns the bytes read."""
+        with ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="read") as pool:
+            done = []
+            # This thread reads, too, where the machine has no other to spare: what is not read is not known to be
+            # whole.
+            with suppress(RuntimeError):
+                for _ in range(self._threads):
+                    done.append(pool.submit(self._run))  # noqa: PERF401 - those before the one that fails count
+            mine = 0 if len(done) == self._threads else self._run()
+            num_bytes = mine + sum(future.result() for future in done)
+        if self._waiting:
+            raise RuntimeError(f"{len(self._waiting)} chunks were read and not checked")
+        return num_bytes
+
+    def _run(self) -> int:
         num_bytes = 0
-        while True:
-            with self._lock:
-                job = next(self._queue, None)
-            if job is None:
-                return num_bytes
-            file, chunk = job
+        while (chunk := self._next()) is not None:
             try:
-                if not file.failed:
-                    num_bytes += self._chunk(file, chunk, buffer)
-                    self._pause(num_bytes)
-            finally:
-                with file.lock:
-                    file.left -= 1
-                    last = not file.left
-                if last:
-                    file.closing.close()
+                num_bytes += self._fill(chunk)
+                self._pause(num_bytes)
+            except BaseException:
+                self._release(chunk)
+                raise
+            self._check(self._batch(chunk))
+        while batch := self._batch():
+            self._check(batch)
+        return num_bytes
+
+    def _next(self) -> _Chunk | None:
+        with self._lock:
+            job = next(self._queue, None)
+        return None if job is None else _Chunk(*job, self._buffers.get() or _Buffer())
+
+    def _batch(self, chunk: _Chunk | None = None) -> list[_Chunk]:
+        """What to check now that `chunk` is read; without one: what is left, nothing at the end."""
+        with self._lock:
+            waiting = self._waiting
+            if chunk is not None:
+                if chunk.file.failed or chunk.file.reading.opener is not None:
+                    return [chunk]
+                waiting.append(chunk)
+                if len(waiting) < self._at_once:
+                    return []
+            batch = waiting[:LANES] if len(waiting) >= FEWEST else waiting[:1]
+            del waiting[: len(batch)]
+            return batch
+
+    def _release(self, chunk: _Chunk) -> None:
+        self._buffers.put(chunk.buffer)
+        with chunk.file.lock:
+            chunk.file.left -= 1
+            last = not chunk.file.left
+        if last:
+            chunk.file.closing.close()
 
     def _pause(self, num_bytes: int) -> None:
         if self._bytes_per_s:  # a speed limit is the one thing that only time can bring about
@@ -257,48 +335,70 @@ class _Work:
         self._say(entry.path, problem)
         return None
 
-    def _chunk(self, file: _Open, chunk: int, buffer: "_Buffer") -> int:
-        entry, start = file.reading.entry, chunk * CHUNK_BYTES
-        length = min(CHUNK_BYTES, entry.size - start)
+    def _fill(self, chunk: _Chunk) -> int:
+        """Read it into its buffer; returns the bytes read."""
+        file, entry = chunk.file, chunk.file.reading.entry
+        if file.failed:
+            return 0
         try:
-            count = _read(file, start, length, buffer.view)
+            count = _read(file, chunk.start, chunk.length, chunk.buffer.view)
         except OSError as error:
             self._fail(file, error)
             return 0
-        if count != length:
-            self._fail(file, f"size {start + count}, expected {entry.size}")
-            return count
-        if file.reading.opener is not None:
-            self._open_chunk(file, file.reading.opener, chunk, buffer)
-            return count
-        digest = hashlib.sha256(buffer.view[:length]).hexdigest()
-        expected = entry.leaves[chunk] if entry.leaves else entry.sha256
-        if digest != expected:
-            place = f" in bytes {start} to {start + length}" if entry.leaves else ""
-            self._fail(file, f"sha256 {digest}, expected {expected}{place}")
-            return count
-        self._hand_out(file.reading.wanted or (), start, length, buffer.address)
+        if count != chunk.length:
+            self._fail(file, f"size {chunk.start + count}, expected {entry.size}")
         return count
 
-    def _open_chunk(self, file: _Open, opener: ChunkOpener, chunk: int, buffer: "_Buffer") -> None:
-        """Decrypt beside, since what is wanted must stay as it is where a chunk does not open."""
-        length = opener.length(chunk)
-        plain = buffer.beside()
-        tag = file.tags[chunk * TAG_BYTES : (chunk + 1) * TAG_BYTES]
+    def _check(self, batch: Sequence[_Chunk]) -> None:
         try:
-            opener.open_into(chunk, buffer.view[:length], tag, plain.view[:length])
+            good = [chunk for chunk in batch if not chunk.file.failed]
+            if good and good[0].file.reading.opener is not None:
+                self._open_chunk(good[0], good[0].file.reading.opener)
+                return
+            pieces = [chunk.buffer.view[: chunk.length] for chunk in good]
+            digests = self._hasher.digests(pieces, next(self._batches))
+            for chunk, piece, digest in zip(good, pieces, digests, strict=True):
+                self._compare(chunk, piece, digest)
+        finally:
+            for chunk in batch:
+                self._release(chunk)
+
+    def _compare(self, chunk: _Chunk, piece: memoryview, digest: bytes) -> None:
+        expected = chunk.file.expected(chunk.number)
+        if digest.hex() != expected:
+            digest = self._hasher.again(piece, digest)
+        if digest.hex() == expected:
+            self._hand_out(chunk, chunk.buffer.address)
+            return
+        entry, start = chunk.file.reading.entry, chunk.start
+        place = f" in bytes {start} to {start + chunk.length}" if entry.leaves else ""
+        self._fail(chunk.file, f"sha256 {digest.hex()}, expected {expected}{place}")
+
+    def _open_chunk(self, chunk: _Chunk, opener: ChunkOpener) -> None:
+        """Decrypt beside, since what is wanted must stay as it is where a chunk does not open."""
+        file, length = chunk.file, opener.length(chunk.number)
+        plain = chunk.buffer.beside()
+        tag = file.tags[chunk.number * TAG_BYTES : (chunk.number + 1) * TAG_BYTES]
+        try:
+            opener.open_into(chunk.number, chunk.buffer.view[:length], tag, plain.view[:length])
         except CheckpointCorrupt as error:
             self._fail(file, f"{error.where} is not what was encrypted there")
             return
-        self._hand_out(file.reading.wanted or (), chunk * CHUNK_BYTES, length, plain.address)
+        self._hand_out(chunk, plain.address, length)
 
-    def _hand_out(self, wanted: Sequence[Wanted], start: int, length: int, address: int) -> None:
-        """Copy what is wanted of the chunk at `start`, which is at `address`. ctypes lets go of the lock."""
+    def _hand_out(self, chunk: _Chunk, address: int, length: int | None = None) -> None:
+        """Copy what is wanted of a chunk whose bytes are at `address`. ctypes releases the interpreter lock.
+
+        Args:
+            length: plain bytes of an encrypted chunk.
+        """
+        wanted, start = chunk.file.reading.wanted or (), chunk.start
+        end = start + (chunk.length if length is None else length)
         first = bisect.bisect_right(wanted, start, key=lambda w: w.offset + w.length)
         for w in itertools.islice(wanted, first, None):
-            if w.offset >= start + length:
+            if w.offset >= end:
                 return
-            low, high = max(start, w.offset), min(start + length, w.offset + w.length)
+            low, high = max(start, w.offset), min(end, w.offset + w.length)
             ctypes.memmove(w.address + low - w.offset, address + low - start, high - low)
 
     def _fail(self, file: _Open, what: "str | OSError") -> None:

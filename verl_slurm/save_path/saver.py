@@ -13,21 +13,19 @@ from functools import partial
 import msgspec
 
 from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.errors import KeyRefused, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.keys import load_keys
 from verl_slurm.prctl import die_with_parent
 from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.lanes import hash_each, make_hasher
 from verl_slurm.save_path.protocol import FromSaver, Outcome, Ready, Write, Written
 from verl_slurm.save_path.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save_path.writing import write_and_hash
 
 __all__ = ["main"]
 
-# Below this a save hashes for less than the time that it takes to get ready for hashing faster.
-_WORTH_COMPILING = 256 << 20
 # What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -53,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     except VerlSlurmError as error:
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)
-    hasher = make_hasher() if sealer is None and arena.size >= _WORTH_COMPILING else hash_each
+    if sealer is None:
+        process_hasher()  # now, and not in the first save: a network file system may take its time to give stringzilla
     _say(Ready())
     decoder = msgspec.json.Decoder(Write)
     for line in sys.stdin.buffer:
@@ -68,7 +67,6 @@ def main(argv: list[str] | None = None) -> int:
             request.files,
             request.directories,
             hashers=options.hashers,
-            hasher=hasher,
             stream=stream,
             on_done=partial(_answer, request.save),
         )

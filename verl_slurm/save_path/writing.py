@@ -16,9 +16,9 @@ from pathlib import Path
 
 from verl_slurm.checkpoint.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.tree import open_directory
 from verl_slurm.files import make_private, open_new
-from verl_slurm.save_path.lanes import LANES, Hasher, hash_each
 from verl_slurm.save_path.protocol import ArenaFile, Outcome
 from verl_slurm.save_path.sealing import SealedStream, StreamReader
 
@@ -34,7 +34,7 @@ def write_and_hash(
     directories: Sequence[str],
     *,
     hashers: int = 1,
-    hasher: Hasher = hash_each,
+    hasher: Hasher | None = None,
     stream: SealedStream | None = None,
     on_done: Callable[[tuple[FileEntry, ...], Outcome], None] = lambda _files, _outcome: None,
 ) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
@@ -44,14 +44,12 @@ def write_and_hash(
         source: the arena; page-aligned.
         directories: made where they are missing.
         hashers: threads that hash.
-        hasher: what they hash with.
+        hasher: default: the process's.
         stream: of these files; then what it seals is what is written and hashed, chunk by chunk.
         on_done: told of each directory as soon as it is done and everything is hashed, from this thread.
 
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
-
-    Called by: save_path.saver.
     """
     started = time.monotonic()
     with (
@@ -63,7 +61,9 @@ def write_and_hash(
             for directory in directories
         ]
         entries = (
-            _seal_all(stream, pool, hashers) if stream else _hash_all(source, files, pool, hashers, hasher)
+            _seal_all(stream, pool, hashers)
+            if stream
+            else _hash_all(source, files, pool, hashers, hasher or process_hasher())
         )
         for outcome in as_completed(outcomes):
             on_done(entries, outcome.result())
@@ -73,26 +73,31 @@ def write_and_hash(
 def _hash_all(
     source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int, hasher: Hasher
 ) -> tuple[FileEntry, ...]:
-    leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
     chunks = [(file, chunk) for file in files for chunk in range(leaf_count(file.size))]
-    # Whole chunks first: those of one length are hashed together.
+    # Whole chunks first: a batch takes as long as its longest chunk.
     chunks.sort(key=lambda job: job[0].size < (job[1] + 1) * CHUNK_BYTES)
-    work = iter([chunks[first : first + LANES] for first in range(0, len(chunks), LANES)])
-    lock = threading.Lock()
 
-    def run() -> None:
-        while True:
-            with lock:
-                some = next(work, None)
-            if some is None:
-                return
-            starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in some]
-            pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
-            for (file, chunk), digest in zip(some, hasher(pieces), strict=True):
-                leaves[file.path][chunk] = digest
+    def hash_chunks() -> dict[str, list[bytes]]:
+        leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
+        work = iter(enumerate(hasher.batches(chunks)))
+        lock = threading.Lock()
 
-    for done in [pool.submit(run) for _ in range(hashers)]:
-        done.result()
+        def run() -> None:
+            while True:
+                with lock:
+                    number, batch = next(work, (0, None))
+                if batch is None:
+                    return
+                starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in batch]
+                pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
+                for (file, chunk), digest in zip(batch, hasher.digests(pieces, number), strict=True):
+                    leaves[file.path][chunk] = digest
+
+        for done in [pool.submit(run) for _ in range(hashers)]:
+            done.result()
+        return leaves
+
+    leaves = hasher.settled(hash_chunks)
     return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
 
 

@@ -1,0 +1,132 @@
+"""SHA-256 of many chunks: sixteen at once where the processor is faster that way, and hashlib as the judge.
+
+The SHA-256 of one chunk is a chain that no core can shorten. Chunks do not depend on each other, so
+`stringzilla.Sha256s` keeps one word of each of sixteen chunks in a wide register and advances all of them with each
+instruction (Gueron and Krasnov, 2012, https://eprint.iacr.org/2012/371). When that pays: docs/decisions/0005.
+
+hashlib has the last word:
+
+* At the first use both hash the same messages, with every length of the padding on every lane.
+* Of every fourth batch of a save or a reading, the first included, hashlib hashes one chunk as well, each time on
+  another lane.
+* A reader asks hashlib before it calls a chunk damaged (`Hasher.again`).
+
+If the two ever differ, the process says so on stderr and uses hashlib from then on, and each save or reading that is
+under way hashes all of its chunks again (`Hasher.settled`). A save or a reading that had ended before stands: its own
+samples were right.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any, TypeVar
+
+__all__ = ["FEWEST", "LANES", "Hasher", "process_hasher"]
+
+LANES = 16
+FEWEST = 8
+"""A batch of sixteen takes as long as eight chunks by hashlib, however few of its lanes are used."""
+_JUDGED_EVERY = 4  # one chunk of 64 by hashlib, too: 3 % more work
+
+_Job = TypeVar("_Job")
+_Result = TypeVar("_Result")
+
+
+class Hasher:
+    """How a process hashes chunks; used by any number of its threads.
+
+    Args:
+        lanes: `stringzilla.Sha256s`; None: hashlib.
+    """
+
+    def __init__(self, lanes: Callable[[int], Any] | None = None) -> None:
+        self._lanes = lanes
+
+    @property
+    def at_once(self) -> int:
+        """Chunks that make a batch."""
+        return 1 if self._lanes is None else LANES
+
+    def batches(self, jobs: Sequence[_Job]) -> list[Sequence[_Job]]:
+        """`jobs` cut into batches. Those that are too few for one come one by one, so that threads share them."""
+        step = self.at_once
+        whole = len(jobs) - len(jobs) % step
+        if len(jobs) - whole >= FEWEST:
+            whole = len(jobs)
+        return [
+            *(jobs[first : min(first + step, whole)] for first in range(0, whole, step)),
+            *([job] for job in jobs[whole:]),
+        ]
+
+    def digests(self, pieces: Sequence[memoryview], number: int) -> list[bytes]:
+        """The SHA-256 of each piece. Releases the interpreter lock while it hashes.
+
+        Args:
+            number: of this batch within the save or the reading, from 0. It selects what hashlib checks.
+        """
+        lanes = self._lanes
+        if lanes is None or len(pieces) < FEWEST:
+            return _hash_each(pieces)
+        found: list[bytes] = lanes(len(pieces)).update(pieces).digest()
+        if number % _JUDGED_EVERY == 0:
+            judged = number // _JUDGED_EVERY % len(pieces)
+            if self.again(pieces[judged], found[judged]) != found[judged]:
+                return _hash_each(pieces)
+        return found
+
+    def again(self, piece: memoryview, found: bytes) -> bytes:
+        """hashlib's digest of a piece that `digests` says has the digest `found`."""
+        digest = sha256(piece).digest()
+        if digest != found and self._lanes is not None:
+            self._lanes = None
+            _say("found another SHA-256 than hashlib; hashlib now hashes everything, from the beginning")
+        return digest
+
+    def settled(self, work: Callable[[], _Result]) -> _Result:
+        """What `work()` returns; if it counted on digests that are no longer believed, what it returns the second time.
+
+        Args:
+            work: a whole save or reading. May be called twice.
+        """
+        before = self._lanes
+        result = work()
+        return result if self._lanes is before else work()
+
+
+@functools.cache
+def process_hasher() -> Hasher:
+    """The faster one on this processor. The first call loads stringzilla, where it is installed."""
+    try:
+        import stringzilla
+    except ImportError:
+        return Hasher()
+    try:
+        # stringzilla's names: "skylake" is AVX-512, "haswell" AVX2. With AVX2 and the SHA instructions ("goldmont")
+        # hashlib is faster.
+        able = stringzilla.__capabilities__
+        faster = "skylake" in able or ("haswell" in able and "goldmont" not in able)
+        if faster and not _agrees(stringzilla.Sha256s):
+            _say("found another SHA-256 than hashlib when it was tried; it is not used")
+            faster = False
+        return Hasher(stringzilla.Sha256s if faster else None)
+    except Exception as error:  # noqa: BLE001 - of another release; no checkpoint fails for want of speed
+        _say(f"cannot be used: {type(error).__name__}: {error}")
+        return Hasher()
+
+
+def _agrees(lanes: Callable[[int], Any]) -> bool:
+    """Whether it finds hashlib's digests on every lane: every length of the padding, whole blocks, uneven lengths."""
+    memory = memoryview(bytes(range(251)) * 40)
+    lengths = [[size] * LANES for size in (0, 1, 55, 56, 63, 64, 119, 120, 128, 4096, 8191)]
+    lengths += [[lane * 61 for lane in range(count)] for count in range(1, LANES + 1)]
+    batches = [[memory[3 * lane :][:size] for lane, size in enumerate(sizes)] for sizes in lengths]
+    return all(lanes(len(batch)).update(batch).digest() == _hash_each(batch) for batch in batches)
+
+
+def _hash_each(pieces: Sequence[memoryview]) -> list[bytes]:
+    return [sha256(piece).digest() for piece in pieces]
+
+
+def _say(what: str) -> None:
+    sys.stderr.write(f"verl-slurm: stringzilla {what}\n")
