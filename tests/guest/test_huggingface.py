@@ -1,7 +1,6 @@
 """The real Hugging Face `Trainer` as a guest, in this process: asked, stopped, resumed, done."""
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 from tests.guest.frames_kit import Daemon, Run, save, stop
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.errors import ConfigError, DataError
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveStarted
+from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveRequest, SaveStarted
 
 pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')")
 pytestmark = pytest.mark.torch
@@ -249,7 +247,7 @@ def test_save_strategy_best_does_not_overrule_the_daemon(tmp_path: Path) -> None
 
 
 def test_an_evaluation_for_which_there_is_no_time_is_left_out_and_said(tmp_path: Path) -> None:
-    soon = Request(request_id=1, stop=True, deadline_ns=time.monotonic_ns() + 1)
+    soon = SaveRequest(request_id=1, stop=True, seconds_left=1e-9)
     run, daemon = Run(tmp_path / "run"), Daemon({4: soon})
     assert Life(run.life(daemon), eval_strategy="steps", eval_steps=2).stopped
     [notice] = daemon.heard(Notice)
@@ -261,7 +259,7 @@ def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_pat
     class AskedAtAStep(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
-                daemon.now(Request(request_id=1, stop=True, deadline_ns=1))
+                daemon.now(SaveRequest(request_id=1, stop=True, seconds_left=-1.0))
                 assert daemon.refused_a_save.wait(60)
 
     run, daemon = Run(tmp_path / "run"), Daemon()

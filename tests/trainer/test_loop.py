@@ -60,7 +60,7 @@ from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state import TrainState, fresh_state
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME, NoDaemon
-from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
@@ -71,6 +71,7 @@ from verl_slurm.wire.messages import (
     Saved,
     SavedOnNodes,
     SaveFailed,
+    SaveRequest,
     SaveStarted,
     Stopped,
 )
@@ -505,7 +506,7 @@ class Agent:
                 self.messages.append(message)
                 if isinstance(message, Progress) and message.phase == "update" and not self._asked:
                     self._asked = True
-                    self.page.post(Request(1, True, 0))
+                    self.page.post(SaveRequest(request_id=1, stop=True))
 
     def close(self) -> None:
         for thread in self._threads:
@@ -615,8 +616,8 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
             return super().begin(state, tidy=tidy)
 
     class Asking(_Line):
-        def request(self) -> Request:
-            return Request(request_id=1, stop=stop, deadline_ns=0)
+        def request(self) -> SaveRequest:
+            return SaveRequest(request_id=1, stop=stop)
 
     loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
     loop.run()

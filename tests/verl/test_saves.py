@@ -20,8 +20,16 @@ from verl_slurm.guest.tree import SavedTree, commit_tree
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl import saves as saves_module
 from verl_slurm.verl.saves import EndNotSaved, NothingDone, Saves
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.wire.messages import (
+    Finished,
+    FromRank,
+    Notice,
+    Saved,
+    SaveFailed,
+    SaveRequest,
+    SaveStarted,
+    Stopped,
+)
 
 
 class Line:
@@ -29,12 +37,12 @@ class Line:
 
     def __init__(self) -> None:
         self.said: list[FromRank] = []
-        self.asked: Request | None = None
+        self.asked: SaveRequest | None = None
 
     def send(self, message: FromRank) -> None:
         self.said.append(message)
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         return self.asked
 
     def of(self, kind: type[FromRank]) -> list[FromRank]:
@@ -74,8 +82,7 @@ class Run:
         return left
 
     def ask(self, *, stop: bool = True, seconds_left: float | None = None, number: int = 1) -> None:
-        deadline = 0 if seconds_left is None else int((self.now + seconds_left) * 1e9)
-        self.line.asked = Request(number, stop, deadline)
+        self.line.asked = SaveRequest(request_id=number, stop=stop, seconds_left=seconds_left)
 
 
 @pytest.fixture

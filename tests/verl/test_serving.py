@@ -17,22 +17,20 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import clear_work, require_guest
 from verl_slurm.paths import RunPaths
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Notice, PartSaved, Saved, SaveFailed, SaveStarted
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import Notice, PartSaved, Saved, SaveFailed, SaveRequest, SaveStarted
 
 pytestmark = pytest.mark.torch
 
 
 class _Line:
     def __init__(self) -> None:
-        self.asked: Request | None = None
+        self.asked: SaveRequest | None = None
         self.heard: list[Any] = []
 
     def send(self, message: Any) -> None:
         self.heard.append(message)
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         return self.asked
 
     def of(self, kind: type) -> list[Any]:
@@ -100,9 +98,9 @@ def test_a_periodic_save_is_a_checkpoint_with_verls_directory_and_tracker_in_it(
 
 
 def test_a_save_that_was_asked_for_answers_that_request(bench: _Bench) -> None:
-    bench.line.asked = Request(5, True, 0)
+    bench.line.asked = SaveRequest(request_id=5, stop=True)
     order = bench.serving.step_done(3, {})
-    assert order == Order(request_id=5, stop=True)
+    assert order == SaveRequest(request_id=5, stop=True)
     bench.serving.save(3, order, {}, bench.writes(3))
     [saved] = bench.line.of(Saved)
     assert (saved.request_id, saved.reason) == (5, "asked to stop")
@@ -119,7 +117,7 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("verl_slurm.verl.serving.commit_tree", full)
-    bench.serving.save(4, Order(request_id=1, stop=True), {}, bench.writes(4))
+    bench.serving.save(4, SaveRequest(request_id=1, stop=True), {}, bench.writes(4))
     [failed] = bench.line.of(SaveFailed)
     assert failed.request_id == 1
     assert "No space left" in failed.reason
@@ -149,7 +147,7 @@ def test_verl_is_not_let_into_a_save_that_cannot_fit_unless_it_is_the_last_chanc
     assert bench.serving.saved_step == 2
     assert not (bench.work / "global_step_4").exists()
     assert any("step 4 is not saved" in notice.text and notice.loud for notice in bench.line.of(Notice))
-    bench.serving.save(5, Order(request_id=1, stop=True), {}, bench.writes(5))
+    bench.serving.save(5, SaveRequest(request_id=1, stop=True), {}, bench.writes(5))
     assert bench.serving.saved_step == 5
 
 
@@ -165,7 +163,9 @@ def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: _Bench) -> Non
     """The thread that looks in the middle of a step must not give up a save that is being written."""
     for step in range(1, 4):
         bench.serving.step_done(step, {})
-    bench.line.asked = Request(1, True, 1)  # long past: no step could be reached
+    bench.line.asked = SaveRequest(
+        request_id=1, stop=True, seconds_left=-1.0
+    )  # long past: no step could be reached
     order = bench.serving.step_done(4, {})
     bench.serving._watch.look()
     assert order is not None
@@ -191,5 +191,5 @@ def test_training_goes_on_beside_a_periodic_commit_and_the_next_save_waits_for_i
     assert bench.serving.step_done(3, {}) is None
     assert bench.serving.saved_step == 0
     may.set()
-    bench.serving.save(4, Order(request_id=1, stop=True), {}, bench.writes(4))
+    bench.serving.save(4, SaveRequest(request_id=1, stop=True), {}, bench.writes(4))
     assert [saved.name for saved in bench.line.of(Saved)] == ["step_000002", "step_000004"]

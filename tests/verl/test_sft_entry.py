@@ -13,8 +13,7 @@ from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.verl.overrides import check_overrides
 from verl_slurm.verl.sft import _compose, _last_words, sft_settings
-from verl_slurm.wire.messages import Finished, Stopped
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import Finished, SaveRequest, Stopped
 
 
 class _Line:
@@ -28,7 +27,7 @@ class _Line:
         return None
 
 
-def ended(step: int, *, saved: int, began: int = 0, order: Order | None = None) -> list[Any]:
+def ended(step: int, *, saved: int, began: int = 0, order: SaveRequest | None = None) -> list[Any]:
     line = _Line()
     session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))
     trainer = SimpleNamespace(step=step, total=16, is_done=step >= 16, order=order)
@@ -41,11 +40,11 @@ def test_the_last_step_done_and_committed_is_the_end() -> None:
 
 
 def test_a_request_in_the_last_step_changes_nothing_about_that() -> None:
-    assert ended(16, saved=16, order=Order(request_id=3, stop=True)) == [Finished(rank=1, step=16)]
+    assert ended(16, saved=16, order=SaveRequest(request_id=3, stop=True)) == [Finished(rank=1, step=16)]
 
 
 def test_it_leaves_as_asked() -> None:
-    assert ended(7, saved=7, order=Order(request_id=3, stop=True)) == [Stopped(rank=1, request_id=3)]
+    assert ended(7, saved=7, order=SaveRequest(request_id=3, stop=True)) == [Stopped(rank=1, request_id=3)]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.guest.service import Service, own_files, refuse
 from verl_slurm.guest.session import Session
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["VerlSlurmCallback"]
 
@@ -66,7 +66,7 @@ class VerlSlurmCallback(TrainerCallback):
         self.session = Session.open() if session is None else session
         self.stopped = False
         self._service: Service | None = None
-        self._order: Order | None = None
+        self._order: SaveRequest | None = None
         self._stop_id = 0
         self._output_dir = ""
         self._strategy: Any = None
@@ -207,7 +207,7 @@ class VerlSlurmCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.BEST:  # its evaluation would say whether to save
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
 
-    def _fits(self, order: Order) -> bool:
+    def _fits(self, order: SaveRequest) -> bool:
         """Whether there is time for the evaluation that is due. Alike on all ranks: each knows its own clock only."""
         assert self._service is not None
         if order.seconds_left is None:

@@ -45,7 +45,7 @@ from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.data import Generators, ResumableDataLoader, from_wire, to_wire
 from verl_slurm.guest.service import Service, own_files, refuse
 from verl_slurm.guest.session import Session
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["ResumableDataLoader", "VerlSlurmCheckpoint"]
 
@@ -88,7 +88,7 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
         self._service: Service | None = None
         self._place: _Place | None = None
         self._due = False
-        self._order: Order | None = None
+        self._order: SaveRequest | None = None
         self._step = 0
         self._began_epoch = False
         self._metrics: dict[str, float] = {}

@@ -35,7 +35,8 @@ from verl_slurm.guest.state_files import Generators, load_state, restore_rng, wr
 from verl_slurm.guest.states import Objects, split
 from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
 from verl_slurm.paths import RunPaths
-from verl_slurm.wire.stopping import Order, Stopper
+from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["Run", "run"]
 
@@ -179,7 +180,7 @@ class Run:
         self.step, self._total = step, total or self._total
         self._row, self._metrics = self._metrics | metrics, {}
         self._session.step_done(step, self._row, self._total)
-        order = self._stopper.agree().order if self._session.has_daemon else None
+        order = self._stopper.agree().request if self._session.has_daemon else None
         if order is not None:
             self._answer(order)
         elif self._every and step % self._every == 0:
@@ -218,7 +219,7 @@ class Run:
         if self._group is not None and (error is None or isinstance(error, SystemExit)):
             dist.destroy_process_group(self._group)
 
-    def _answer(self, order: Order) -> None:
+    def _answer(self, order: SaveRequest) -> None:
         if self._watch is not None:
             self._watch.taken(order.request_id)
         self._save(order.request_id, "the job ends" if order.stop else "asked for", ends=order.stop)

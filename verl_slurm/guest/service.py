@@ -20,7 +20,8 @@ from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
-from verl_slurm.wire.stopping import Order, Stopper
+from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["Service", "own_files", "refuse"]
 
@@ -92,9 +93,9 @@ class Service:
         """A step is done."""
         self.session.step_done(step, metrics, self._total)
 
-    def asked(self, step: int) -> Order | None:
+    def asked(self, step: int) -> SaveRequest | None:
         """What the daemon wants at the end of step `step`, the same on all ranks. Collective."""
-        order = self._stopper.agree().order
+        order = self._stopper.agree().request
         if order is not None:
             if self._watch is not None:
                 self._watch.taken(order.request_id)
@@ -105,7 +106,7 @@ class Service:
         self,
         step: int,
         written: Path,
-        order: Order | None,
+        order: SaveRequest | None,
         *,
         metrics: Mapping[str, float],
         began: float,

@@ -25,7 +25,6 @@ from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.step_log import append_step
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.lifeline import CONTROL_VARIABLE, die_with_launcher
 from verl_slurm.wire.messages import (
     STACKS_SIGNAL,
@@ -37,6 +36,7 @@ from verl_slurm.wire.messages import (
     Refused,
     Saved,
     SaveFailed,
+    SaveRequest,
     SaveStarted,
     Stopped,
 )
@@ -184,17 +184,21 @@ class Session:
         """What of `metrics` can be said: finite numbers, a tensor of one element too."""
         return metrics_of(_numbers(metrics))
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         """The newest request that was not answered here. Costs one memory read; the same on all ranks of a node, but
         not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`, over `line`)."""
         asked = self.line.request()
         return asked if asked is not None and asked.request_id > self._answered else None
 
-    def reach(self, request: Request) -> Reach:
+    def reach(self, request: SaveRequest) -> Reach:
         """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
-        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - time.monotonic()
         running_s = self._clock() - self._step_began
-        return reach(seconds_left=left, running_s=running_s, steps_s=tuple(self._steps_s), save_s=self.save_s)
+        return reach(
+            seconds_left=request.seconds_left,
+            running_s=running_s,
+            steps_s=tuple(self._steps_s),
+            save_s=self.save_s,
+        )
 
     def save_started(self, request_id: int, step: int) -> None:
         """This rank begins to save the state behind `step`; 0: nobody asked. Every rank says so."""

@@ -25,7 +25,7 @@ from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.verl.tracker import TRACKER
-from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["EndNotSaved", "NothingDone", "Saves"]
 
@@ -82,7 +82,7 @@ class Saves:
         self._clock, self._step_began = clock, clock()
         self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
         self._save_began: float | None = None
-        self._taken_up: Request | None = None
+        self._taken_up: SaveRequest | None = None
         self._known, self._lock, self._over = _Known(), threading.Lock(), threading.Event()
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit")
         self._pending: Future[None] | None = None
@@ -206,7 +206,7 @@ class Saves:
                 remedy="look at trainer.total_epochs and at the data's length; see the log above",
             )
 
-    def _take_up(self, request: Request, step: int) -> None:
+    def _take_up(self, request: SaveRequest, step: int) -> None:
         """From here on the loop answers it, and the watcher does not."""
         with self._lock:
             self._known.saving = True
@@ -216,7 +216,7 @@ class Saves:
                 self.step_done(step, self._metrics)  # verl's last numbers of a step that it leaves never come
             self.session.save_started(request.request_id, step)
 
-    def _is_open(self, request: Request) -> bool:
+    def _is_open(self, request: SaveRequest) -> bool:
         now = self._request()
         return now is not None and now.request_id == request.request_id
 
@@ -271,14 +271,14 @@ class Saves:
         finally:
             self._pending = None
 
-    def _request(self) -> Request | None:
+    def _request(self) -> SaveRequest | None:
         request = self.session.request()
         return None if request is None or request.request_id <= self._known.given_up else request
 
-    def _reach(self, request: Request) -> Reach:
+    def _reach(self, request: SaveRequest) -> Reach:
         now = self._clock()
         return reach(
-            seconds_left=None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - now,
+            seconds_left=request.seconds_left,
             running_s=now - self._step_began,
             steps_s=tuple(self._steps_s),
             save_s=self.session.save_s,

@@ -25,7 +25,8 @@ from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
 from verl_slurm.verl.tracker import TRACKER
-from verl_slurm.wire.stopping import Order, Stopper
+from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["Serving"]
 
@@ -90,15 +91,15 @@ class Serving:
         finally:
             self._pending = _done()
 
-    def step_done(self, step: int, metrics: dict[str, float]) -> Order | None:
+    def step_done(self, step: int, metrics: dict[str, float]) -> SaveRequest | None:
         self._session.step_done(step, metrics, self._total)
-        order = self._stopper.agree().order
+        order = self._stopper.agree().request
         if order is not None:
             self._watch.taken(order.request_id)
         return order
 
     def save(
-        self, step: int, order: Order | None, metrics: dict[str, float], write: Callable[[], None]
+        self, step: int, order: SaveRequest | None, metrics: dict[str, float], write: Callable[[], None]
     ) -> None:
         """verl writes, and what it has written is committed: beside the next steps, over a group of its own, unless
         somebody waits for it or nothing comes behind it. Collective.
@@ -123,7 +124,7 @@ class Serving:
         if must:
             self.settle()
 
-    def _commit(self, step: int, order: Order | None, metrics: dict[str, float], began: float) -> None:
+    def _commit(self, step: int, order: SaveRequest | None, metrics: dict[str, float], began: float) -> None:
         """In the thread; collective over its group."""
         ranks, request_id = self._side, order.request_id if order else 0
         try:
@@ -171,7 +172,7 @@ class Serving:
     def _put(
         self,
         step: int,
-        order: Order | None,
+        order: SaveRequest | None,
         metrics: dict[str, float],
         parts: list[bytes],
         began: float,
@@ -200,7 +201,7 @@ class Serving:
             self._keeper.saved(done, tidy=order is None or not order.stop)
         return done.name, done.num_bytes, len(sealed) + 1
 
-    def _why(self, step: int, order: Order | None) -> str:
+    def _why(self, step: int, order: SaveRequest | None) -> str:
         if order is not None:
             return "asked to stop" if order.stop else "asked to save"
         return "the last step" if step == self._total else "trainer.save_freq"

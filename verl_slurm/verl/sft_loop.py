@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils
 
 from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.verl.sft_wraps import Numbers, Saves, Service, Watched
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["ServedSFT"]
 
@@ -47,9 +47,9 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def __init__(self, config: Any, service: Service, resume_step: int | None) -> None:
         self._service = service
-        self.order: Order | None = None
+        self.order: SaveRequest | None = None
         self._metrics: Numbers = {}
-        self._extra_save: Order | None = None
+        self._extra_save: SaveRequest | None = None
         _seed(int(config.trainer.seed))
         super().__init__(config=config)
         self.total, self.step = int(self.total_training_steps), int(self.resume_global_step)

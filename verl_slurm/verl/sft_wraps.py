@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["Alone", "Numbers", "Saves", "Service", "Watched"]
 
@@ -19,10 +19,10 @@ Numbers = dict[str, float]
 class Service(Protocol):
     """What the trainer needs of whoever serves it; every method on every rank alike. Called by: `ServedSFT`."""
 
-    def step_done(self, step: int, metrics: Numbers) -> Order | None:
+    def step_done(self, step: int, metrics: Numbers) -> SaveRequest | None:
         """A step is done; what all ranks do now."""
 
-    def save(self, step: int, order: Order | None, metrics: Numbers, write: Callable[[], None]) -> None:
+    def save(self, step: int, order: SaveRequest | None, metrics: Numbers, write: Callable[[], None]) -> None:
         """Have `write` write verl's checkpoint of `step`, and make it one of the run's."""
 
 
@@ -107,10 +107,10 @@ class Saves:
 class Alone:
     """The `Service` of a trainer that nobody serves: verl saves as it does. Called by: verl.sft, run by hand."""
 
-    def step_done(self, step: int, metrics: Numbers) -> Order | None:
+    def step_done(self, step: int, metrics: Numbers) -> SaveRequest | None:
         del step, metrics
         return None
 
-    def save(self, step: int, order: Order | None, metrics: Numbers, write: Callable[[], None]) -> None:
+    def save(self, step: int, order: SaveRequest | None, metrics: Numbers, write: Callable[[], None]) -> None:
         del step, order, metrics
         write()
