@@ -49,6 +49,7 @@ from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.session import Session
 from verl_slurm.keys import Keyring, load_keys, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
@@ -452,7 +453,8 @@ def _at_the_end(
     config = RunConfig(train=TrainConfig(steps=STEPS))
     state, line = fresh_state(config), line or _Line()
     state.position = Position(STEPS)
-    reporter = Reporter(rank=0, line=line, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
+    session = Session(line, rank=0, world_size=1)
+    reporter = Reporter(session, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
     loop = Loop(
         config=config,
         shape=StepShape.of(config),

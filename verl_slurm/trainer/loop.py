@@ -81,7 +81,7 @@ class Loop:
     ) -> None:
         self._config, self._shape, self._state = config, shape, state
         self._learner, self._checkpointer, self._pace = learner, checkpointer, pace
-        self._stopper, self._reporter = stopper, reporter
+        self._stopper, self._reporter, self._session = stopper, reporter, reporter.session
         self._rewards = rewards
         self._saved: tuple[Position, SavedCheckpoint] | None = None
         if saved_as:
@@ -118,12 +118,12 @@ class Loop:
                 self._settle()
                 self._require_saved()
                 self._checkpointer.close()
-                self._reporter.finished(total)
+                self._session.finished(total)
                 return Ending.FINISHED
             if request is not None and request.stop:
                 self._settle()
                 self._checkpointer.close()
-                self._reporter.stopped(request.request_id)
+                self._session.stopped(request.request_id)
                 return Ending.STOPPED
             if self._rewards is not None:
                 self._replace_reward(self._rewards, asked=request is not None)
@@ -200,7 +200,7 @@ class Loop:
         """Begin a save of the present position, or answer with the one there is."""
         state, request_id = self._state, request.request_id if request else 0
         position = state.position
-        self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
+        self._session.save_started(request_id, position.step, safe_point(position, self._shape))
         waited = self._settle_first()
         if self._saved is not None and self._is_saved():
             self._reporter.saved(
@@ -216,7 +216,7 @@ class Loop:
             seconds_left=None if left is None else max(0.0, left - waited),
             # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
             on_kept=partial(self._reporter.saved_on_nodes, request_id) if stop else None,
-            on_part=partial(self._reporter.part_saved, request_id) if stop else None,
+            on_part=partial(self._session.part_saved, request_id) if stop else None,
         )
         self._saving = _Saving(position, request_id, why, outcome)
 
@@ -224,7 +224,7 @@ class Loop:
         """Begin a partial save of the present position; no run goes on from it, so the daemon has no part in it."""
         if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
             position = self._state.position
-            self._reporter.save_started(0, position.step, safe_point(position, self._shape))
+            self._session.save_started(0, position.step, safe_point(position, self._shape))
         self._settle_first()
         components = partial_domains(self._config.checkpoint)
         self._pace.partial_starts()

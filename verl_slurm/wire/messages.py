@@ -50,6 +50,9 @@ import msgspec
 
 __all__ = [
     "MAX_KEY",
+    "MAX_NOTICE",
+    "MAX_REASON",
+    "MAX_STORY",
     "MAX_VALUE",
     "STACKS_SIGNAL",
     "AgentReady",
@@ -78,6 +81,7 @@ __all__ = [
     "StoreCall",
     "StrangerMet",
     "ToAgent",
+    "Topic",
 ]
 
 
@@ -85,6 +89,15 @@ STACKS_SIGNAL = signal.SIGRTMIN + 3
 """What makes a rank write down where all its threads are (`faulthandler`: in C, whoever holds the GIL). It is none of
 those that Slurm or a launcher send."""
 
+
+MAX_NOTICE = 2000
+MAX_REASON = 500
+MAX_STORY = 4000
+"""Characters of a text for people. A story is that of an error, and may be that of a thousand ranks: a message beyond
+`wire.client.MAX_MESSAGE` ends the line."""
+
+Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
+"""What a `Notice` is about."""
 
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
 """As `paths.CHECKPOINT_NAME`: whoever acts upon a name looks below the run's own checkpoints, and nowhere else."""
@@ -227,7 +240,7 @@ class Saved(_Message, frozen=True, kw_only=True):
     """False: only the nodes' own disks have it (it was read back there); the next start brings it home."""
     problem: str = ""
     """Not empty: degraded. Which medium does not have it, and why."""
-    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
     """Why it was made, for people (`checkpoint.cadence`)."""
 
 
@@ -254,8 +267,8 @@ class Notice(_Message, frozen=True, kw_only=True):
     """Rank 0: something about saving, an evaluation or the reward that people should hear, and that stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
-    text: Annotated[str, msgspec.Meta(max_length=2000)]
+    topic: Topic
+    text: Annotated[str, msgspec.Meta(max_length=MAX_NOTICE)]
     loud: bool
     """Something is wrong."""
 
