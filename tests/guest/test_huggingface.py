@@ -276,7 +276,7 @@ def test_a_save_that_fails_loses_itself_only(tmp_path: Path, monkeypatch: pytest
     run, daemon = Run(tmp_path / "run", every_steps=5), Daemon()
     session = run.life(daemon)
     with monkeypatch.context() as patched:
-        patched.setattr("verl_slurm.guest.service.commit_tree", full)
+        patched.setattr("verl_slurm.guest.step_end.commit_tree", full)
         with pytest.raises(Exception, match="committing the checkpoint failed"):
             Life(session)  # the last step's is not lost in silence
     assert [type(m) for m in daemon.told if isinstance(m, SaveFailed)] == [SaveFailed] * 3
