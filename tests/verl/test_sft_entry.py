@@ -27,11 +27,12 @@ class _Line:
         return None
 
 
-def ended(step: int, *, saved: int, began: int = 0, order: SaveRequest | None = None) -> list[Any]:
+def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None = None) -> list[Any]:
     line = _Line()
     session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))
-    trainer = SimpleNamespace(step=step, total=16, is_done=step >= 16, order=order)
-    _last_words(session, trainer, SimpleNamespace(saved_step=saved), began)
+    trainer = SimpleNamespace(step=step, total=16, is_done=step >= 16)
+    saver: Any = SimpleNamespace(saved_step=saved, stopping=stopping, leave=lambda: session.stopped(3))
+    _last_words(session, trainer, saver, began)
     return line.heard
 
 
@@ -40,11 +41,11 @@ def test_the_last_step_done_and_committed_is_the_end() -> None:
 
 
 def test_a_request_in_the_last_step_changes_nothing_about_that() -> None:
-    assert ended(16, saved=16, order=SaveRequest(request_id=3, stop=True)) == [Finished(rank=1, step=16)]
+    assert ended(16, saved=16, stopping=SaveRequest(request_id=3, stop=True)) == [Finished(rank=1, step=16)]
 
 
 def test_it_leaves_as_asked() -> None:
-    assert ended(7, saved=7, order=SaveRequest(request_id=3, stop=True)) == [Stopped(rank=1, request_id=3)]
+    assert ended(7, saved=7, stopping=SaveRequest(request_id=3, stop=True)) == [Stopped(rank=1, request_id=3)]
 
 
 @pytest.mark.parametrize(
