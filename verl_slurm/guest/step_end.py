@@ -126,6 +126,8 @@ class StepEndSaver:
 
     def begin(self, step: int, total: int) -> None:
         """The loop goes on behind `step` of `total` steps (0: nobody knows); from here on it may be asked to save."""
+        if self.session.resume is not None:
+            self.saved_step = step  # verl's driver learns it only now
         self._total = total
         self.session.started(step, total)
         if self.session.has_daemon and self.session.rank == 0:
