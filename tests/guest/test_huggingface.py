@@ -181,6 +181,8 @@ def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_fi
     Life(run.life(daemon), save_strategy="steps", save_steps=4, save_total_limit=1, logging_steps=1)
     names = [message.name for message in daemon.heard(Saved)]
     assert names == [f"step_{step:06d}" for step in (4, 5, 8, 10, 12)]
+    # Without it the daemon takes a slow save for silence.
+    assert [(m.request_id, m.step) for m in daemon.heard(SaveStarted)] == [(0, s) for s in (4, 5, 8, 10, 12)]
     assert [path.name for path in run.checkpoints()] == names[-3:], "checkpoint.keep_last says how many stay"
 
 

@@ -1,6 +1,7 @@
 """What is saved at a step's end becomes a checkpoint of the run, or is said to have failed: one rank, no framework."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,26 @@ def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step(
     watch.look()
     assert [saved.name for saved in beside.line.of(Saved)] == ["step_000003"]
     assert len(beside.line.of(SaveFailed)) == 1
+
+
+def test_a_save_that_the_loop_waits_for_is_not_thrown_away_either(
+    beside: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, real = beside.saver._watch, step_end.commit_tree
+    assert watch is not None
+    watch.stop()
+
+    def struck(*args: Any, **words: Any) -> Any:
+        time.sleep(0.05)  # until the loop waits: nothing tells that it does
+        beside.line.asked = SaveRequest(request_id=6, stop=True, seconds_left=-1.0)
+        watch.look()
+        return real(*args, **words)
+
+    monkeypatch.setattr(step_end, "commit_tree", struck)
+    beside.step(3, SAVE)
+    beside.save(3)
+    assert [saved.name for saved in beside.line.of(Saved)] == ["step_000003"]
+    assert not beside.line.of(SaveFailed)
 
 
 def test_a_periodic_save_that_cannot_fit_is_not_begun_unless_it_is_the_last_chance(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,7 @@ def test_a_request_before_the_periodic_save_of_the_same_step_is_answered_with_th
     run.saves.begin(0, 9)
     run.ask()
     assert run.step(1, periodic=True)
+    run.saves.end(1)
     assert run.calls == [1]
     assert run.saved() == [("step_000001", 1)]
     assert run.story() == [SaveStarted, Saved, Stopped]
@@ -178,16 +180,6 @@ def test_a_run_that_somebody_else_owns_is_not_trained_on(run: Run) -> None:
         run.step(2, periodic=True)
 
 
-def test_a_loop_that_ends_before_its_last_step_is_a_crash_with_words(run: Run) -> None:
-    from verl_slurm.verl.saves import NothingDone
-
-    assert issubclass(NothingDone, VerlSlurmError)
-    run.saves.begin(4, 9)
-    with pytest.raises(NothingDone, match="step 4 of 9, no step at all"):
-        run.saves.end(4)
-    assert not run.line.of(Finished)
-
-
 def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
     run.saves.begin(9, 9)
     run.saves.end(9)
@@ -195,13 +187,11 @@ def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
 
 
 def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
-    from verl_slurm.verl.saves import EndNotSaved
-
     run.saves.begin(7, 9)
     run.step(8, periodic=True)
     run.saves.save(9, lambda: None)
     assert "No such file" in run.line.of(SaveFailed)[0].reason
-    with pytest.raises(EndNotSaved, match="no checkpoint of step 9"):
+    with pytest.raises(VerlSlurmError, match="could not be saved"):
         run.saves.end(9)
     assert not run.line.of(Finished)
 
@@ -214,3 +204,45 @@ def test_without_a_daemon_verl_saves_and_nothing_is_committed(tmp_path: Path) ->
     assert not saves.step_end(1, lambda: wrote.append(2))
     saves.end(1)
     assert wrote == [1]
+
+
+# ---- the end, PPO's and SFT's
+
+
+def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None = None) -> list[FromRank]:
+    from verl_slurm.verl.saves import last_words
+
+    line = Line()
+    session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))
+    saver: Any = SimpleNamespace(
+        session=session, saved_step=saved, stopping=stopping, leave=lambda: session.stopped(3)
+    )
+    last_words(saver, step=step, total=16, began=began)
+    return line.said
+
+
+STOP = SaveRequest(request_id=3, stop=True)
+
+
+def test_the_last_step_done_and_committed_is_the_end() -> None:
+    assert ended(16, saved=16) == [Finished(rank=1, step=16)]
+    assert ended(16, saved=16, stopping=STOP) == [Finished(rank=1, step=16)], "a request changes nothing"
+
+
+def test_it_leaves_as_asked() -> None:
+    assert ended(7, saved=7, stopping=STOP) == [Stopped(rank=1, request_id=3)]
+    assert ended(7, saved=5, stopping=STOP) == [Stopped(rank=1, request_id=3)]
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "began", "words"),
+    [
+        (8, 8, 8, r"without a single step.*found step 8, expected step 16"),
+        (12, 8, 8, r"before its last step.*found step 12, expected step 16"),
+        (16, 8, 8, r"could not be saved.*newest save is of step 8"),
+    ],
+    ids=["an epoch of no steps", "too few epochs", "the last save failed"],
+)
+def test_anything_else_is_a_crash_with_words(step: int, saved: int, began: int, words: str) -> None:
+    with pytest.raises(VerlSlurmError, match=words):
+        ended(step, saved=saved, began=began)

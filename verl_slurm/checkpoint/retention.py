@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from verl_slurm.checkpoint.best import Best, latest_reward, rank_best, reward_of
 from verl_slurm.checkpoint.info import CheckpointInfo
 
-__all__ = ["PrunePlan", "Reasoned", "plan_prune"]
+__all__ = ["ASSURED_KEPT", "PrunePlan", "Reasoned", "plan_prune"]
+
+ASSURED_KEPT = 2
+"""`num_verified` after a save: one that is known to be whole stays beside the one that nobody has read back yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

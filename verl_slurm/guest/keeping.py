@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.storage_watch import StorageWatch
 from verl_slurm.checkpoint.verify import read_manifest
@@ -19,9 +19,6 @@ from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import SavedTree
 
 __all__ = ["Keeper"]
-
-_ASSURED_KEPT = 2
-"""As in `trainer.saving`: one that is known to be whole stays beside the one that nobody has read back yet."""
 
 
 class Keeper:
@@ -75,7 +72,7 @@ class Keeper:
             self._config.keep_last,
             keep_every=self._config.keep_every,
             verified=self._assured,
-            num_verified=_ASSURED_KEPT,
+            num_verified=ASSURED_KEPT,
         )
         apply_prune(self._paths, plan, epoch_check=lambda: require_epoch(self._paths, epoch))
 

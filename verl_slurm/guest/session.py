@@ -243,7 +243,8 @@ class Session:
             reason: why it was made, for people.
             on_shared, problem: as in `wire.messages.Saved`.
         """
-        self._answered, self.save_s = max(self._answered, request_id), seconds
+        self._answered = max(self._answered, request_id)
+        self.save_s = seconds or self.save_s  # 0: an answer that names what was there, and no measure
         if self.rank == 0:
             said = Saved(
                 rank=0,

@@ -240,8 +240,10 @@ class StepEndSaver:
         Raises:
             Fenced: as `save`.
         """
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        try:
+            return None if self._pending is None else self._pending.result()
+        finally:
+            self._pending = None  # not before: the watcher must not give up what is being waited for
 
     def leave(self) -> None:
         """This rank leaves as asked (`stopping`)."""
@@ -274,10 +276,8 @@ class StepEndSaver:
 
     def _answer_with_old(self, request: SaveRequest | None, why: str) -> None:
         self.saving, self._announced = False, -1
-        request_id, name = (
-            request.request_id if request else 0,
-            self.session.paths.checkpoint(self.saved_step).name,
-        )
+        request_id = request.request_id if request else 0
+        name = self.session.paths.checkpoint(self.saved_step).name
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(

@@ -13,7 +13,7 @@ from verl_slurm.checkpoint.best import Best, metrics_of
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.components import Components
 from verl_slurm.checkpoint.format import SCHEMA_VERSION
-from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.config.load import dump
@@ -36,9 +36,6 @@ from verl_slurm.trainer.state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
 
 __all__ = ["Checkpointer", "live_tensors"]
-
-
-_ASSURED_KEPT = 2
 
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
@@ -168,7 +165,7 @@ class Checkpointer:
             keep_every=self._config.checkpoint.keep_every,
             best=Best.of(self._config.checkpoint),
             verified=self._assured,
-            num_verified=_ASSURED_KEPT,
+            num_verified=ASSURED_KEPT,
         )
         apply_prune(
             self._paths,

@@ -1,26 +1,18 @@
-"""Between two steps of verl's PPO trainers: where their loop meets `StepEndSaver`. Without verl.
+"""Where verl's loops meet `StepEndSaver`: PPO's turns at a step's end, and how the end of either is judged. No verl.
 
-verl's driver alone speaks for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic save,
-which then answers a request as well, and behind it (`verl.ppo`). No exit is believed: what the loop has reached is
-judged by its step.
+verl's PPO driver alone speaks for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic save,
+which then answers a request as well, and behind it (`verl.ppo`).
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from verl_slurm.checkpoint.format import guest_directory
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.guest.step_end import StepEndSaver
 from verl_slurm.wire.messages import SaveRequest
 
-__all__ = ["EndNotSaved", "NothingDone", "Saves"]
-
-
-class NothingDone(VerlSlurmError):
-    """verl's loop ended with steps left and none done: it would do the same at every start."""
-
-
-class EndNotSaved(VerlSlurmError):
-    """All steps are done, and what came of the last one is in no checkpoint: a crash; another start may save it."""
+__all__ = ["Saves", "last_words", "require_all"]
 
 
 class Saves:
@@ -64,10 +56,7 @@ class Saves:
         """
         if self._asked(step) is not None:
             self._save(step, write)
-        if self.saver.stopping is None:
-            return False
-        self.saver.leave()
-        return True
+        return self.saver.stopping is not None
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
         """All of a step's work is done and its numbers are known; said once."""
@@ -79,28 +68,10 @@ class Saves:
         """verl's loop has ended behind `step`.
 
         Raises:
-            NothingDone: before its last step, and nobody had asked it to.
-            EndNotSaved: a run that lost its end is not done.
+            VerlSlurmError: as `last_words`.
         """
-        saver, session = self.saver, self.saver.session
-        saver.end()
-        if step >= self._total:
-            if not session.has_run or step in (self._began, saver.saved_step):
-                session.finished(step)
-            elif saver.stopping is None:
-                raise EndNotSaved(
-                    "the last step is done and could not be saved",
-                    where=session.paths.root,
-                    found=f"no checkpoint of step {step}",
-                    remedy="the reason stands above, and in `verl-slurm status`",
-                )
-        elif saver.stopping is None:
-            done = f"{step - self._began} steps of this start" if step > self._began else "no step at all"
-            raise NothingDone(
-                "verl's loop ended before its last step",
-                found=f"step {step} of {self._total}, {done}",
-                remedy="look at trainer.total_epochs and at the data's length; see the log above",
-            )
+        self.saver.end()
+        last_words(self.saver, step=step, total=self._total, began=self._began)
 
     def _asked(self, step: int) -> SaveRequest | None:
         request = self.saver.asked()
@@ -111,3 +82,46 @@ class Saves:
     def _save(self, step: int, write: Callable[[], None]) -> None:
         name, last = guest_directory("verl", step), step >= self._total
         self.saver.save(step, name, metrics=self._metrics, why="trainer.save_freq", last=last, write=write)
+
+
+def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> None:
+    """Say what came of verl's loop, by the step that it reached: verl ends with 0 in any case.
+
+    Args:
+        step, total: whole steps done, and to do.
+        began: whole steps done when it began.
+
+    Raises:
+        VerlSlurmError: a crash: it ended before its last step and nobody had asked it to, or its end is not saved.
+    """
+    session, done = saver.session, step >= total
+    if done and (not session.has_run or step in (began, saver.saved_step)):
+        session.finished(step)
+    elif saver.stopping is not None:
+        saver.leave()
+    elif done:
+        raise VerlSlurmError(
+            "the last step is done and could not be saved",
+            where=session.paths.root,
+            found=f"the newest save is of step {max(saver.saved_step, 0)}",
+            expected=f"step {total}",
+            remedy="the reason stands above, and in `verl-slurm status`",
+        )
+    else:
+        require_all(step, total, began, where=session.paths.root if session.has_run else None)
+
+
+def require_all(step: int, total: int, began: int, *, where: Path | None) -> None:
+    """
+    Raises:
+        VerlSlurmError: verl ended before its last step.
+    """
+    if step >= total:
+        return
+    raise VerlSlurmError(
+        "verl ended without a single step" if step == began else "verl ended before its last step",
+        where=where,
+        found=f"step {step}",
+        expected=f"step {total}",
+        remedy="look at trainer.total_epochs and at the data's length; see the log above",
+    )

@@ -26,7 +26,6 @@ from verl_slurm.verl.tracker import tracker_file
 
 if TYPE_CHECKING:
     from verl_slurm.dcp.collective import Collective
-    from verl_slurm.guest.step_end import StepEndSaver
 
 __all__ = ["SFTSettings", "main", "run_and_leave", "sft_settings"]
 
@@ -112,6 +111,7 @@ def _under_a_daemon(session: Session) -> None:
     _require_whole(settings)
     with _process_group(settings) as ranks:
         from verl_slurm.guest.step_end import StepEndSaver
+        from verl_slurm.verl.saves import last_words
         from verl_slurm.verl.sft_loop import ServedSFT
 
         saver = StepEndSaver(
@@ -127,51 +127,20 @@ def _under_a_daemon(session: Session) -> None:
         saver.begin(resume_step, trainer.total)
         trainer.fit()
         saver.end()
-        _last_words(session, trainer, saver, resume_step)
-
-
-def _last_words(session: Session, trainer: Any, saver: "StepEndSaver", began: int) -> None:
-    """What came of it, by the step that was reached."""
-    if trainer.is_done and saver.saved_step == trainer.step:
-        session.finished(trainer.step)
-    elif saver.stopping is not None:
-        saver.leave()
-    elif trainer.is_done:
-        raise VerlSlurmError(
-            "the last step is done and could not be saved",
-            where=session.paths.root,
-            found=f"the newest save is of step {max(saver.saved_step, 0)}",
-            expected=f"step {trainer.total}",
-        )
-    else:
-        _require_all(trainer, began, where=session.paths.root)
-
-
-def _require_all(trainer: Any, began: int, *, where: Path) -> None:
-    """verl ends with 0 whether or not it came to its last step.
-
-    Raises:
-        VerlSlurmError: a crash: it did not.
-    """
-    if not trainer.is_done:
-        what = (
-            "verl ended without a single step" if trainer.step == began else "verl ended before its last step"
-        )
-        raise VerlSlurmError(
-            what, where=where, found=f"step {trainer.step}", expected=f"step {trainer.total}"
-        )
+        last_words(saver, step=trainer.step, total=trainer.total, began=resume_step)
 
 
 def _by_hand(words: Sequence[str]) -> None:
     """verl as it is, without its trap: it resumes from what it finds by itself."""
     settings = _compose(list(words), {})
     with _process_group(settings):
+        from verl_slurm.verl.saves import require_all
         from verl_slurm.verl.sft_loop import ServedSFT
 
         trainer = ServedSFT(settings, None, None)
         began = trainer.step
         trainer.fit()
-        _require_all(trainer, began, where=Path(settings.trainer.default_local_dir))
+        require_all(trainer.step, trainer.total, began, where=Path(settings.trainer.default_local_dir))
 
 
 def _compose(words: list[str], ours: Mapping[str, Any]) -> Any:
