@@ -37,7 +37,7 @@ from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
-from verl_slurm.wire.messages import AgentReady, Progress, StopRequest, ToAgent
+from verl_slurm.wire.messages import AgentReady, Progress, SaveRequest, ToAgent
 
 EPOCH = 1
 GRACE_S = 30.0
@@ -74,7 +74,7 @@ class Crowd:
 
     def _hear(self, message: ToAgent) -> None:
         now = time.monotonic_ns()
-        if isinstance(message, StopRequest):
+        if isinstance(message, SaveRequest):
             got = self._got.setdefault(message.request_id, [])
             got.append(now)
             if len(got) == self._number:
@@ -156,7 +156,7 @@ async def _rounds(
     took = []
     for request in requests:
         began = time.monotonic_ns()
-        effects.perform(act.RequestSave(request, True, GRACE_S))
+        effects.perform(act.SaveRequest(request_id=request, stop=True, seconds_left=GRACE_S))
         said = await asyncio.gather(*(_line(crowd) for crowd in crowds))
         assert {one["request"] for one in said} == {request}
         took.append((max(one["last_ns"] for one in said) - began) / 1e6)

@@ -31,8 +31,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import FromRank, Progress, Saved, Stopped
+from verl_slurm.wire.messages import FromRank, Progress, Saved, SaveRequest, Stopped
 
 __all__ = ["build_wide_model", "make_config", "measure_runs"]
 
@@ -60,13 +59,13 @@ class Line(NoDaemon):
         elif isinstance(message, Stopped):
             self.stopped = time.perf_counter()
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         number, self.polls = self.polls, self.polls + 1
         self.first_poll = self.first_poll or time.perf_counter()
         if number != self.stop_at:
             return None
         self.asked = time.perf_counter()
-        return Request(1, True, 0)
+        return SaveRequest(request_id=1, stop=True)
 
 
 def build_wide_model(tiny: Path, directory: Path, *, width: int, layers: int) -> int:

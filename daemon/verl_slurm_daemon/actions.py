@@ -1,9 +1,13 @@
-"""What a lead may do. Data without behaviour; `policy.decide` makes them, `effects` carries them out."""
+"""What a lead may do. Data without behaviour; `policy.decide` makes them, `effects` carries them out.
+
+`SaveRequest` is the message itself: it goes to all ranks, and its `seconds_left`, less the margin, arm `SaveDeadline`.
+"""
 
 import msgspec
 
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.journal.events import Event
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = [
     "Action",
@@ -12,8 +16,8 @@ __all__ = [
     "Exit",
     "Note",
     "Pause",
-    "RequestSave",
     "Requeue",
+    "SaveRequest",
     "StartGeneration",
     "TakeDown",
     "Verify",
@@ -34,15 +38,6 @@ class AskCause(_Action, frozen=True):
     """Ask Slurm what is going on. `trigger`: what made us ask."""
 
     trigger: str
-
-
-class RequestSave(_Action, frozen=True):
-    """Ask all ranks to save at the next safe point."""
-
-    request_id: int
-    stop: bool
-    seconds_left: float | None
-    """Arms `SaveDeadline` at this much less the margin; None: no deadline."""
 
 
 class ArmDeadline(_Action, frozen=True):
@@ -91,5 +86,5 @@ class Note(_Action, frozen=True):
 
 
 Action = (
-    ArmDeadline | AskCause | Exit | Note | Pause | Requeue | RequestSave | StartGeneration | TakeDown | Verify
+    ArmDeadline | AskCause | Exit | Note | Pause | Requeue | SaveRequest | StartGeneration | TakeDown | Verify
 )

@@ -14,7 +14,6 @@ import re
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -29,7 +28,6 @@ from verl_slurm.files import write_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.prctl import become_subreaper
 from verl_slurm.slurm.environment import SlurmJob
-from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.framing import ranks_key
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import (
@@ -40,10 +38,10 @@ from verl_slurm.wire.messages import (
     Launch,
     NodeExited,
     RankStarted,
+    SaveRequest,
     Shutdown,
     SignalSeen,
     StacksWritten,
-    StopRequest,
     StoreAnswer,
     ToAgent,
 )
@@ -333,10 +331,9 @@ class Agent:
         match message:
             case Launch():
                 self._launches.put_nowait(message)
-            case StopRequest(request_id=request_id, stop=stop, deadline_s=deadline_s):
-                deadline_ns = time.monotonic_ns() + int(deadline_s * 1e9) if deadline_s > 0 else 0
+            case SaveRequest():
                 assert self._ranks is not None
-                self._ranks.page.post(Request(request_id, stop, deadline_ns))
+                self._ranks.page.post(message)
             case StoreAnswer():
                 assert self._store is not None
                 self._store.answer(message)

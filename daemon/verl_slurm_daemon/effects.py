@@ -40,7 +40,6 @@ from verl_slurm.wire.messages import (
     Shutdown,
     SignalSeen,
     StacksWritten,
-    StopRequest,
     StoreAnswer,
     StoreCall,
     StrangerMet,
@@ -151,7 +150,7 @@ class Effects:
                 self._spawn(self._run_generation(generation))
             case act.AskCause(trigger):
                 self._spawn(self._ask_cause(trigger))
-            case act.RequestSave():
+            case act.SaveRequest():
                 self._request_save(action)
             case act.ArmDeadline(seconds_left):
                 self._arm(seconds_left)
@@ -407,18 +406,15 @@ class Effects:
 
     # ---- saves
 
-    def _request_save(self, action: act.RequestSave) -> None:
-        left = action.seconds_left
-        request = StopRequest(
-            request_id=action.request_id, stop=action.stop, deadline_s=max(left or 0.0, 0.0)
-        )
+    def _request_save(self, request: act.SaveRequest) -> None:
+        left = request.seconds_left
         for link in self._links.values():
             link.send(request)
         if left is not None:
             self._arm(left)
             self._mover.interrupt()
         seconds_left = left and round(left, 1)  # written down last: a disk may be slow, and the time runs
-        self._journal.write(ev.Save(action.stop, action.request_id, seconds_left))
+        self._journal.write(ev.Save(request.stop, request.request_id, seconds_left))
 
     def _arm(self, seconds_left: float) -> None:
         seconds = max(0.0, seconds_left - self._config.daemon.save_margin_s)

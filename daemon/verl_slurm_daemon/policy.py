@@ -220,7 +220,8 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         model = msgspec.structs.replace(
             model, state=State.SAVING, request_id=request_id, came=frozenset(), wrote=frozenset()
         )
-        return Decision(model, (note, act.RequestSave(request_id, True, event.seconds_left)))
+        request = act.SaveRequest(request_id=request_id, stop=True, seconds_left=event.seconds_left)
+        return Decision(model, (note, request))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
         return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
     exit_now = _maybe_exit(model)
@@ -232,7 +233,7 @@ def _operator_save(model: Model, note: act.Note) -> Decision:
         return Decision(model, (note, act.Note(ev.Ignored(f"no save while {model.state}"))))
     request_id = model.request_id + 1
     after = msgspec.structs.replace(model, request_id=request_id)
-    return Decision(after, (note, act.RequestSave(request_id, False, None)))
+    return Decision(after, (note, act.SaveRequest(request_id=request_id, stop=False)))
 
 
 def _on_rank(model: Model, message: FromRank) -> Decision:

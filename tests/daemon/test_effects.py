@@ -238,7 +238,7 @@ def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_t
 
         effects, posted = effects_of(tmp_path, Scripted())
         monkeypatch.setattr(effects._journal, "write", slow_disk)
-        effects.perform(act.RequestSave(1, stop=True, seconds_left=3500.0))
+        effects.perform(act.SaveRequest(request_id=1, stop=True, seconds_left=3500.0))
         for _ in range(3):
             await asyncio.sleep(0)
         return [posted.get_nowait() for _ in range(posted.qsize())]

@@ -100,7 +100,7 @@ def test_a_signal_alone_changes_nothing_but_asks_slurm_and_only_once() -> None:
 @pytest.mark.parametrize("kind", ["preemption", "time_limit"])
 def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: CauseKind) -> None:
     story = training()
-    assert story.then(cause(kind))[-1] == act.RequestSave(1, True, 25.0)
+    assert story.then(cause(kind))[-1] == act.SaveRequest(request_id=1, stop=True, seconds_left=25.0)
     assert kinds(story.then(saved(1))) == [act.Verify]
     assert story.then(inputs.GenerationEnded(0)) == []
     assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue]
@@ -110,7 +110,7 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
 
 def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline() -> None:
     story = training()
-    assert story.then(cause("operator_requeue", None))[-1] == act.RequestSave(1, True, None)
+    assert story.then(cause("operator_requeue", None))[-1] == act.SaveRequest(request_id=1, stop=True)
     assert kinds(story.then(saved(1))) == [act.Verify]
     assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue, act.TakeDown]
     hurried = training()
@@ -290,7 +290,7 @@ def test_a_job_that_somebody_requeued_is_not_requeued_again() -> None:
 
 def test_an_operators_signal_saves_and_training_goes_on() -> None:
     story = training()
-    assert story.then(cause("operator", None))[-1] == act.RequestSave(1, False, None)
+    assert story.then(cause("operator", None))[-1] == act.SaveRequest(request_id=1, stop=False)
     story.then(saved(1))
     story.then(inputs.Verified(SAVED, True, ""))
     assert story.model.state is State.RUNNING
@@ -298,7 +298,7 @@ def test_an_operators_signal_saves_and_training_goes_on() -> None:
 
 def test_an_unknown_cause_is_met_with_a_save_and_training_goes_on() -> None:
     story = training()
-    assert kinds(story.then(cause("unknown", None))) == [act.RequestSave]
+    assert kinds(story.then(cause("unknown", None))) == [act.SaveRequest]
     assert story.model.state is State.RUNNING
 
 
@@ -308,7 +308,7 @@ def test_a_signal_that_comes_while_slurm_is_asked_is_asked_about_next() -> None:
     assert story.then(inputs.SignalArrived("SIGTERM", "lead")) == []
     actions = story.then(cause("operator", None))
     assert actions[-1] == act.AskCause("SIGTERM to lead")
-    assert kinds(story.then(cause("preemption"))) == [act.RequestSave]
+    assert kinds(story.then(cause("preemption"))) == [act.SaveRequest]
 
 
 def test_a_cancel_while_the_requeue_is_being_asked_for_is_final() -> None:

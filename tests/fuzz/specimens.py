@@ -444,7 +444,7 @@ def to_agent() -> Sequence[bytes]:
     launch = messages.Launch(
         generation=1, epoch=3, node_rank=0, master_addr="10.0.0.1", master_port=1, resume=""
     )
-    stop = messages.StopRequest(request_id=1, stop=True, deadline_s=25.0)
+    stop = messages.SaveRequest(request_id=1, stop=True, seconds_left=25.0)
     return [msgspec.msgpack.encode(message) for message in (launch, stop, messages.Shutdown())]
 
 

@@ -10,8 +10,8 @@ from verl_slurm_daemon.rank_socket import parse_packet
 
 from verl_slurm.paths import RunPaths
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
-from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
-from verl_slurm.wire.messages import FromRank
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
+from verl_slurm.wire.messages import FromRank, SaveRequest
 
 
 class Agent:
@@ -34,10 +34,10 @@ class Agent:
         }
         self._ask = 0
 
-    def ask(self, *, stop: bool = False, deadline_ns: int = 0) -> int:
+    def ask(self, *, stop: bool = False, seconds_left: float | None = None) -> int:
         """A request to save; returns its number."""
         self._ask += 1
-        self.page.post(Request(self._ask, stop, deadline_ns))
+        self.page.post(SaveRequest(request_id=self._ask, stop=stop, seconds_left=seconds_left))
         return self._ask
 
     def heard(self) -> list[FromRank]:

@@ -9,8 +9,7 @@ from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.fence import take_epoch
 from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import FromRank, Progress, SaveFailed
+from verl_slurm.wire.messages import FromRank, Progress, SaveFailed, SaveRequest
 
 Message = TypeVar("Message")
 
@@ -18,9 +17,9 @@ Message = TypeVar("Message")
 class Daemon:
     """A `RankLine`. `asks[7]` is there to be seen at the end of step 7."""
 
-    def __init__(self, asks: dict[int, Request] | None = None) -> None:
+    def __init__(self, asks: dict[int, SaveRequest] | None = None) -> None:
         self.asks, self.told = asks or {}, list[FromRank]()
-        self._newest: Request | None = None
+        self._newest: SaveRequest | None = None
         self.refused_a_save = threading.Event()
 
     def send(self, message: FromRank) -> None:
@@ -30,10 +29,10 @@ class Daemon:
         if isinstance(message, Progress):
             self._newest = self.asks.get(message.step, self._newest)
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         return self._newest
 
-    def now(self, request: Request) -> None:
+    def now(self, request: SaveRequest) -> None:
         """Ask in the middle of a step."""
         self._newest = request
 
@@ -48,12 +47,12 @@ class Daemon:
         return [message.step for message in self.told if isinstance(message, Progress)]
 
 
-def stop() -> Request:
-    return Request(request_id=1, stop=True, deadline_ns=0)
+def stop() -> SaveRequest:
+    return SaveRequest(request_id=1, stop=True)
 
 
-def save() -> Request:
-    return Request(request_id=1, stop=False, deadline_ns=0)
+def save() -> SaveRequest:
+    return SaveRequest(request_id=1, stop=False)
 
 
 class Run:

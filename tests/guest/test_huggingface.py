@@ -1,7 +1,6 @@
 """The real Hugging Face `Trainer` as a guest, in this process: asked, stopped, resumed, done."""
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 from tests.guest.frames_kit import Daemon, Run, save, stop
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.errors import ConfigError, DataError
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveStarted
+from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveRequest, SaveStarted
 
 pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')")
 pytestmark = pytest.mark.torch
@@ -183,6 +181,8 @@ def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_fi
     Life(run.life(daemon), save_strategy="steps", save_steps=4, save_total_limit=1, logging_steps=1)
     names = [message.name for message in daemon.heard(Saved)]
     assert names == [f"step_{step:06d}" for step in (4, 5, 8, 10, 12)]
+    # Without it the daemon takes a slow save for silence.
+    assert [(m.request_id, m.step) for m in daemon.heard(SaveStarted)] == [(0, s) for s in (4, 5, 8, 10, 12)]
     assert [path.name for path in run.checkpoints()] == names[-3:], "checkpoint.keep_last says how many stay"
 
 
@@ -249,7 +249,7 @@ def test_save_strategy_best_does_not_overrule_the_daemon(tmp_path: Path) -> None
 
 
 def test_an_evaluation_for_which_there_is_no_time_is_left_out_and_said(tmp_path: Path) -> None:
-    soon = Request(request_id=1, stop=True, deadline_ns=time.monotonic_ns() + 1)
+    soon = SaveRequest(request_id=1, stop=True, seconds_left=1e-9)
     run, daemon = Run(tmp_path / "run"), Daemon({4: soon})
     assert Life(run.life(daemon), eval_strategy="steps", eval_steps=2).stopped
     [notice] = daemon.heard(Notice)
@@ -261,7 +261,7 @@ def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_pat
     class AskedAtAStep(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
-                daemon.now(Request(request_id=1, stop=True, deadline_ns=1))
+                daemon.now(SaveRequest(request_id=1, stop=True, seconds_left=-1.0))
                 assert daemon.refused_a_save.wait(60)
 
     run, daemon = Run(tmp_path / "run"), Daemon()
@@ -278,7 +278,7 @@ def test_a_save_that_fails_loses_itself_only(tmp_path: Path, monkeypatch: pytest
     run, daemon = Run(tmp_path / "run", every_steps=5), Daemon()
     session = run.life(daemon)
     with monkeypatch.context() as patched:
-        patched.setattr("verl_slurm.guest.service.commit_tree", full)
+        patched.setattr("verl_slurm.guest.step_end.commit_tree", full)
         with pytest.raises(Exception, match="committing the checkpoint failed"):
             Life(session)  # the last step's is not lost in silence
     assert [type(m) for m in daemon.told if isinstance(m, SaveFailed)] == [SaveFailed] * 3

@@ -285,7 +285,7 @@ def test_a_step_that_ends_too_late_is_said_at_once_and_not_waited_for(
             monkeypatch.setenv(name, value)
         with pytest.raises(ZeroDivisionError), verl_slurm.run(model=alone.model) as run:
             for _ in run.steps(9):
-                agent.ask(stop=True, deadline_ns=1)
+                agent.ask(stop=True, seconds_left=1e-9)
                 assert heard.wait(60.0)
                 raise ZeroDivisionError  # the daemon has taken us down by now
         said = [m for m in agent.heard() if isinstance(m, SaveFailed)]

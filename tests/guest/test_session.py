@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -118,7 +117,7 @@ def test_the_steps_that_were_measured_tell_whether_the_end_can_be_reached(paths:
         line = opened(agent)
         session = Session(line.line, rank=0, world_size=1, clock=lambda: now[0])
         session.started()
-        agent.ask(stop=True, deadline_ns=time.monotonic_ns() + 50_000_000_000)
+        agent.ask(stop=True, seconds_left=50.0)
         asked = session.request()
         assert asked is not None
         assert session.reach(asked).ok  # nothing was measured

@@ -21,7 +21,7 @@ from verl_slurm.dcp import saver, side
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.wire.stopping import Order
+from verl_slurm.wire.messages import SaveRequest
 
 BENT: dict[str, Any] = json.loads(os.environ["VS_HOSTILE"])
 MARKS, RANK = Path(BENT["marks"]), int(os.environ["RANK"])
@@ -87,10 +87,10 @@ def _write_small(directory: Path, files: dict[str, bytes]) -> None:
     _real_write_small(directory, {name: data for name, data in files.items() if name not in half})
 
 
-def _save(self: Loop, order: Order | None, why: str) -> None:
+def _save(self: Loop, request: SaveRequest | None, why: str) -> None:
     global _asked
-    _asked = order is not None and order.stop
-    _real_save(self, order, why)
+    _asked = request is not None and request.stop
+    _real_save(self, request, why)
 
 
 if __name__ == "__main__":

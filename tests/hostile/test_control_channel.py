@@ -18,7 +18,7 @@ from tests.hostile.netlab import ADDRESS, Netlab, netlab
 from verl_slurm.errors import WireError
 from verl_slurm.wire import connection_limits
 from verl_slurm.wire.framing import HELLO, MAX_FRAME
-from verl_slurm.wire.messages import FromAgent, NodeExited, SignalSeen, StopRequest, ToAgent
+from verl_slurm.wire.messages import FromAgent, NodeExited, SaveRequest, SignalSeen, ToAgent
 
 GREETING = 64
 """Bytes that an agent sends before its first frame."""
@@ -52,7 +52,7 @@ class Lead:
             self.heard.append(message)
             self.said.put_nowait(message)
             if isinstance(message, SignalSeen):
-                link.send(StopRequest(request_id=message.signal, stop=False, deadline_s=0.0))
+                link.send(SaveRequest(request_id=message.signal, stop=False, seconds_left=0.0))
 
         self.links.append(link)
         try:
@@ -83,7 +83,7 @@ class Agent:
         return cls(link)
 
     def _hear(self, message: ToAgent) -> None:
-        assert isinstance(message, StopRequest)
+        assert isinstance(message, SaveRequest)
         self.got.append(message.request_id)
         self._come.put_nowait(message.request_id)
 
@@ -203,7 +203,7 @@ def test_a_bad_line_delays_and_changes_nothing(fault: str) -> None:
         spoil(lab)
         if fault == "slow":  # more than the line's buffers hold
             for _ in range(3):
-                lead.links[0].send(StopRequest(request_id=0, stop=False, deadline_s=0.0))
+                lead.links[0].send(SaveRequest(request_id=0, stop=False, seconds_left=0.0))
                 agent.send(NodeExited(node="n1", exit_code=1, detail="x" * (MAX_FRAME - 200)))
             assert await agent.answers(3) == [0, 0, 0]
         for number in NUMBERS:  # a packet each

@@ -20,7 +20,7 @@ from tests.processes import python_path
 from verl_slurm.checkpoint.verify import verify
 from verl_slurm.files import private_dir
 from verl_slurm.paths import RunPaths
-from verl_slurm.wire.messages import FromAgent, SignalSeen, StopRequest, ToAgent
+from verl_slurm.wire.messages import FromAgent, SaveRequest, SignalSeen, ToAgent
 
 
 @pytest.fixture
@@ -182,15 +182,15 @@ def test_what_lead_and_agent_said_while_they_were_parted_arrives_once_when_they_
         assert ends.lead is not None
         assert ends.agent is not None
         lab.cut() if part == "cut" else lab.one_way()
-        ends.lead.send(StopRequest(request_id=1, stop=True, deadline_s=30.0))
+        ends.lead.send(SaveRequest(request_id=1, stop=True, seconds_left=30.0))
         ends.agent.send(SignalSeen(node="n1", signal=15))
         await asyncio.to_thread(lab.wait_for_losses, 3)
         assert ends.at_agent.empty()
         lab.heal()
-        assert await ends.at_agent.get() == StopRequest(request_id=1, stop=True, deadline_s=30.0)
+        assert await ends.at_agent.get() == SaveRequest(request_id=1, stop=True, seconds_left=30.0)
         assert await ends.at_lead.get() == SignalSeen(node="n1", signal=15)
-        ends.lead.send(StopRequest(request_id=2, stop=True, deadline_s=30.0))
-        assert await ends.at_agent.get() == StopRequest(request_id=2, stop=True, deadline_s=30.0)
+        ends.lead.send(SaveRequest(request_id=2, stop=True, seconds_left=30.0))
+        assert await ends.at_agent.get() == SaveRequest(request_id=2, stop=True, seconds_left=30.0)
         assert (ends.at_agent.qsize(), ends.at_lead.qsize()) == (0, 0), "something came twice"
 
     story(lab, tell)

@@ -44,8 +44,8 @@ from verl_slurm.wire.messages import (
     NodeExited,
     RankStarted,
     Saved,
+    SaveRequest,
     Shutdown,
-    StopRequest,
     ToAgent,
 )
 
@@ -57,7 +57,7 @@ WISHES: tuple[FromAgent | ToAgent, ...] = (
     AgentReady(node="n1", node_id=0, address="6.6.6.6", free_port=1),
     NodeExited(node="n1", exit_code=1, detail="die"),
     Saved(rank=0, request_id=1, name="step_000099", seconds=1.0, num_bytes=1),
-    StopRequest(request_id=1, stop=True, deadline_s=1.0),
+    SaveRequest(request_id=1, stop=True, seconds_left=1.0),
     Shutdown(),
 )
 

@@ -21,7 +21,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import SaveRequest
 
 
 class Died(Exception):
@@ -34,13 +34,13 @@ class LimitedLine(NoDaemon):
     def __init__(self, at: int | None, how: str) -> None:
         self._at, self._how, self._polls = at, how, 0
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         number, self._polls = self._polls, self._polls + 1
         if self._at is None or number < self._at:
             return None
         if self._how == "die":
             raise Died
-        return Request(1, True, 0)
+        return SaveRequest(request_id=1, stop=True)
 
 
 Lives = list[tuple[int | None, str]]

@@ -20,7 +20,7 @@ from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.rollout import HFRollout
 from verl_slurm.trainer.vllm_rollout import VLLMRollout
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import SaveRequest
 
 
 class ScriptedLine(NoDaemon):
@@ -31,7 +31,7 @@ class ScriptedLine(NoDaemon):
         self._mine = self._script.get("rank") in (None, int(os.environ["RANK"]))
         self._polls = 0
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         number, self._polls = self._polls, self._polls + 1
         if not self._mine or number < self._script["safe_point"]:
             return None
@@ -46,9 +46,9 @@ class ScriptedLine(NoDaemon):
                 for engine in (HFRollout, VLLMRollout):
                     engine.sync = lambda *_: None
                 if number == self._script.get("stop_at"):
-                    return Request(1, True, 0)
+                    return SaveRequest(request_id=1, stop=True)
             case "stop" | "save" as action:
-                return Request(1, action == "stop", 0)
+                return SaveRequest(request_id=1, stop=action == "stop")
         return None
 
     def _break_save(self) -> None:

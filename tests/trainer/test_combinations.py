@@ -41,8 +41,7 @@ from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -120,7 +119,7 @@ class Script(NoDaemon):
         if isinstance(message, Progress):
             self._here = (message.step, message.phase)
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         if self._here == self._wish and not self._asked:
             ask_for_reward(self._paths, self._reward, 2)
             self._asked = True
@@ -128,8 +127,8 @@ class Script(NoDaemon):
         if self._end is not None and self.reached:
             if self._how == "kill":
                 raise Killed
-            return Request(2, True, 0)
-        return Request(1, False, 0) if self._asked else None
+            return SaveRequest(request_id=2, stop=True)
+        return SaveRequest(request_id=1, stop=False) if self._asked else None
 
 
 @dataclass

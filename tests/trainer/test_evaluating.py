@@ -41,8 +41,7 @@ from verl_slurm.trainer.loop import Ending
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import FromRank, Notice, Progress, Saved
+from verl_slurm.wire.messages import FromRank, Notice, Progress, Saved, SaveRequest
 
 pytestmark = pytest.mark.torch
 
@@ -56,9 +55,9 @@ class Line(NoDaemon):
         self._at, self._stop, self._polls = at, stop, 0
         self.messages: list[FromRank] = []
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         number, self._polls = self._polls, self._polls + 1
-        return Request(1, self._stop, 0) if 0 <= self._at <= number else None
+        return SaveRequest(request_id=1, stop=self._stop) if 0 <= self._at <= number else None
 
     def send(self, message: FromRank) -> None:
         self.messages.append(message)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_slurm.guest.session import Session
 from verl_slurm.trainer.position import Position
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.stopwatch import GpuMemory
@@ -53,9 +54,8 @@ def test_every_safe_point_carries_it(tmp_path: Path) -> None:
         def send(self, message: FromRank) -> None:
             told.append(message)
 
-    reporter = Reporter(
-        rank=1, line=Line(), total_steps=2, tensorboard=tmp_path, first_step=0, gpu_memory=lambda: 91.5
-    )
+    session = Session(Line(), rank=1, world_size=2)
+    reporter = Reporter(session, total_steps=2, tensorboard=tmp_path, first_step=0, gpu_memory=lambda: 91.5)
     reporter.at(Position(1, "generate", 2), new_rollouts=4)
     (message,) = told
     assert isinstance(message, Progress)

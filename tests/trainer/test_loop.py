@@ -50,6 +50,7 @@ from verl_slurm.dcp.saver import SavedCheckpoint
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
+from verl_slurm.guest.session import Session
 from verl_slurm.keys import Keyring, load_keys, new_key_file
 from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
@@ -60,7 +61,7 @@ from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state import TrainState, fresh_state
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME, NoDaemon
-from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import (
     Finished,
     FromRank,
@@ -71,6 +72,7 @@ from verl_slurm.wire.messages import (
     Saved,
     SavedOnNodes,
     SaveFailed,
+    SaveRequest,
     SaveStarted,
     Stopped,
 )
@@ -451,7 +453,8 @@ def _at_the_end(
     config = RunConfig(train=TrainConfig(steps=STEPS))
     state, line = fresh_state(config), line or _Line()
     state.position = Position(STEPS)
-    reporter = Reporter(rank=0, line=line, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
+    session = Session(line, rank=0, world_size=1)
+    reporter = Reporter(session, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
     loop = Loop(
         config=config,
         shape=StepShape.of(config),
@@ -505,7 +508,7 @@ class Agent:
                 self.messages.append(message)
                 if isinstance(message, Progress) and message.phase == "update" and not self._asked:
                     self._asked = True
-                    self.page.post(Request(1, True, 0))
+                    self.page.post(SaveRequest(request_id=1, stop=True))
 
     def close(self) -> None:
         for thread in self._threads:
@@ -615,8 +618,8 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
             return super().begin(state, tidy=tidy)
 
     class Asking(_Line):
-        def request(self) -> Request:
-            return Request(request_id=1, stop=stop, deadline_ns=0)
+        def request(self) -> SaveRequest:
+            return SaveRequest(request_id=1, stop=stop)
 
     loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
     loop.run()

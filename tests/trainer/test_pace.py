@@ -10,6 +10,7 @@ from tests.journals import append_event
 from verl_slurm.config.schema import CheckpointConfig, RunConfig, StepInterval, TrainConfig
 from verl_slurm.dcp.collective import Collective
 from verl_slurm.files import private_dir
+from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.position import Position
@@ -56,9 +57,8 @@ class Run:
         self.state: TrainState = fresh_state(self.config)
         self.paths = RunPaths(private_dir(root / "run"))
         ranks = ranks or Collective(None)
-        reporter = Reporter(
-            rank=ranks.rank, line=self.line, total_steps=TOTAL, tensorboard=root / "tb", first_step=0
-        )
+        session = Session(self.line, rank=ranks.rank, world_size=ranks.world_size)
+        reporter = Reporter(session, total_steps=TOTAL, tensorboard=root / "tb", first_step=0)
         self.pace = Pace(
             self.config, self.paths, ranks, reporter, step=0, state_bytes=1, clock=lambda: self.now
         )

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from verl_slurm.dcp.saver import SavedCheckpoint
+from verl_slurm.guest.session import Session
+from verl_slurm.paths import RunPaths
 from verl_slurm.trainer import report
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.wire.client import NoDaemon
@@ -43,7 +45,8 @@ class Line(NoDaemon):
 
 
 def _reporter(tmp_path: Path, line: NoDaemon, rank: int = 0) -> Reporter:
-    return Reporter(rank=rank, line=line, total_steps=2, tensorboard=tmp_path / "curves", first_step=0)
+    session = Session(line, rank=rank, world_size=2)
+    return Reporter(session, total_steps=2, tensorboard=tmp_path / "curves", first_step=0)
 
 
 def test_the_daemon_hears_of_a_save_even_where_no_line_can_be_printed(
@@ -101,7 +104,7 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     logged: list[dict[str, float]] = []
     drawn: list[dict[str, float]] = []
 
-    def log(row: dict[str, float]) -> None:
+    def log(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
         logged.append(row)
         if len(logged) == 2:
             raise OSError(28, "No space left on device")
@@ -109,7 +112,9 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     monkeypatch.setattr(Reporter, "_draw", lambda self, curves, step: drawn.append(curves))
     line = Line([])
     options: dict[str, Any] = {"total_steps": 2, "tensorboard": tmp_path / "curves", "first_step": 0}
-    reporter = Reporter(rank=0, line=line, log_step=log, **options)
+    monkeypatch.setattr("verl_slurm.guest.session.append_step", log)
+    sessions = [Session(line, rank=rank, world_size=2, paths=RunPaths(tmp_path)) for rank in (0, 1)]
+    reporter = Reporter(sessions[0], **options)
     for _ in range(3):
         reporter.step_done(ROW | {"eval/reward": 0.5}, TIMINGS)
     assert logged == [ROW | {"eval/reward": 0.5} | TIMINGS] * 2
@@ -121,7 +126,7 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     assert isinstance(notice, Notice)
     assert (notice.topic, notice.loud) == ("evaluation", False)
     assert notice.text == "step 1: eval/reward 0.5  in 1.2 s, the best so far"
-    Reporter(rank=1, line=line, log_step=log, **options).step_done(ROW, TIMINGS)
+    Reporter(sessions[1], **options).step_done(ROW, TIMINGS)
     assert len(logged) == 2
     reporter.close()
 

@@ -48,7 +48,7 @@ from verl_slurm.trainer.reward_start import start_reward
 from verl_slurm.trainer.reward_state import RewardState
 from verl_slurm.trainer.reward_swap import RewardSwap
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import SaveRequest
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")]
 
@@ -64,15 +64,15 @@ class Script(NoDaemon):
         self._wish, self._kill, self._stop, self._polls = wish, kill, stop, 0
         self.ask = lambda: None
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         number, self._polls = self._polls, self._polls + 1
         if number == self._kill:
             raise Killed
         if number == self._wish:
             self.ask()
         if 0 <= self._stop <= number:
-            return Request(2, True, 0)
-        return Request(1, False, 0) if 0 <= self._wish <= number else None
+            return SaveRequest(request_id=2, stop=True)
+        return SaveRequest(request_id=1, stop=False) if 0 <= self._wish <= number else None
 
 
 @dataclass

@@ -1,27 +1,31 @@
-"""What is done between two of verl's steps: who is asked, what is committed, and what is said."""
+"""What verl's PPO loop does between two of its steps: when it asks, what it saves, and how its end is judged."""
 
-import threading
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.storage import FreeSpace, Need, Room
 from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import take_epoch
 from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.keeping import Keeper
 from verl_slurm.guest.session import Session
-from verl_slurm.guest.tree import SavedTree, commit_tree
 from verl_slurm.paths import RunPaths
-from verl_slurm.verl import saves as saves_module
-from verl_slurm.verl.saves import EndNotSaved, NothingDone, Saves
-from verl_slurm.wire.control_page import Request
-from verl_slurm.wire.messages import Finished, FromRank, Notice, Saved, SaveFailed, SaveStarted, Stopped
+from verl_slurm.verl.tracker import tracker_file
+from verl_slurm.wire.messages import (
+    Finished,
+    FromRank,
+    Progress,
+    Saved,
+    SaveFailed,
+    SaveRequest,
+    SaveStarted,
+    Stopped,
+)
+
+pytestmark = pytest.mark.torch
 
 
 class Line:
@@ -29,16 +33,25 @@ class Line:
 
     def __init__(self) -> None:
         self.said: list[FromRank] = []
-        self.asked: Request | None = None
+        self.asked: SaveRequest | None = None
 
     def send(self, message: FromRank) -> None:
         self.said.append(message)
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         return self.asked
 
-    def of(self, kind: type[FromRank]) -> list[FromRank]:
+    def of(self, kind: type[FromRank]) -> list[Any]:
         return [message for message in self.said if isinstance(message, kind)]
+
+
+def saves_of(session: Session) -> Any:
+    from verl_slurm.dcp.collective import Collective
+    from verl_slurm.guest.step_end import StepEndSaver
+    from verl_slurm.verl.saves import Saves
+
+    ranks = Collective(None)
+    return Saves(StepEndSaver(session, ranks, guest="verl", world_size=2, texts=tracker_file, beside=True))
 
 
 class Run:
@@ -50,37 +63,43 @@ class Run:
         private_dir(self.paths.control)
         write_file(self.paths.run_yaml, b"name: run\n")
         self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
-        self.line, self.now = Line(), 1000.0
-        self.session = Session(
-            self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch, clock=lambda: self.now
-        )
-        self.saves = Saves(self.session, 2, clock=lambda: self.now)
+        self.line = Line()
+        self.session = Session(self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch)
+        self.saves = saves_of(self.session)
         self.calls: list[int] = []
 
-    def write(self, step: int) -> None:
-        self.calls.append(step)
-        self.saves.writing()
-        directory = self.paths.work(self.epoch) / f"global_step_{step}"
-        directory.mkdir(parents=True)
-        (directory / "data.pt").write_bytes(b"state")
-        self.saves.written(step, directory)
+    def writes(self, step: int) -> Callable[[], None]:
+        def write() -> None:
+            self.calls.append(step)
+            directory = self.paths.work(self.epoch) / f"global_step_{step}"
+            directory.mkdir(parents=True)
+            (directory / "data.pt").write_bytes(b"state")
+
+        return write
 
     def step(self, step: int, *, periodic: bool = False) -> bool:
         self.saves.numbers({"actor/loss": 0.5, "text": "none"})
         if periodic:
-            self.write(step)
-        left = self.saves.step_end(step, lambda: self.write(step))
+            self.saves.save(step, self.writes(step))
+        left: bool = self.saves.step_end(step, self.writes(step))
         self.saves.step_done(step, {"actor/loss": 0.5})
         return left
 
-    def ask(self, *, stop: bool = True, seconds_left: float | None = None, number: int = 1) -> None:
-        deadline = 0 if seconds_left is None else int((self.now + seconds_left) * 1e9)
-        self.line.asked = Request(number, stop, deadline)
+    def ask(self, *, stop: bool = True) -> None:
+        self.line.asked = SaveRequest(request_id=1, stop=stop)
+
+    def saved(self) -> list[tuple[str, int]]:
+        return [(message.name, message.request_id) for message in self.line.of(Saved)]
+
+    def story(self) -> list[type]:
+        return [type(m) for m in self.line.said if isinstance(m, SaveStarted | Saved | Stopped)]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.saves.saver._watch.stop()
 
 
 def test_a_periodic_save_is_committed_with_verls_tracker_beside_it(run: Run) -> None:
@@ -88,7 +107,8 @@ def test_a_periodic_save_is_committed_with_verls_tracker_beside_it(run: Run) -> 
     assert not run.step(1, periodic=True)
     assert not run.step(2, periodic=True)
     run.saves.end(2)
-    assert [message.name for message in run.line.of(Saved)] == ["step_000001", "step_000002"]
+    assert run.saved() == [("step_000001", 0), ("step_000002", 0)]
+    assert [message.reason for message in run.line.of(Saved)] == ["trainer.save_freq", "all steps are done"]
     assert run.line.of(Finished)
     step = run.paths.checkpoints / "step_000002"
     assert (step / "latest_checkpointed_iteration.txt").read_bytes() == b"2"
@@ -105,12 +125,12 @@ def test_a_request_to_stop_is_answered_with_a_save_of_this_step_and_its_numbers(
     assert run.step(2)
     run.saves.end(2)
     assert run.calls == [2]
-    (saved,) = run.line.of(Saved)
-    assert (saved.name, saved.request_id) == ("step_000002", 1)
-    kinds = [type(m) for m in run.line.said if isinstance(m, SaveStarted | Saved | Stopped)]
-    assert kinds == [SaveStarted, Saved, Stopped]
+    assert run.saved() == [("step_000002", 1)]
+    assert run.story() == [SaveStarted, Saved, Stopped]
     rows = run.paths.steps.read_bytes().splitlines()
     assert [b'"step":1' in rows[0], b'"step":2' in rows[1], len(rows)] == [True, True, 2]
+    said = [type(m) for m in run.line.said if isinstance(m, Progress | SaveStarted)]
+    assert said[-1] is SaveStarted, "behind it the daemon has patience with storage until the next safe point"
     assert not run.line.of(Finished)
 
 
@@ -118,20 +138,20 @@ def test_a_request_before_the_periodic_save_of_the_same_step_is_answered_with_th
     run.saves.begin(0, 9)
     run.ask()
     assert run.step(1, periodic=True)
+    run.saves.end(1)
     assert run.calls == [1]
-    assert [(m.name, m.request_id) for m in run.line.of(Saved)] == [("step_000001", 1)]
-    kinds = [type(m) for m in run.line.said if isinstance(m, SaveStarted | Saved | Stopped)]
-    assert kinds == [SaveStarted, Saved, Stopped]
+    assert run.saved() == [("step_000001", 1)]
+    assert run.story() == [SaveStarted, Saved, Stopped]
     assert len(run.paths.steps.read_bytes().splitlines()) == 1
 
 
 def test_a_request_behind_the_periodic_save_of_the_same_step_is_answered_with_that_one(run: Run) -> None:
     run.saves.begin(0, 9)
-    run.write(1)
+    run.saves.save(1, run.writes(1))
     run.ask()
-    assert run.saves.step_end(1, lambda: run.write(1))
+    assert run.saves.step_end(1, run.writes(1))
     assert run.calls == [1], "verl would have written into the directory that was moved away"
-    assert [(m.name, m.request_id) for m in run.line.of(Saved)] == [("step_000001", 0), ("step_000001", 1)]
+    assert run.saved() == [("step_000001", 0), ("step_000001", 1)]
 
 
 def test_an_operators_request_is_a_save_and_the_loop_goes_on(run: Run) -> None:
@@ -140,94 +160,8 @@ def test_an_operators_request_is_a_save_and_the_loop_goes_on(run: Run) -> None:
     assert not run.step(1)
     assert not run.step(2, periodic=True)
     run.saves.end(2)
-    assert [(m.name, m.request_id) for m in run.line.of(Saved)] == [("step_000001", 1), ("step_000002", 0)]
+    assert run.saved() == [("step_000001", 1), ("step_000002", 0)]
     assert run.line.of(Finished)
-
-
-def test_a_step_whose_end_cannot_be_reached_is_said_at_once_and_nothing_is_saved(run: Run) -> None:
-    run.saves.begin(0, 9)
-    for step in (1, 2):
-        run.now += 100.0
-        run.step(step)
-    run.ask(seconds_left=30.0)
-    deadline = time.monotonic() + 10
-    while not run.line.of(SaveFailed):  # the watcher's
-        assert time.monotonic() < deadline
-    (failed,) = run.line.of(SaveFailed)
-    assert failed.request_id == 1
-    assert "cannot be reached: steps take up to 100.0 s" in failed.reason
-    assert not run.step(3), "the job is on its way out; what it does until then is nobody's business"
-    assert run.calls == []
-    run.step(9, periodic=True)
-    run.saves.end(9)
-
-
-def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who gives up is ended at once; so the commit of the step before is waited for."""
-    may_commit = threading.Event()
-
-    def slow(*args: Any, **named: Any) -> SavedTree:
-        assert may_commit.wait(10)
-        return commit_tree(*args, **named)
-
-    monkeypatch.setattr(saves_module, "commit_tree", slow)
-    run.saves.begin(0, 9)
-    for step in (1, 2, 3):
-        run.now += 100.0
-        run.step(step, periodic=step == 3)
-    run.ask(seconds_left=30.0)
-    run.saves._look()
-    assert not run.line.of(SaveFailed)
-    may_commit.set()
-    run.saves._wait()
-    run.saves._look()
-    assert [m.name for m in run.line.of(Saved)] == ["step_000003"]  # type: ignore[union-attr]
-    assert len(run.line.of(SaveFailed)) == 1
-    run.saves.left_at = 3
-    run.saves.end(3)
-
-
-def test_while_verl_writes_the_watcher_gives_nothing_up(run: Run) -> None:
-    run.saves.begin(0, 9)
-    for step in (1, 2, 3):
-        run.now += 100.0
-        run.step(step)
-    run.saves.writing()
-    run.ask(seconds_left=1.0)
-    run.saves._look()
-    assert not run.line.of(SaveFailed)
-    run.saves.left_at = 3
-    run.saves.end(3)
-
-
-def test_the_first_step_of_a_start_tells_nothing_of_the_next(run: Run) -> None:
-    run.saves.begin(4, 9)
-    run.now += 100.0
-    run.step(5)
-    run.ask(seconds_left=30.0)
-    assert run.saves._reach(run.line.asked).ok
-    run.line.asked = None
-    run.now += 3.0
-    run.step(6)
-    run.ask(seconds_left=30.0)
-    verdict = run.saves._reach(run.line.asked)
-    assert verdict.ok
-    assert verdict.needed_s == pytest.approx(3.3)
-
-
-def test_a_save_that_is_not_committed_is_said_and_the_next_one_is_tried(run: Run) -> None:
-    run.saves.begin(0, 2)
-    directory = run.paths.work(run.epoch) / "global_step_1"
-    directory.mkdir(parents=True)
-    (directory / "link").symlink_to("/etc/passwd")
-    run.saves.written(1, directory)
-    run.saves.step_end(1, lambda: None)
-    run.step(2, periodic=True)
-    run.saves.end(2)
-    assert [message.name for message in run.line.of(Saved)] == ["step_000002"]
-    assert any("step 1 was not committed" in getattr(message, "text", "") for message in run.line.said)
 
 
 def test_a_request_whose_save_fails_is_answered_too_and_the_loop_leaves(run: Run) -> None:
@@ -241,16 +175,9 @@ def test_a_request_whose_save_fails_is_answered_too_and_the_loop_leaves(run: Run
 def test_a_run_that_somebody_else_owns_is_not_trained_on(run: Run) -> None:
     run.saves.begin(0, 9)
     take_epoch(run.paths, job_id="2", restart=0)
-    run.write(1)
+    run.step(1, periodic=True)
     with pytest.raises(Fenced):
-        run.write(2)
-
-
-def test_a_loop_that_ends_before_its_last_step_is_a_crash_with_words(run: Run) -> None:
-    run.saves.begin(4, 9)
-    with pytest.raises(NothingDone, match="step 4 of 9, no step at all"):
-        run.saves.end(4)
-    assert not run.line.of(Finished)
+        run.step(2, periodic=True)
 
 
 def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
@@ -262,88 +189,60 @@ def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
 def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
     run.saves.begin(7, 9)
     run.step(8, periodic=True)
-    run.step(9, periodic=True)
-    run.saves.end(9)
-    assert [message.step for message in run.line.of(Finished)] == [9]
-
-    run.saves.begin(9, 11)
-    run.step(10, periodic=True)
-    link = run.paths.work(run.epoch) / "global_step_11"
-    link.mkdir()
-    (link / "data.pt").symlink_to("/etc/hostname")
-    run.saves.written(11, link)
-    with pytest.raises(EndNotSaved, match="no checkpoint of step 11"):
-        run.saves.end(11)
-    assert len(run.line.of(Finished)) == 1
+    run.saves.save(9, lambda: None)
+    assert "No such file" in run.line.of(SaveFailed)[0].reason
+    with pytest.raises(VerlSlurmError, match="could not be saved"):
+        run.saves.end(9)
+    assert not run.line.of(Finished)
 
 
-def test_without_a_daemon_nothing_is_committed_and_nothing_asked(tmp_path: Path) -> None:
-    saves = Saves(Session.open({}), 2)
+def test_without_a_daemon_verl_saves_and_nothing_is_committed(tmp_path: Path) -> None:
+    saves = saves_of(Session.open({}))
+    wrote: list[int] = []
     saves.begin(0, 1)
-    directory = tmp_path / "global_step_1"
-    directory.mkdir()
-    saves.written(1, directory)
-    assert not saves.step_end(1, lambda: None)
+    saves.save(1, lambda: wrote.append(1))
+    assert not saves.step_end(1, lambda: wrote.append(2))
     saves.end(1)
-    assert directory.is_dir()
+    assert wrote == [1]
 
 
-def test_nothing_done_is_an_error_of_ours() -> None:
-    assert issubclass(NothingDone, VerlSlurmError)
+# ---- the end, PPO's and SFT's
 
 
-def keeping(run: Run, keep_last: int = 2) -> None:
-    config = CheckpointConfig(keep_last=keep_last)
-    run.saves = Saves(run.session, 2, keeper=Keeper(run.session, config))
+def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None = None) -> list[FromRank]:
+    from verl_slurm.verl.saves import last_words
+
+    line = Line()
+    session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))
+    saver: Any = SimpleNamespace(
+        session=session, saved_step=saved, stopping=stopping, leave=lambda: session.stopped(3)
+    )
+    last_words(saver, step=step, total=16, began=began)
+    return line.said
 
 
-def names(run: Run) -> list[str]:
-    return [info.name for info in list_checkpoints(run.paths) if info.kind == "committed"]
+STOP = SaveRequest(request_id=3, stop=True)
 
 
-def test_older_checkpoints_go_as_checkpoint_keep_last_says_also_those_of_former_lives(run: Run) -> None:
-    run.saves.begin(0, 9)
-    for step in (1, 2, 3):
-        run.step(step, periodic=True)
-    run.saves._wait()
-    assert len(names(run)) == 3  # nobody was there to let any go
-    keeping(run)
-    run.saves.begin(3, 9)
-    run.step(4, periodic=True)
-    run.step(5, periodic=True)
-    run.saves._wait()
-    assert names(run) == ["step_000005", "step_000004"]
+def test_the_last_step_done_and_committed_is_the_end() -> None:
+    assert ended(16, saved=16) == [Finished(rank=1, step=16)]
+    assert ended(16, saved=16, stopping=STOP) == [Finished(rank=1, step=16)], "a request changes nothing"
 
 
-def test_a_periodic_save_that_would_not_fit_is_not_begun_and_is_said(run: Run) -> None:
-    def full(_: Path, need: Need) -> Room:
-        return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
-
-    run.saves = Saves(run.session, 2, room=full)
-    run.saves.begin(0, 9)
-    assert run.saves.may_write(1)  # nobody knows yet how large one is
-    run.step(1, periodic=True)
-    run.saves._wait()
-    assert not run.saves.may_write(2)
-    assert "1 MB free" in str(run.line.of(Notice))
-    run.ask()
-    assert run.saves.may_write(2)  # all that is left is to try
-    run.line.asked = None
-    assert run.saves.may_write(9)
+def test_it_leaves_as_asked() -> None:
+    assert ended(7, saved=7, stopping=STOP) == [Stopped(rank=1, request_id=3)]
+    assert ended(7, saved=5, stopping=STOP) == [Stopped(rank=1, request_id=3)]
 
 
-def test_what_was_resumed_from_tells_how_large_the_next_one_will_be(run: Run) -> None:
-    run.saves.begin(0, 9)
-    run.step(1, periodic=True)
-    run.saves._wait()
-    asked: list[Need] = []
-
-    def ask(_: Path, need: Need) -> Room:
-        asked.append(need)
-        return Room(enough=None, reason="", free=FreeSpace(), need=need)
-
-    run.session.resume = run.paths.checkpoint(1)
-    saves = Saves(run.session, 2, room=ask)
-    saves.begin(1, 9)
-    assert saves.may_write(2)
-    assert asked[0].bytes > 0
+@pytest.mark.parametrize(
+    ("step", "saved", "began", "words"),
+    [
+        (8, 8, 8, r"without a single step.*found step 8, expected step 16"),
+        (12, 8, 8, r"before its last step.*found step 12, expected step 16"),
+        (16, 8, 8, r"could not be saved.*newest save is of step 8"),
+    ],
+    ids=["an epoch of no steps", "too few epochs", "the last save failed"],
+)
+def test_anything_else_is_a_crash_with_words(step: int, saved: int, began: int, words: str) -> None:
+    with pytest.raises(VerlSlurmError, match=words):
+        ended(step, saved=saved, began=began)

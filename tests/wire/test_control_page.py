@@ -1,12 +1,14 @@
 """The page between an agent and its ranks."""
 
+import mmap
 import stat
 from pathlib import Path
 
 import pytest
 
 from verl_slurm.errors import WireError
-from verl_slurm.wire.control_page import ControlPage, Request
+from verl_slurm.wire.control_page import ControlPage
+from verl_slurm.wire.messages import SaveRequest
 
 
 def test_a_fresh_page_asks_for_nothing(tmp_path: Path) -> None:
@@ -17,9 +19,23 @@ def test_a_fresh_page_asks_for_nothing(tmp_path: Path) -> None:
 def test_a_reader_sees_the_newest_request(tmp_path: Path) -> None:
     writer = ControlPage.create(tmp_path / "page")
     reader = ControlPage.open(tmp_path / "page")
-    writer.post(Request(1, False, 0))
-    writer.post(Request(2, True, 12345))
-    assert reader.request() == Request(2, True, 12345)
+    writer.post(SaveRequest(request_id=1, stop=False))
+    assert reader.request() == SaveRequest(request_id=1, stop=False)
+    writer.post(SaveRequest(request_id=2, stop=True, seconds_left=60.0))
+    read = reader.request()
+    assert read is not None
+    assert (read.request_id, read.stop) == (2, True)
+
+
+def test_a_deadline_is_a_moment_and_is_read_as_what_is_left_until_then() -> None:
+    now = [5_000_000_000]
+    page = ControlPage(mmap.mmap(-1, 4096), clock_ns=lambda: now[0])
+    page.post(SaveRequest(request_id=1, stop=True, seconds_left=30.0))
+    for passed_s, left in ((0, 30.0), (10, 20.0), (31, -1.0)):
+        now[0] = 5_000_000_000 + passed_s * 1_000_000_000
+        assert page.request() == SaveRequest(request_id=1, stop=True, seconds_left=left)
+    page.post(SaveRequest(request_id=2, stop=True, seconds_left=0.0))  # as leads of before said "no deadline"
+    assert page.request() == SaveRequest(request_id=2, stop=True)
 
 
 def test_the_page_is_ours_alone(tmp_path: Path) -> None:

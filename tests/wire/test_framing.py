@@ -2,13 +2,14 @@
 
 import contextlib
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_slurm.errors import WireError
 from verl_slurm.wire.framing import MAX_FRAME, Framer, proof, session_key
-from verl_slurm.wire.messages import FromAgent, NodeExited, Shutdown, StopRequest, ToAgent
+from verl_slurm.wire.messages import FromAgent, NodeExited, SaveRequest, Shutdown, ToAgent
 
 TOKEN = b"t" * 32
 KEY = session_key(TOKEN, 3, b"l" * 32, b"a" * 32)
@@ -22,10 +23,17 @@ def pair() -> tuple[Framer, Framer]:
 @given(st.integers(1, 60))
 def test_messages_arrive_whole_and_in_order_however_the_bytes_are_cut(size: int) -> None:
     lead, agent = pair()
-    sent = [StopRequest(request_id=n, stop=True, deadline_s=1.5) for n in range(4)] + [Shutdown()]
+    sent = [SaveRequest(request_id=n, stop=True, seconds_left=1.5) for n in range(4)] + [Shutdown()]
     data = b"".join(lead.encode(m) for m in sent)
     got = [m for i in range(0, len(data), size) for m in agent.feed(data[i : i + size])]
     assert got == sent
+
+
+def test_a_lead_that_is_older_than_its_agents_is_understood() -> None:
+    """A package is upgraded under a running job: the lead starts its next agents from the new one."""
+    sent = {"type": "StopRequest", "request_id": 3, "stop": True, "deadline_s": 0.0}
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=ToAgent)
+    assert read == SaveRequest(request_id=3, stop=True, seconds_left=0.0)
 
 
 @pytest.mark.scenario("N03", "M07")
@@ -39,7 +47,7 @@ def test_a_replayed_frame_is_refused() -> None:
 
 def test_what_came_whole_before_a_frame_that_is_refused_counts() -> None:
     lead, agent = pair()
-    sent = [StopRequest(request_id=n, stop=True, deadline_s=1.5) for n in (1, 2)]
+    sent = [SaveRequest(request_id=n, stop=True, seconds_left=1.5) for n in (1, 2)]
     frames = [lead.encode(message) for message in sent]
     got = []
     with pytest.raises(WireError, match="out of order"):
@@ -58,7 +66,7 @@ def test_a_frame_cannot_be_reflected_to_its_sender() -> None:
 @given(st.integers(0, 200), st.integers(0, 7))
 def test_a_flipped_bit_never_becomes_a_message(position: int, bit: int) -> None:
     lead, agent = pair()
-    frame = bytearray(lead.encode(StopRequest(request_id=1, stop=False, deadline_s=0.0)))
+    frame = bytearray(lead.encode(SaveRequest(request_id=1, stop=False, seconds_left=0.0)))
     frame[position % len(frame)] ^= 1 << bit
     with contextlib.suppress(WireError):
         assert list(agent.feed(bytes(frame))) == []  # a longer length only waits for more

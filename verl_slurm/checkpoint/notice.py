@@ -1,11 +1,10 @@
 """Something about a run that a person should hear, and that stops nothing: a plain value."""
 
 from dataclasses import dataclass
-from typing import Literal
+
+from verl_slurm.wire.messages import Topic
 
 __all__ = ["Notice", "Topic"]
-
-Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)

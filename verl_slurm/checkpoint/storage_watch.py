@@ -22,7 +22,8 @@ class StorageWatch:
         earlier: (bytes, seconds) of saves of earlier processes, oldest first: the usual speed is then known.
         ask: `room_for`.
 
-    Called by: trainer.pace on rank 0.
+    Attributes:
+        room: what the last `before_save` was answered; None: nobody has asked.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class StorageWatch:
         self._name, self._path, self._need, self._ask = name, path, estimate, ask
         self._outcomes = [Outcome(num_bytes=count, seconds=seconds) for count, seconds in earlier]
         self._kind: HealthKind = "unknown"
-        self._enough: bool | None = None
+        self.room: Room | None = None
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -46,8 +47,8 @@ class StorageWatch:
 
     def before_save(self) -> tuple[Notice, ...]:
         """Ask whether the next save fits. The save is tried all the same: only the write itself is proof."""
-        room = self._ask(self._path, self._need)
-        before, self._enough = self._enough, room.enough
+        before = None if self.room is None else self.room.enough
+        self.room = room = self._ask(self._path, self._need)
         if room.enough is False and before is not False:
             text = f"{self._name} has no room for the next save: {room.reason}"
             return (Notice(topic="storage", text=text, loud=True),)

@@ -20,21 +20,20 @@ What a resumed run has in common with an undisturbed one, and what not: docs/gue
 
 import functools
 import math
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
-from verl_slurm.guest.service import Service, own_files, refuse
+from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.guest.service import Served
 from verl_slurm.guest.session import Session
-from verl_slurm.wire.stopping import Order
+from verl_slurm.guest.step_end import StepEndSaver
+from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["VerlSlurmCallback"]
 
@@ -46,11 +45,8 @@ class _NothingLeft(Exception):
     """The checkpoint is of the last step: the Trainer itself would train one step more (transformers 5.10)."""
 
 
-class VerlSlurmCallback(TrainerCallback):
-    """See the module. Called by: a user's script, on every rank.
-
-    Used as a context, the run counts as finished at the end of the `with` block, not of `train`: what is done with the
-    trained model there is done again when it is interrupted.
+class VerlSlurmCallback(Served, TrainerCallback):
+    """See the module. Made by a user's script, on every rank; `Served` tells of its use as a context.
 
     Args:
         session: default: the one that this process's environment describes.
@@ -63,36 +59,18 @@ class VerlSlurmCallback(TrainerCallback):
     """
 
     def __init__(self, session: Session | None = None) -> None:
-        self.session = Session.open() if session is None else session
+        super().__init__(session)
         self.stopped = False
-        self._service: Service | None = None
-        self._order: Order | None = None
-        self._stop_id = 0
         self._output_dir = ""
         self._strategy: Any = None
         self._told = -1
-        self._metrics: dict[str, float] = {}
         self._began = self._evaluation_began = 0.0
         self._evaluation_s: float | None = None
         self._steps_of_epoch = 0
-        self._held = False
-        self._finished_at: int | None = None
-        try:
-            directory = own_files(self.session, _STATE, "the Hugging Face Trainer")
-        except VerlSlurmError as error:
-            refuse(self.session, error)
-            raise
-        self.resume = None if directory is None else str(directory)
 
-    def __enter__(self) -> Self:
-        self._held = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._held = False
-        if kind is None:
-            self._finish()
-        self._close(broken=kind is not None)
+    def _resume(self) -> str | None:
+        directory = self._own_files(_STATE, "the Hugging Face Trainer")
+        return None if directory is None else str(directory)
 
     def train(self, trainer: Trainer, **options: Any) -> TrainOutput:
         """`trainer.train(**options)`, resumed from where the run stands.
@@ -119,28 +97,14 @@ class VerlSlurmCallback(TrainerCallback):
             self._finished_at = trainer.state.global_step
         except BaseException as error:
             self._restore(trainer.args)
-            if isinstance(error, VerlSlurmError):
-                refuse(self.session, error)
+            self._refuse(error)
             self._close(broken=True)
             raise
         if self.stopped:
-            self._close()
-            sys.stdout.flush()
-            raise SystemExit(0)
+            self._leave()
         if not self._held:
             self._finish()
         return output
-
-    def _finish(self) -> None:
-        if self._finished_at is not None:
-            self.session.finished(self._finished_at)
-            self._finished_at = None
-            self._close()
-
-    def _close(self, *, broken: bool = False) -> None:
-        if self._service is not None:
-            self._service.close(broken=broken)
-            self._service = None
 
     # ---- the Trainer's events, in their order; all of them on every rank
 
@@ -150,12 +114,8 @@ class VerlSlurmCallback(TrainerCallback):
         if not self.session.has_daemon:
             return
         _check(args)
-        self._service = Service(
-            self.session,
-            step=state.global_step,
-            total=state.max_steps,
-            metadata={"library": f"transformers {transformers.__version__}"},
-        )
+        library = {"library": f"transformers {transformers.__version__}"}
+        saver = self._begin(state.global_step, state.max_steps, library)
         if self.resume is None and state.global_step > 0:
             raise ConfigError(
                 "the Trainer went on from a checkpoint that the daemon did not choose",
@@ -165,7 +125,7 @@ class VerlSlurmCallback(TrainerCallback):
         self._told = state.global_step
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
-        self._output_dir, args.output_dir = args.output_dir or "", str(self._service.work)
+        self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -180,23 +140,24 @@ class VerlSlurmCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._service is None:
+        saver = self._saver
+        if saver is None:
             return
         self._steps_of_epoch += 1
         if not control.should_log:
             self._tell(state, {})
         self._began = self._evaluation_began = time.monotonic()
-        self._order = order = self._service.asked(state.global_step)
-        if state.global_step >= state.max_steps or state.global_step % self._service.every_steps == 0:
+        request, is_last = saver.asked(), state.global_step >= state.max_steps
+        if request is not None or is_last or state.global_step % saver.every_steps == 0:
             control.should_save = True
-        self._service.saving = control.should_save
-        if order is None:
+        saver.saving = False  # another callback may have called off the save before
+        if control.should_save:
+            saver.begins(state.global_step)
+        if request is None:
             return
-        control.should_save = True
-        if order.stop and state.global_step < state.max_steps:
+        if request.stop and not is_last:
             control.should_training_stop = self.stopped = True
-            self._stop_id = order.request_id
-            if control.should_evaluate and not self._fits(order):
+            if control.should_evaluate and not self._fits(saver, request):
                 control.should_evaluate = False
                 self.session.notice(
                     f"the evaluation of step {state.global_step} is left out: there is no time for it before the "
@@ -207,14 +168,13 @@ class VerlSlurmCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.BEST:  # its evaluation would say whether to save
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
 
-    def _fits(self, order: Order) -> bool:
+    def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
         """Whether there is time for the evaluation that is due. Alike on all ranks: each knows its own clock only."""
-        assert self._service is not None
-        if order.seconds_left is None:
+        if request.seconds_left is None:
             return True
         measured = self._evaluation_s
         needed = math.inf if measured is None else measured * _EVALUATION_MARGIN + (self.session.save_s or 0)
-        return self._service.ranks.max([int(needed > order.seconds_left)]) == [0]
+        return saver.ranks.max([int(needed > request.seconds_left)]) == [0]
 
     def on_log(
         self,
@@ -241,30 +201,33 @@ class VerlSlurmCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._service is None:
+        if self._saver is None:
             return
         self._tell(state, {})
-        order, self._order = self._order, None
         self._give_back_strategy(args)
-        written = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-        self._service.commit(
-            state.global_step,
-            written,
-            order,
+        step, last = state.global_step, state.global_step >= state.max_steps
+        failure = self._saver.save(
+            step,
+            f"checkpoint-{step}",
             metrics=self._metrics,
+            why=f"step {step} is one to save",
+            last=last,
             began=self._began,
-            last=state.global_step >= state.max_steps,
         )
+        if failure is not None and last:
+            raise failure
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._service is None:
+        if self._saver is None:
             return
         if self.stopped:  # nothing more than what was asked for
             control.should_evaluate = control.should_log = control.should_save = False
-        elif self._service.committed == state.global_step:
+        elif self._saver.saved_step == state.global_step:
             control.should_save = False
+        if control.should_save:
+            self._saver.begins(state.global_step)
         self._began = self._evaluation_began = time.monotonic()
         if control.should_training_stop and self._steps_of_epoch == 0:
             raise DataError(
@@ -277,11 +240,11 @@ class VerlSlurmCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._service is None:
+        if self._saver is None:
             return
         self._restore(args)
         if self.stopped:
-            self.session.stopped(self._stop_id)
+            self._saver.leave()
         else:  # the last step, or another callback's decision (early stopping)
             self._finished_at = state.global_step
 
@@ -289,11 +252,11 @@ class VerlSlurmCallback(TrainerCallback):
 
     def _tell(self, state: TrainerState, logs: Mapping[str, float]) -> None:
         """Once a step, with what it logged, if anything."""
-        if self._service is None or state.global_step == self._told:
+        if self._saver is None or state.global_step == self._told:
             return
         self._told = state.global_step
         self._metrics = {name: value for name, value in logs.items() if name != "epoch"}
-        self._service.step_done(state.global_step, self._metrics)
+        self._saver.step_done(state.global_step, self._metrics)
 
     def _give_back_strategy(self, args: TrainingArguments) -> None:
         if self._strategy is not None:

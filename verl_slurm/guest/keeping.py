@@ -4,13 +4,16 @@ The daemon reads every checkpoint back after its commit; how many stay, and that
 trainer's business, so it is a guest's. Asked for by one rank, after a commit and before a save.
 """
 
+from contextlib import suppress
+
 from verl_slurm.checkpoint.apply import apply_prune
 from verl_slurm.checkpoint.catalog import list_checkpoints
 from verl_slurm.checkpoint.retention import ASSURED_KEPT, plan_prune
-from verl_slurm.checkpoint.storage import need_of_next
+from verl_slurm.checkpoint.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.storage_watch import StorageWatch
+from verl_slurm.checkpoint.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.errors import Fenced
+from verl_slurm.errors import Fenced, VerlSlurmError
 from verl_slurm.fence import require_epoch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.tree import SavedTree
@@ -19,23 +22,22 @@ __all__ = ["Keeper"]
 
 
 class Keeper:
-    """Keeps a guest's checkpoints in bounds. Called by: guest.loop, verl_slurm.verl, guest.huggingface; rank 0.
+    """Keeps a guest's checkpoints in bounds, on rank 0.
 
     Args:
         config: `checkpoint` of the run.
-        first_bytes: estimate of the first save; 0: none.
     """
 
-    def __init__(self, session: Session, config: CheckpointConfig, *, first_bytes: int = 0) -> None:
+    def __init__(self, session: Session, config: CheckpointConfig) -> None:
         self._session, self._config, self._paths = session, config, session.paths
         self._assured = {session.resume.name} if session.resume is not None else set()
-        estimate = need_of_next(first_bytes, 1, basis="an estimate")
-        self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=estimate)
+        self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=_first_need(session))
 
-    def before_save(self) -> None:
-        """Say so when the file system has no room for the next save, and when it has again."""
+    def before_save(self) -> Room | None:
+        """Whether the file system has room for the next save; said when that changes."""
         for notice in self._watch.before_save():
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
+        return self._watch.room
 
     def saved(self, done: SavedTree, *, tidy: bool = True) -> None:
         """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
@@ -47,7 +49,7 @@ class Keeper:
             Fenced: a newer incarnation owns the run.
         """
         self._assured.add(done.name)
-        for notice in self._watch.saved(done.num_bytes, done.seconds, 1):
+        for notice in self._watch.saved(done.num_bytes, done.seconds, done.num_files):
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
         if not tidy:
             return
@@ -73,3 +75,12 @@ class Keeper:
             num_verified=ASSURED_KEPT,
         )
         apply_prune(self._paths, plan, epoch_check=lambda: require_epoch(self._paths, epoch))
+
+
+def _first_need(session: Session) -> Need:
+    """What was resumed from tells how large the first save will be."""
+    if session.resume is not None:
+        with suppress(OSError, VerlSlurmError):
+            manifest = read_manifest(session.resume)
+            return need_of_next(manifest.num_bytes, len(manifest.files))
+    return need_of_next(0, 1, basis="an estimate")

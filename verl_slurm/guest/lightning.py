@@ -23,13 +23,11 @@ What a resumed run has in common with an undisturbed one, and what not: docs/gue
 
 import math
 import signal
-import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import lightning
 import msgspec
@@ -40,12 +38,11 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from verl_slurm.bounded import RECORD, read_regular
 from verl_slurm.dcp import rng
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, VerlSlurmError
+from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.files import private_dir, write_file
 from verl_slurm.guest.data import Generators, ResumableDataLoader, from_wire, to_wire
-from verl_slurm.guest.service import Service, own_files, refuse
+from verl_slurm.guest.service import Served
 from verl_slurm.guest.session import Session
-from verl_slurm.wire.stopping import Order
 
 __all__ = ["ResumableDataLoader", "VerlSlurmCheckpoint"]
 
@@ -66,11 +63,8 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
 
 
-class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """See the module. Called by: a user's script, on every rank.
-
-    Used as a context, the run counts as finished at the end of the `with` block, not of `fit`: what is done with the
-    trained model there is done again when it is interrupted.
+class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
+    """See the module. Made by a user's script, on every rank; `Served` tells of its use as a context.
 
     Args:
         every_n_steps: optimizer steps between two checkpoints; default: `checkpoint.every_steps` of the run. The last
@@ -83,35 +77,19 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
     """
 
     def __init__(self, every_n_steps: int | None = None, session: Session | None = None) -> None:
-        self.session = Session.open() if session is None else session
-        self._every = every_n_steps
-        self._service: Service | None = None
         self._place: _Place | None = None
+        super().__init__(session)
+        self._every = every_n_steps
         self._due = False
-        self._order: Order | None = None
         self._step = 0
         self._began_epoch = False
-        self._metrics: dict[str, float] = {}
-        self._held = False
-        self._finished_at: int | None = None
-        try:
-            directory = own_files(self.session, _FILE, "Lightning")
-            if directory is not None:
-                self._place = _read_place(directory / _place_name(self.session.rank))
-        except VerlSlurmError as error:
-            refuse(self.session, error)
-            raise
-        self.resume = None if directory is None else str(directory / _FILE)
 
-    def __enter__(self) -> Self:
-        self._held = True
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._held = False
-        if kind is None:
-            self._finish()
-        self._close(broken=kind is not None)
+    def _resume(self) -> str | None:
+        directory = self._own_files(_FILE, "Lightning")
+        if directory is None:
+            return None
+        self._place = _read_place(directory / _place_name(self.session.rank))
+        return str(directory / _FILE)
 
     def fit(self, trainer: Trainer, *args: Any, **options: Any) -> None:
         """`trainer.fit(*args, **options)`, resumed from where the run stands.
@@ -129,8 +107,7 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
             if self._finished_at is None:
                 self._require_done(trainer)
         except BaseException as error:
-            if isinstance(error, VerlSlurmError):
-                refuse(self.session, error)
+            self._refuse(error)
             self._close(broken=True)
             raise
         if not self._held:
@@ -174,17 +151,6 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
             )
         self._finished_at = step
 
-    def _finish(self) -> None:
-        if self._finished_at is not None:
-            self.session.finished(self._finished_at)
-            self._finished_at = None
-            self._close()
-
-    def _close(self, *, broken: bool = False) -> None:
-        if self._service is not None:
-            self._service.close(broken=broken)
-            self._service = None
-
     # ---- Lightning's hooks, in their order; all of them on every rank
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -202,12 +168,8 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
                 found=f"step {self._step}",
                 remedy="leave ckpt_path to VerlSlurmCheckpoint.fit",
             )
-        self._service = Service(
-            self.session,
-            step=self._step,
-            total=max(0, trainer.max_steps),
-            metadata={"library": f"lightning {lightning.__version__}"},
-        )
+        library = {"library": f"lightning {lightning.__version__}"}
+        self._begin(self._step, max(0, trainer.max_steps), library)
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
         loaders = list(_flat(trainer.train_dataloader))
@@ -238,18 +200,20 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._service is None or trainer.global_step == self._step:
+        saver = self._saver
+        if saver is None or trainer.global_step == self._step:
             return  # gradients are being accumulated
         self._step = step = trainer.global_step
         self._metrics = _numbers(trainer.logged_metrics)
-        self._service.step_done(step, self._metrics)
-        self._order = self._service.asked(step)
-        self._due = self._order is not None or step % (self._every or self._service.every_steps) == 0
+        saver.step_done(step, self._metrics)
+        if saver.asked() is not None:
+            saver.begins(step)
+        self._due = saver.request is not None or step % (self._every or saver.every_steps) == 0
         if step != trainer.max_steps and not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._service is None or trainer.sanity_checking:
+        if self._saver is None or trainer.sanity_checking:
             return
         self._metrics |= _numbers(trainer.callback_metrics)
         if self._step != trainer.max_steps and not trainer.is_last_batch:
@@ -257,18 +221,16 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Here all of the epoch before is done, what Lightning does behind `on_train_epoch_end`, too."""
-        if self._service is None or not self._began_epoch:
+        if self._saver is None or not self._began_epoch:
             self._began_epoch = True
             return
-        if self._order is None:  # what was asked in the time of the validation
-            self._order = self._service.asked(self._step)
-        self._due = self._due or self._order is not None
+        self._due = self._saver.asked() is not None or self._due  # in the time of the validation, too
         self._save(trainer, in_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._service is None:
+        if self._saver is None:
             return
-        self._due = self._service.committed != self._step or self._order is not None
+        self._due = self._saver.saved_step != self._step or self._saver.request is not None
         self._save(trainer, in_epoch=False, last=True)
         self._finished_at = self._step
 
@@ -280,23 +242,26 @@ class VerlSlurmCheckpoint(Checkpoint):  # type: ignore[misc]  # Lightning is not
         Raises:
             SystemExit: with 0: the daemon asked to stop.
         """
+        saver, step = self._saver, self._step
+        assert saver is not None
         if not self._due:
             return
-        assert self._service is not None
-        order, self._order, self._due = self._order, None, False
-        if self._service.committed != self._step or order is not None:
-            began, self._service.saving = time.monotonic(), True
-            written = self._service.work / f"step_{self._step}"
-            private_dir(written)
+        self._due, name = False, f"step_{step}"
+
+        def write() -> None:
+            written = private_dir(saver.work / name)
             trainer.save_checkpoint(written / _FILE, weights_only=False)
             place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
-            self._service.commit(self._step, written, order, metrics=self._metrics, began=began, last=last)
-        if order is not None and order.stop and not last:
-            self.session.stopped(order.request_id)
-            self._close()
-            sys.stdout.flush()
-            raise SystemExit(0)
+
+        if saver.saved_step != step or saver.request is not None:
+            why = f"step {step} is one to save"
+            failure = saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write)
+            if failure is not None and last:
+                raise failure
+        if saver.stopping is not None and not last:
+            saver.leave()
+            self._leave()
 
 
 def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:

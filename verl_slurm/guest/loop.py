@@ -14,30 +14,29 @@ saved, and its numbers are those of a run that nobody disturbed. What that takes
 """
 
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
-import torch.distributed as dist
 
-from verl_slurm.config.load import load_own
+from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.errors import ConfigError, Fenced, VerlSlurmError
+from verl_slurm.errors import VerlSlurmError
 from verl_slurm.guest import by_hand
-from verl_slurm.guest.keeping import Keeper
-from verl_slurm.guest.reach_watch import ReachWatch
 from verl_slurm.guest.session import Session
 from verl_slurm.guest.state_files import Generators, load_state, restore_rng, write_state
 from verl_slurm.guest.states import Objects, split
-from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree, require_guest
+from verl_slurm.guest.step_end import StepEndSaver, free_ranks, own_ranks
+from verl_slurm.guest.tree import clear_work, require_guest
 from verl_slurm.paths import RunPaths
 from verl_slurm.restarts import restart_may_help, underlying
-from verl_slurm.wire.stopping import Order, Stopper
 
 __all__ = ["Run", "run"]
+
+_DIRECTORY = "guest"
+"""Below the work directory: where `state_files` write."""
 
 
 def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **objects: object) -> "Run":
@@ -49,20 +48,20 @@ def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **o
         save_every: steps from one save to the next; default: `checkpoint.every_steps` of the run's configuration.
         objects: whatever is state, by names that stay the same: what has `state_dict` and `load_state_dict`, and
             `torch.Generator`. None is left out.
-
-    Called by: users, as `verl_slurm.run`.
     """
     return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every)
 
 
 class Run:
-    """See the module. Called by: `run`.
+    """See the module. Made by `run`.
 
     Attributes:
         step: whole steps done.
         resume: the checkpoint that it goes on from; None: from the start.
         stopping: the state is saved and this process is to leave; the same on all ranks.
     """
+
+    _saver: StepEndSaver
 
     def __init__(
         self,
@@ -74,12 +73,11 @@ class Run:
     ) -> None:
         self._session, self._named = session, dict(objects)
         self._run_dir, self._save_every = run_dir, save_every
-        self._saved_step, self._total = -1, 0
+        self._total = 0
         self._metrics: dict[str, object] = {}
         self._row: dict[str, object] = {}
         self._generators: Generators | None = None
-        self._watch: ReachWatch | None = None
-        self._started, self._done, self._saving = False, False, False
+        self._started, self._done = False, False
         self.step, self.stopping = 0, False
 
     @property
@@ -97,29 +95,19 @@ class Run:
         return self
 
     def _begin(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._ranks = Collective(self._group)
-        if self._ranks.world_size != self._session.world_size:
-            raise ConfigError(
-                "the ranks do not know each other",
-                found=f"a process group of {self._ranks.world_size}",
-                expected=f"one of {self._session.world_size} (WORLD_SIZE)",
-                remedy="call torch.distributed.init_process_group before `with verl_slurm.run(...)`",
-            )
+        self._ranks = own_ranks(
+            self._session, "call torch.distributed.init_process_group before `with verl_slurm.run(...)`"
+        )
         self._objects = Objects(self._named)
         split(self._objects.take())  # what cannot be saved is said now, and not at the first save
         if not self._session.has_daemon and self._run_dir is not None:
             self._session = self._by_hand(Path(self._run_dir))
-        self._stopper = Stopper(self._session.line, self._ranks.max)
-        self._every = self._save_every or 0
-        self._keeper: Keeper | None = None
-        if self._session.has_run:
-            config = load_own(self._session.paths.run_yaml)
-            self._every = self._save_every or config.checkpoint.every_steps
-            if self._session.rank == 0:
-                self._keeper = Keeper(self._session, config.checkpoint)
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
+        metadata = {"objects": list(self._objects.names)}
+        self._saver = StepEndSaver(
+            self._session, self._ranks, guest="loop", step=self.step, metadata=metadata
+        )
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
@@ -138,7 +126,7 @@ class Run:
     def _go_on_from(self, directory: Path) -> None:
         manifest = require_guest(directory, "loop", world_size=self._ranks.world_size)
         self._generators = load_state(self._objects, directory, self._ranks)
-        self.step = self._saved_step = manifest.step
+        self.step = manifest.step
         restore_rng(self._generators)
 
     def steps(self, total: int) -> Iterator[int]:
@@ -159,10 +147,7 @@ class Run:
 
     def _start(self, total: int) -> None:
         self._started, self._total = True, total
-        self._session.started(self.step, total)
-        if self._session.has_daemon and self._session.rank == 0:
-            self._watch = ReachWatch(self._session, busy=lambda: self._saving)
-            self._watch.start()
+        self._saver.begin(self.step, total)
 
     def log(self, **metrics: object) -> None:
         """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
@@ -178,16 +163,18 @@ class Run:
             self._start(total)
         self.step, self._total = step, total or self._total
         self._row, self._metrics = self._metrics | metrics, {}
-        self._session.step_done(step, self._row, self._total)
-        order = self._stopper.agree().order if self._session.has_daemon else None
-        if order is not None:
-            self._answer(order)
-        elif self._every and step % self._every == 0:
-            self._save(0, f"every {self._every} steps")
+        self._saver.step_done(step, self._row, self._total)
+        request = self._saver.asked()
+        every = self._save_every or self._saver.every_steps
+        if request is not None or (every and step % every == 0):
+            self._save(f"every {every} steps")
+        if request is not None and request.stop:
+            self.stopping = True
+            self._saver.leave()
 
     def save(self, reason: str = "the loop asked for it") -> None:
         """Save the state now, behind `step` whole steps. Collective."""
-        self._save(0, reason)
+        self._save(reason)
 
     def finish(self) -> None:
         """All is done that there is to do: for a loop that ends early. Saves, unless this step is saved. Collective.
@@ -195,17 +182,14 @@ class Run:
         Raises:
             RanksFailed: the end cannot be saved: a run that lost its end is not done.
         """
-        if self._saved_step != self.step:
-            failure = self._save(0, "all steps are done")
-            if failure is not None:
-                raise failure
+        if self._saver.saved_step != self.step and (failure := self._save(last=True)) is not None:
+            raise failure
         self._done = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+        self._saver.end()
         if isinstance(error, VerlSlurmError):
             self._refuse(error)
         elif error is None and self._done:
@@ -215,92 +199,30 @@ class Run:
                 f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
             )
         self._session.close()
-        if self._group is not None and (error is None or isinstance(error, SystemExit)):
-            dist.destroy_process_group(self._group)
+        if error is None or isinstance(error, SystemExit):
+            free_ranks(self._ranks)
 
-    def _answer(self, order: Order) -> None:
-        if self._watch is not None:
-            self._watch.taken(order.request_id)
-        self._save(order.request_id, "the job ends" if order.stop else "asked for", ends=order.stop)
-        if order.stop:
-            self.stopping = True
-            self._session.stopped(order.request_id)
+    def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
+        failure = self._saver.save(
+            self.step, _DIRECTORY, metrics=self._row, why=why, last=last, seal=self._write
+        )
+        if failure is not None and self._session.rank == 0:
+            _complain(f"save failed: {failure.one_line()}")
+        return failure
 
-    def _save(self, request_id: int, why: str, *, ends: bool = False) -> RanksFailed | None:
-        """Save, and tell of it; what went wrong, where something did. Training goes on with what it has.
-
-        Raises:
-            Fenced: another incarnation owns the run.
-        """
-        session, began = self._session, time.monotonic()
-        if not session.has_run:
-            return None
-        session.save_started(request_id, self.step)
-        if self._saved_step == self.step:
-            name = session.paths.checkpoint(self.step).name
-            session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=f"{why}; nothing new since")
-            return None
-        try:
-            self._saving = True
-            done = self._write(began, request_id, tidy=not ends)
-        except RanksFailed as error:
-            session.save_failed(request_id, error.one_line())
-            if self._keeper is not None:
-                self._keeper.failed(error.one_line())
-                _complain(f"save failed: {error.one_line()}")
-            if Fenced.__name__ in error.kinds:
-                raise Fenced("another incarnation owns the run", found=error.found) from error
-            return error
-        finally:
-            self._saving = False
-        self._saved_step = self.step
-        session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
-        return None
-
-    def _write(self, began: float, request_id: int, *, tidy: bool) -> "_Done":
-        session, ranks = self._session, self._ranks
-        work = session.paths.work(session.epoch)
+    def _write(self, ranks: Collective) -> Sequence[FileEntry]:
         ranks.on_first("starting the save", self._prepare)
-        entries = write_state(self._objects, work, self.step, ranks)
-        session.part_saved(request_id)
-
-        def commit() -> bytes:
-            save = GuestSave(
-                guest="loop",
-                step=self.step,
-                epoch=session.epoch,
-                world_size=ranks.world_size,
-                parent=session.resume.name if session.resume is not None else None,
-                metrics=session.numbers(self._row),
-                metadata={"objects": list(self._objects.names)},
-                began=began,
-            )
-            done = commit_tree(session.paths, save, {"guest": work / "guest"}, sealed=entries)
-            assert self._keeper is not None
-            self._keeper.saved(done, tidy=tidy)
-            return msgspec.msgpack.encode(_Done(done.name, done.seconds, done.num_bytes))
-
-        return msgspec.msgpack.decode(ranks.on_first("committing the checkpoint", commit), type=_Done)
+        return write_state(self._objects, self._saver.work, self.step, ranks)
 
     def _prepare(self) -> bytes:
-        assert self._keeper is not None
-        self._keeper.before_save()
         work = clear_work(self._session.paths, self._session.epoch)
-        (work / "guest").mkdir(mode=0o700)
+        (work / _DIRECTORY).mkdir(mode=0o700)
         return b""
 
     def _refuse(self, error: VerlSlurmError) -> None:
         error = underlying(error)
         if not restart_may_help(error):
             self._session.refused(error)
-
-
-class _Done(msgspec.Struct, frozen=True):
-    """Rank 0's word to all: what was committed (`SavedTree`)."""
-
-    name: str
-    seconds: float
-    num_bytes: int
 
 
 def _complain(text: str) -> None:

@@ -1,8 +1,8 @@
 """Hears a request in the middle of a step, and says at once when the step's end will come too late.
 
-The loop itself looks at its control page at the ends of steps alone. A step may take longer than there is time; then
-each second that is waited for it is lost: so a thread looks, and gives the answer that the loop would not have come to
-give. The page is memory and cannot wake anybody: it is looked at four times a second.
+The loop looks at its control page at the ends of steps alone. Where a step takes longer than there is time, each second
+of waiting is lost: so a thread looks, four times a second, and answers in the loop's place. The page is memory: nothing
+tells that it was written.
 """
 
 import threading
@@ -16,12 +16,12 @@ _LOOK_EVERY_S = 0.25
 
 
 class ReachWatch:
-    """A thread of rank 0. Called by: guest.loop, guest.service, verl.serving.
+    """A thread of rank 0.
 
     Args:
         session: asked for its request and what it has measured; told when the answer is no.
-        busy: whether a save is under way. Who says no is ended at once, and the save with him: it is waited for, as
-            long as the daemon lets us, and judged then.
+        busy: whether a save is under way. A no ends the ranks at once, and that save with them: so it is waited for, as
+            long as the daemon lets us, and the request is judged then.
     """
 
     def __init__(

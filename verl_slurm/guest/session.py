@@ -1,8 +1,9 @@
-"""What any guest needs of the daemon: to be heard, to be asked, and to know what it may go on from. No torch.
+"""What a training loop says to the daemon, hears from it, and is told of its run. No torch.
 
-A guest is a training loop that is not ours. Each of its speaking processes opens one `Session` and says there what our
-own trainer says (`wire.messages`): that it lives, each step's end, each save, that it stops as asked, that it is done.
-The first word goes out when the session is opened, so open it before anything heavy is imported.
+Each speaking process of a loop has one `Session`, our own trainer's ranks included (`trainer.report` adds what they
+alone say). There it says that it lives, each step's end, each save, that it stops as asked, that it is done
+(`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`: the first word goes out
+then, so open it before anything heavy is imported.
 
 Who this process is stands in the environment that the agent set (`wire.environment`): VERL_SLURM_CONTROL (the
 agent's directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from verl_slurm.checkpoint.best import metrics_of
 from verl_slurm.errors import ConfigError, VerlSlurmError
@@ -25,10 +26,12 @@ from verl_slurm.guest.reach import STEPS_LOOKED_AT, Reach, reach
 from verl_slurm.journal.steps import append_step
 from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.control_page import Request
 from verl_slurm.wire.environment import CONTROL_VARIABLE, EPOCH_VARIABLE, RESUME_VARIABLE, RUN_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import (
+    MAX_NOTICE,
+    MAX_REASON,
+    MAX_STORY,
     STACKS_SIGNAL,
     Finished,
     Notice,
@@ -38,25 +41,17 @@ from verl_slurm.wire.messages import (
     Refused,
     Saved,
     SaveFailed,
+    SaveRequest,
     SaveStarted,
     Stopped,
+    Topic,
 )
 
 __all__ = ["Session"]
 
 
-_MAX_NOTICE = 2000
-"""As in `wire.messages.Notice`."""
-_MAX_REASON = 500
-"""As in `wire.messages.Saved`."""
-_MAX_STORY = 4000
-"""Of an error: it may be that of a thousand ranks, and a message that is longer than `MAX_MESSAGE` ends the line."""
-
-Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
-
-
 class Session:
-    """One speaking process of a guest. Called by: guest.loop, guest.huggingface, guest.lightning, verl_slurm.verl.
+    """One speaking process of a training loop.
 
     Args:
         line: to the agent; `NoDaemon`: there is none.
@@ -174,42 +169,79 @@ class Session:
             self._steps_s.append(seconds)
         kept = self.numbers(metrics or {}) if self.rank == 0 else {}  # a tensor of a GPU would be waited for
         self._tell_progress(kept, total)
-        if self._logs_steps:
-            self._log({"step": step, **kept, "step_s": round(seconds, 6)})
+        if problem := self.log_step({"step": step, **kept, "step_s": round(seconds, 6)}):
+            self.notice(problem, loud=True)
+
+    def log_step(self, row: Mapping[str, float]) -> str:
+        """Write a row of `RUN/steps.jsonl`, by rank 0. Never raises: it informs, and nothing depends on it.
+
+        Returns:
+            Why there are no rows from here on, for people; once. Empty: all is well.
+        """
+        if not self._logs_steps:
+            return ""
+        try:
+            append_step(self.paths, self.epoch, dict(row))
+        except OSError as error:
+            self._logs_steps = False
+            return f"no rows in steps.jsonl from here on: {error}"
+        return ""
 
     @staticmethod
     def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
         """What of `metrics` can be said: finite numbers, a tensor of one element too."""
         return metrics_of(_numbers(metrics))
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         """The newest request that was not answered here. Costs one memory read; the same on all ranks of a node, but
         not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`, over `line`)."""
         asked = self.line.request()
         return asked if asked is not None and asked.request_id > self._answered else None
 
-    def reach(self, request: Request) -> Reach:
+    def reach(self, request: SaveRequest) -> Reach:
         """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
-        left = None if request.deadline_ns == 0 else request.deadline_ns / 1e9 - time.monotonic()
         running_s = self._clock() - self._step_began
-        return reach(seconds_left=left, running_s=running_s, steps_s=tuple(self._steps_s), save_s=self.save_s)
+        return reach(
+            seconds_left=request.seconds_left,
+            running_s=running_s,
+            steps_s=tuple(self._steps_s),
+            save_s=self.save_s,
+        )
 
-    def save_started(self, request_id: int, step: int) -> None:
-        """This rank begins to save the state behind `step`; 0: nobody asked. Every rank says so."""
-        self.line.send(SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=0))
+    def save_started(self, request_id: int, step: int, safe_point: int = 0) -> None:
+        """This rank begins to save the state behind `step`. Every rank says so.
+
+        Args:
+            request_id: 0: nobody asked.
+            safe_point: of the running step; 0: at its beginning.
+        """
+        said = SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
+        self.line.send(said)
 
     def part_saved(self, request_id: int) -> None:
-        """This rank's own files are durable."""
+        """This rank's own files are durable. From any thread."""
         self.line.send(PartSaved(rank=self.rank, request_id=request_id))
 
-    def saved(self, request_id: int, name: str, *, seconds: float, num_bytes: int, reason: str = "") -> None:
-        """The checkpoint `name` is committed (`guest.tree`). Every rank says so; the daemon is told by rank 0.
+    def saved(
+        self,
+        request_id: int,
+        name: str,
+        *,
+        seconds: float,
+        num_bytes: int,
+        reason: str = "",
+        on_shared: bool = True,
+        problem: str = "",
+    ) -> None:
+        """The checkpoint `name` is committed. Every rank says so; the daemon is told by rank 0.
 
         Args:
             request_id: 0: a periodic save.
             reason: why it was made, for people.
+            on_shared, problem: as in `wire.messages.Saved`.
         """
-        self._answered, self.save_s = max(self._answered, request_id), seconds
+        self._answered = max(self._answered, request_id)
+        self.save_s = seconds or self.save_s  # 0: an answer that names what was there, and no measure
         if self.rank == 0:
             said = Saved(
                 rank=0,
@@ -217,7 +249,9 @@ class Session:
                 name=name,
                 seconds=seconds,
                 num_bytes=num_bytes,
-                reason=reason[:_MAX_REASON],
+                on_shared=on_shared,
+                problem=problem,
+                reason=reason[:MAX_REASON],
             )
             self.line.send(said)
 
@@ -225,7 +259,7 @@ class Session:
         """There will be no answer to the request but this: the checkpoint before it counts."""
         self._answered = max(self._answered, request_id)
         if self.rank == 0:
-            self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:_MAX_STORY]))
+            self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:MAX_STORY]))
 
     def stopped(self, request_id: int) -> None:
         """This rank leaves as asked. Every rank says so."""
@@ -235,15 +269,19 @@ class Session:
         """This rank has done all steps. Every rank says so, once: all ranks done is the end of the run."""
         self.line.send(Finished(rank=self.rank, step=step))
 
-    def refused(self, error: VerlSlurmError) -> None:
-        """This rank ends because of something that another start would not change."""
-        reason = error.one_line()[:_MAX_STORY]
-        self.line.send(Refused(rank=self.rank, exit_code=int(error.exit_code), reason=reason))
+    def refused(self, error: VerlSlurmError, *, place: str = "", worked: bool = False) -> None:
+        """This rank ends because of something that another start would not change.
+
+        Args:
+            place, worked: where code of the user's raised, as in `wire.messages.Refused`.
+        """
+        code, reason = int(error.exit_code), error.one_line()[:MAX_STORY]
+        self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
 
     def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
         """Something that people should hear and that stops nothing, for the journal; from rank 0."""
         if self.rank == 0:
-            self.line.send(Notice(rank=0, topic=topic, text=text[:_MAX_NOTICE], loud=loud))
+            self.line.send(Notice(rank=0, topic=topic, text=text[:MAX_NOTICE], loud=loud))
 
     def close(self) -> None:
         """Nothing more will be said; may be called twice."""
@@ -264,13 +302,6 @@ class Session:
                 total=total,
             )
         )
-
-    def _log(self, row: dict[str, float]) -> None:
-        try:
-            append_step(self.paths, self.epoch, row)
-        except OSError as error:  # it informs, and nothing depends on it
-            self._logs_steps = False
-            self.notice(f"no rows in steps.jsonl from here on: {error}", loud=True)
 
 
 def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:

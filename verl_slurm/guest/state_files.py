@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from verl_slurm.checkpoint import commit as door
 from verl_slurm.checkpoint.format import FileEntry
 from verl_slurm.dcp import rng
 from verl_slurm.dcp.collective import Collective, RanksFailed
 from verl_slurm.guest.sharded_files import ShardedFiles, TensorsOnly
 from verl_slurm.guest.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
+from verl_slurm.guest.step_end import seal_own
 
 __all__ = ["load_state", "restore_rng", "write_state"]
 
@@ -58,9 +58,7 @@ def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> t
     )
     if any(ranks.max([len(leaves.sharded)])):
         names += _write_sharded(directory, leaves, ranks)
-    made = ranks.together("making the state durable", lambda: door.seal(work, names))
-    everyone = ranks.gather(msgspec.msgpack.encode(made))
-    return tuple(entry for raw in everyone for entry in msgspec.msgpack.decode(raw, type=list[FileEntry]))
+    return seal_own(work, lambda: names, ranks)
 
 
 def _taken(objects: Objects) -> tuple[Any, Leaves, list[bytes]]:

@@ -72,6 +72,7 @@ class SavedTree:
     path: Path
     seconds: float
     num_bytes: int
+    num_files: int
 
 
 def commit_tree(
@@ -104,7 +105,7 @@ def commit_tree(
         CheckpointCorrupt: a link, a special file, a name that may not be, or a part that is missing.
         OSError: the storage refused. On any error nothing is left of the save, but for the parts that were not moved.
 
-    Called by: guest.loop, verl_slurm.verl, guest.huggingface, guest.lightning; by one rank alone.
+    By one rank alone.
     """
     began = time.monotonic() if save.began is None else save.began
     check = epoch_check or (lambda: require_epoch(paths, save.epoch))
@@ -124,7 +125,13 @@ def commit_tree(
         shutil.rmtree(staging.directory, ignore_errors=True)
         raise
     seconds = time.monotonic() - began
-    return SavedTree(name=final.name, path=final, seconds=seconds, num_bytes=manifest.num_bytes)
+    return SavedTree(
+        name=final.name,
+        path=final,
+        seconds=seconds,
+        num_bytes=manifest.num_bytes,
+        num_files=len(manifest.files),
+    )
 
 
 def require_guest(directory: Path, guest: Guest, *, world_size: int | None = None) -> Manifest:
@@ -137,7 +144,7 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
         ConfigError: somebody else's, or of another number of ranks.
         CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.verify.read_manifest`.
 
-    Called by: guest.loop, verl_slurm.verl, before anything of it is loaded.
+    Before anything of it is loaded.
     """
     manifest = read_manifest(directory)
     whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
@@ -163,7 +170,7 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
 def clear_work(paths: RunPaths, epoch: int) -> Path:
     """The empty work directory of an incarnation, 0700; what a dead generation of it left is removed.
 
-    Called by: guests, one rank, before the first save of a generation.
+    By one rank, before the first save of a generation.
     """
     work = paths.work(epoch)
     names_in(paths.run, work.parent)  # refuses a link: what it leads to is not ours to remove

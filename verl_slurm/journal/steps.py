@@ -48,8 +48,6 @@ def append_step(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
 
     Raises:
         OSError: it was not written whole.
-
-    Called by: trainer.report, rank 0.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     append_line(paths.steps, msgspec.json.encode({"time": now, "epoch": epoch, **row}), durable=False)

@@ -11,17 +11,16 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
+from verl_slurm.guest.session import Session
 from verl_slurm.paths import RunPaths
 from verl_slurm.restarts import restart_may_help, underlying
 from verl_slurm.trainer import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
-from verl_slurm.wire.messages import STACKS_SIGNAL, RankStarted, Refused
+from verl_slurm.wire.messages import STACKS_SIGNAL, RankStarted
 
 __all__ = ["main", "run_and_leave"]
 
@@ -46,18 +45,19 @@ def main(argv: list[str] | None = None) -> int:
         console.complain(f"rank {rank}: {error.one_line()}")
         if restart_may_help(error):
             return int(ExitCode.INTERNAL)
-        line.send(_refusal(rank, error))
+        _refuse(line, rank, error)
         return int(error.exit_code)
     return int(ExitCode.OK)
 
 
-def _refusal(rank: int, error: VerlSlurmError) -> Refused:
-    refused = Refused(rank=rank, exit_code=int(error.exit_code), reason=error.one_line())
+def _refuse(line: RankLine, rank: int, error: VerlSlurmError) -> None:
     from verl_slurm.trainer.python_reward import RewardRaised
 
+    session = Session(line, rank=rank, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, RewardRaised):
-        return msgspec.structs.replace(refused, place=error.place, worked=error.worked)
-    return refused
+        session.refused(error, place=error.place, worked=error.worked)
+    else:
+        session.refused(error)
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:

@@ -31,7 +31,8 @@ from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state import TrainState
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.timings import step_costs
-from verl_slurm.wire.stopping import Order, Stopper
+from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["Ending", "FinalSaveFailed", "Loop", "SaverLost"]
 
@@ -80,7 +81,7 @@ class Loop:
     ) -> None:
         self._config, self._shape, self._state = config, shape, state
         self._learner, self._checkpointer, self._pace = learner, checkpointer, pace
-        self._stopper, self._reporter = stopper, reporter
+        self._stopper, self._reporter, self._session = stopper, reporter, reporter.session
         self._rewards = rewards
         self._saved: tuple[Position, SavedCheckpoint] | None = None
         if saved_as:
@@ -105,27 +106,27 @@ class Loop:
         state, total = self._state, self._config.train.steps
         while True:
             agreed = self._stopper.agree(busy=self._saving is not None and not self._saving.outcome.done())
-            order, finished = agreed.order, state.position == Position(total)
+            request, finished = agreed.request, state.position == Position(total)
             if not agreed.busy:
                 self._settle()
-            why = self._why_save(order)
+            why = self._why_save(request)
             if why is not None:
-                self._save(order, why)
+                self._save(request, why)
             elif not self._is_saved() and self._pace.partial_due(state).save:
                 self._save_partial()
             if finished:
                 self._settle()
                 self._require_saved()
                 self._checkpointer.close()
-                self._reporter.finished(total)
+                self._session.finished(total)
                 return Ending.FINISHED
-            if order is not None and order.stop:
+            if request is not None and request.stop:
                 self._settle()
                 self._checkpointer.close()
-                self._reporter.stopped(order.request_id)
+                self._session.stopped(request.request_id)
                 return Ending.STOPPED
             if self._rewards is not None:
-                self._replace_reward(self._rewards, asked=order is not None)
+                self._replace_reward(self._rewards, asked=request is not None)
             self._advance()
 
     def _replace_reward(self, rewards: RewardSwap, *, asked: bool) -> None:
@@ -186,20 +187,20 @@ class Loop:
                 remedy="the next start does the steps since the newest checkpoint again",
             )
 
-    def _why_save(self, order: Order | None) -> str | None:
+    def _why_save(self, request: SaveRequest | None) -> str | None:
         """Why a save is made at this position; None: none is."""
-        if order is not None:
-            return "the job ends" if order.stop else "asked for"
+        if request is not None:
+            return request.why
         if self._is_saved():
             return None
         due = self._pace.due(self._state)
         return due.reason if due.save else None
 
-    def _save(self, order: Order | None, why: str) -> None:
+    def _save(self, request: SaveRequest | None, why: str) -> None:
         """Begin a save of the present position, or answer with the one there is."""
-        state, request_id = self._state, order.request_id if order else 0
+        state, request_id = self._state, request.request_id if request else 0
         position = state.position
-        self._reporter.save_started(request_id, position.step, safe_point(position, self._shape))
+        self._session.save_started(request_id, position.step, safe_point(position, self._shape))
         waited = self._settle_first()
         if self._saved is not None and self._is_saved():
             self._reporter.saved(
@@ -207,14 +208,15 @@ class Loop:
             )
             return
         self._pace.save_starts(position.step)
+        stop, left = request is not None and request.stop, request.seconds_left if request else None
         # The next incarnation cleans up where we are to stop; now every second counts.
         outcome = self._checkpointer.begin(
             state,
-            tidy=order is None or not order.stop,
-            seconds_left=order.less(waited) if order is not None else None,
+            tidy=not stop,
+            seconds_left=None if left is None else max(0.0, left - waited),
             # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
-            on_kept=partial(self._reporter.saved_on_nodes, request_id) if order and order.stop else None,
-            on_part=partial(self._reporter.part_saved, request_id) if order and order.stop else None,
+            on_kept=partial(self._reporter.saved_on_nodes, request_id) if stop else None,
+            on_part=partial(self._session.part_saved, request_id) if stop else None,
         )
         self._saving = _Saving(position, request_id, why, outcome)
 
@@ -222,7 +224,7 @@ class Loop:
         """Begin a partial save of the present position; no run goes on from it, so the daemon has no part in it."""
         if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
             position = self._state.position
-            self._reporter.save_started(0, position.step, safe_point(position, self._shape))
+            self._session.save_started(0, position.step, safe_point(position, self._shape))
         self._settle_first()
         components = partial_domains(self._config.checkpoint)
         self._pace.partial_starts()

@@ -11,32 +11,15 @@ from typing import TYPE_CHECKING
 from verl_slurm.checkpoint.notice import Notice
 from verl_slurm.config.metric_names import EVAL_PREFIX
 from verl_slurm.dcp.saver import SavedCheckpoint
+from verl_slurm.guest.session import Session
 from verl_slurm.trainer import console
 from verl_slurm.trainer.position import Position
-from verl_slurm.wire import messages
-from verl_slurm.wire.client import RankLine
-from verl_slurm.wire.messages import (
-    Finished,
-    PartSaved,
-    Progress,
-    Saved,
-    SavedOnNodes,
-    SaveFailed,
-    SaveStarted,
-    Stopped,
-)
+from verl_slurm.wire.messages import MAX_NOTICE, Progress, SavedOnNodes
 
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
 
 __all__ = ["Reporter", "progress_line"]
-
-_MAX_NOTICE = 2000
-"""As in `wire.messages.Notice`."""
-_MAX_REASON = 500
-"""As in `wire.messages.Saved`."""
-_MAX_STORY = 4000
-"""Of an error: it may be that of a thousand ranks, and a message beyond `wire.client.MAX_MESSAGE` ends the line."""
 
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
@@ -53,42 +36,37 @@ def progress_line(row: dict[str, float], timings: dict[str, float], total_steps:
 
 
 class Reporter:
-    """One rank's voice. Called by: trainer.loop.
+    """One rank's voice: its session, and for people a line and curves. What is said by a session alone is said there.
 
     Args:
-        line: to the daemon, or `NoDaemon`.
         tensorboard: where rank 0 writes its curves.
         first_step: whole steps done at the start. Curves of an earlier life from there on are purged: they
             show steps that are done again.
-        log_step: writes a step's row into `steps.jsonl`; None: nobody does.
         gpu_memory: percent of this rank's GPU in use; None without one.
     """
 
     def __init__(
         self,
+        session: Session,
         *,
-        rank: int,
-        line: RankLine,
         total_steps: int,
         tensorboard: Path,
         first_step: int,
-        log_step: Callable[[dict[str, float]], None] | None = None,
         gpu_memory: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._rank, self._line, self._total_steps = rank, line, total_steps
+        self.session, self._rank, self._total_steps = session, session.rank, total_steps
         self._gpu_memory = gpu_memory
         self._safe_points = 0
         self._step, self._stall_s = first_step, 0.0
         self._num_failed = 0
-        self._log = log_step if rank == 0 else None
         self._writer: tb.SummaryWriter | None = None
-        if rank == 0:
+        if self._rank == 0:
             self._curves(lambda: self._open_curves(tensorboard, first_step))
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
         """A safe point was reached; `position` comes next."""
         self._safe_points += 1
-        self._line.send(
+        self.session.line.send(
             Progress(
                 rank=self._rank,
                 step=position.step,
@@ -104,7 +82,8 @@ class Reporter:
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
         """A step is finished: the line and the curves, from rank 0."""
         self.say(progress_line(row, timings, self._total_steps))
-        self._log_step(row | timings)
+        if problem := self.session.log_step(row | timings):
+            self.complain(problem)
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }
@@ -125,28 +104,18 @@ class Reporter:
         """Training waited for a save: a copy that was not done, or a save before that was still being written."""
         self._stall_s += seconds
 
-    def save_started(self, request_id: int, step: int, safe_point: int) -> None:
-        self._line.send(SaveStarted(rank=self._rank, request_id=request_id, step=step, safe_point=safe_point))
-
-    def part_saved(self, request_id: int) -> None:
-        """This rank has done its share of a save; the others may not have. From any thread."""
-        self._line.send(PartSaved(rank=self._rank, request_id=request_id))
-
     def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:
         """The checkpoint is in place; rank 0 says so, why it was made, and which medium does not have it."""
+        self.session.saved(
+            request_id,
+            done.name,
+            seconds=done.seconds,
+            num_bytes=done.num_bytes,
+            reason=why,
+            on_shared=done.on_shared,
+            problem=done.problem,
+        )
         if self._rank == 0:
-            self._line.send(
-                Saved(
-                    rank=0,
-                    request_id=request_id,
-                    name=done.name,
-                    seconds=done.seconds,
-                    num_bytes=done.num_bytes,
-                    on_shared=done.on_shared,
-                    problem=done.problem,
-                    reason=why[:_MAX_REASON],
-                )
-            )
             self.say(f"saved {done.name} ({done.num_bytes} bytes, {done.seconds:.2f} s): {why}")
             if done.problem:
                 self.complain(f"degraded: {done.name} is {done.problem}")
@@ -157,7 +126,7 @@ class Reporter:
     def saved_on_nodes(self, request_id: int, done: SavedCheckpoint) -> None:
         """The nodes' disks have the checkpoint, whatever becomes of it on shared storage. From any thread."""
         if self._rank == 0:
-            self._line.send(
+            self.session.line.send(
                 SavedOnNodes(
                     rank=0,
                     request_id=request_id,
@@ -168,29 +137,21 @@ class Reporter:
             )
 
     def save_failed(self, request_id: int, reason: str) -> None:
+        self.session.save_failed(request_id, reason)
         if self._rank == 0:
-            self._line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:_MAX_STORY]))
             self.complain(f"save failed: {reason}")
             self._num_failed += 1
             self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))
 
     def notice(self, notice: Notice) -> None:
         """Tell the daemon, who writes it into the journal, and the log; from rank 0."""
-        if self._rank == 0:
-            text = notice.text[:_MAX_NOTICE]
-            self._line.send(messages.Notice(rank=0, topic=notice.topic, text=text, loud=notice.loud))
-            (self.complain if notice.loud else self.say)(text)
+        self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
+        (self.complain if notice.loud else self.say)(notice.text[:MAX_NOTICE])
 
     def complain(self, text: str) -> None:
         """Something that does not stop the training; one line on stderr, from rank 0."""
         if self._rank == 0:
             console.complain(text)
-
-    def stopped(self, request_id: int) -> None:
-        self._line.send(Stopped(rank=self._rank, request_id=request_id))
-
-    def finished(self, step: int) -> None:
-        self._line.send(Finished(rank=self._rank, step=step))
 
     def say(self, text: str) -> None:
         """One line on stdout, from rank 0."""
@@ -214,15 +175,6 @@ class Reporter:
         for name, value in curves.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def _log_step(self, row: dict[str, float]) -> None:
-        if self._log is None:
-            return
-        try:
-            self._log(row)
-        except OSError as error:
-            self._log = None
-            self.complain(f"no rows in steps.jsonl from here on: {error}")
 
     def _curves(self, work: Callable[[], None]) -> None:
         """Do `work` on the curves; after its first failure there are no more of them in this process."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
@@ -29,9 +28,9 @@ from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.errors import VerlSlurmError
 from verl_slurm.fence import require_epoch
 from verl_slurm.files import require_safe_way
+from verl_slurm.guest.session import Session
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.saves import measured_saves
-from verl_slurm.journal.steps import append_step
 from verl_slurm.keys import load_keys
 from verl_slurm.paths import RunPaths
 from verl_slurm.prompts.chat_template import read_template
@@ -67,8 +66,8 @@ from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state import fresh_state
 from verl_slurm.trainer.step import Learner
 from verl_slurm.trainer.stopwatch import GpuMemory
-from verl_slurm.wire.client import NoDaemon, RankLine
-from verl_slurm.wire.messages import Notice
+from verl_slurm.wire.client import RankLine
+from verl_slurm.wire.messages import Topic
 from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["build_loop"]
@@ -142,6 +141,7 @@ def _build_loop(
 ) -> Loop:
     """`build_loop`; `owned` ends what was made when a later part does not fit."""
     shape = StepShape.of(config)
+    session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
     keys = load_keys(config.checkpoint.encryption)
     rng.seed_all(config.seed, ranks.rank)
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
@@ -149,11 +149,11 @@ def _build_loop(
     digests = msgspec.msgpack.decode(
         ranks.on_first(
             "checking data and models",
-            lambda: _first_look(config, paths, data_root, model_path, epoch, line, device),
+            lambda: _first_look(config, paths, data_root, model_path, session, device),
         ),
         type=_Digests,
     )
-    by_hand = isinstance(line, NoDaemon)
+    by_hand = not session.has_daemon
     directory = checkpoint_directory(paths, resume, by_hand=by_hand)
     if directory and by_hand:
         ranks.on_first("verifying the checkpoint", lambda: require_verified(directory, keys))
@@ -225,7 +225,7 @@ def _build_loop(
     if config.checkpoint.store_frozen:
 
         def keep(model: Path, seen: Fingerprint) -> None:
-            _store(paths, {model: seen}, line)
+            _store(paths, {model: seen}, session)
 
     plan, state.reward = start_reward(
         paths,
@@ -238,7 +238,7 @@ def _build_loop(
     )
     if config.checkpoint.store_frozen and ranks.rank == 0:
         used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
-        _read_back(paths, used | set(digests.frozen.values()), line)
+        _read_back(paths, used | set(digests.frozen.values()), session)
     live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     evaluator = None
     if config.train.eval_every_steps:
@@ -260,12 +260,10 @@ def _build_loop(
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
     reporter = Reporter(
-        rank=ranks.rank,
-        line=line,
+        session,
         total_steps=config.train.steps,
         tensorboard=paths.tensorboard,
         first_step=state.position.step,
-        log_step=partial(append_step, paths, epoch),
         gpu_memory=GpuMemory(device).percent,
     )
     if state.position != loaded:
@@ -339,8 +337,7 @@ def _first_look(
     paths: RunPaths,
     data_root: Path,
     model_path: Path,
-    epoch: int,
-    line: RankLine,
+    session: Session,
     device: torch.device,
 ) -> bytes:
     """Rank 0: does the run belong to us, are the data and the layout those of the first start.
@@ -348,14 +345,14 @@ def _first_look(
     Raises:
         Fenced, DatasetDrift, DataError, ConfigError: no.
     """
-    require_epoch(paths, epoch)
+    require_epoch(paths, session.epoch)
     # A daemon has held the data set against its fingerprint just now, and may have accepted a change.
-    recorded = None if isinstance(line, NoDaemon) else read_fingerprint(paths)
+    recorded = read_fingerprint(paths) if session.has_daemon else None
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
-        _store(paths, {path: seen[role] for role, path in models.items()}, line)
+        _store(paths, {path: seen[role] for role, path in models.items()}, session)
     frozen = {role: found.digest for role, found in seen.items()}
     files = {"data.root": _may_hold_prompts(data)}
     if config.data.eval_root is not None:  # decides what does not train
@@ -367,7 +364,7 @@ def _first_look(
         frozen["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
-        _notice(line, said, topic="device")
+        _notice(session, said, topic="device")
     return msgspec.msgpack.encode(
         _Digests(
             dataset=data.digest,
@@ -388,35 +385,35 @@ def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
     }
 
 
-def _store(paths: RunPaths, models: dict[Path, Fingerprint], line: RankLine) -> None:
+def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -> None:
     """Small models at once; large ones beside the training, which need not wait. What fails is said: the next start
     tries again."""
 
     def work() -> None:
         for model, seen in models.items():
             try:
-                store_frozen(paths, model, seen, notice=partial(_notice, line))
+                store_frozen(paths, model, seen, notice=partial(_notice, session))
             except (OSError, VerlSlurmError) as error:
-                _notice(line, f"no copy of {model} in {paths.frozen}: {error}")
+                _notice(session, f"no copy of {model} in {paths.frozen}: {error}")
 
     _beside(sum(seen.num_bytes for seen in models.values()), work)
 
 
-def _read_back(paths: RunPaths, used: set[str], line: RankLine) -> None:
+def _read_back(paths: RunPaths, used: set[str], session: Session) -> None:
     """The copies that this start has no use for, `used` being the digests of the others."""
     size = sum(path.stat().st_size for path in paths.frozen.rglob("*") if path.is_file())
 
     def work() -> None:
         try:
-            read_back_others(paths, used, notice=partial(_notice, line))
+            read_back_others(paths, used, notice=partial(_notice, session))
         except OSError as error:
-            _notice(line, f"{paths.frozen} could not be read back: {error}")
+            _notice(session, f"{paths.frozen} could not be read back: {error}")
 
     _beside(size, work)
 
 
-def _notice(line: RankLine, text: str, topic: Literal["frozen", "device"] = "frozen") -> None:
-    line.send(Notice(rank=0, topic=topic, text=text[:2000], loud=True))
+def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
+    session.notice(text, topic=topic, loud=True)
     console.complain(text)
 
 

@@ -41,7 +41,7 @@ from verl_slurm.paths import RunPaths
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
 from verl_slurm.verl.resize import way_out
 from verl_slurm.verl.shards import Judged, judge_step
-from verl_slurm.verl.tracker import TRACKER
+from verl_slurm.verl.tracker import tracker_file
 
 __all__ = [
     "Adoption",
@@ -223,7 +223,7 @@ def _adopt(
             paths,
             _save(one, how, owner),
             {copy.name: copy},
-            texts={TRACKER: str(one.step).encode()},
+            texts=tracker_file(one.step),
             epoch_check=lambda: _require_same(paths, owner),
         )
     except (CheckpointCorrupt, OSError) as error:

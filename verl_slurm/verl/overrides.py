@@ -41,7 +41,7 @@ _OURS = {
     "trainer.max_ckpt_to_keep": "checkpoint.keep_last",
     "trainer.nnodes": "distributed.nodes",
     "trainer.n_gpus_per_node": "distributed.dp_size (ranks of all nodes) and distributed.nodes",
-    "trainer.checkpoint_callback_class": "nothing: that place is where verl-slurm commits what verl saved",
+    "trainer.checkpoint_callback_class": "nothing: verl-slurm commits what verl has saved, and moves it away",
     "ray_kwargs.ray_init": "slurm.cpus_per_node, slurm.gpus_per_node and distributed: Ray is started on the job's nodes"
     " before verl, which joins it",
     "hydra.run": "run_dir: Hydra's own log lies in RUN/work",
@@ -102,7 +102,6 @@ def hydra_words(section: Mapping[str, Any], words: Sequence[str], own: OwnSettin
         "trainer.max_actor_ckpt_to_keep": None,
         "trainer.max_critic_ckpt_to_keep": None,
         "trainer.v1.trainer_mode": f"verl_slurm_{mode}",
-        "++trainer.checkpoint_callback_class": "verl_slurm.verl.ppo.CommitCallback",  # before 0.9.1 no key of verl's
         "hydra.run.dir": str(own.save_dir.parent / "hydra"),
         "hydra.output_subdir": None,
     }

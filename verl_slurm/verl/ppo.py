@@ -2,7 +2,7 @@
 
 `VERL_USE_EXTERNAL_MODULES=verl_slurm.verl.ppo` has every process of verl's import this at the end of `import verl`.
 Two names are registered with `register_trainer`, and `trainer.v1.trainer_mode` names one of them: verl's own class,
-which at the end of a step may save and leave. `trainer.checkpoint_callback_class` is where each save is handed over.
+which at the end of a step may save and leave.
 
 verl's rule that its trainers are chosen by the name of their mode goes further than the choice (the replay buffer and
 the transfer queue ask for the name "sync", too), so the name is set back before verl's constructor sees it.
@@ -12,7 +12,6 @@ Nothing of verl is replaced: where verl itself calls a method for its subclasses
 
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from omegaconf import open_dict
@@ -20,29 +19,17 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from verl_slurm.config.load import load_own
-from verl_slurm.guest.keeping import Keeper
+from verl_slurm.dcp.collective import Collective
 from verl_slurm.guest.session import Session
-from verl_slurm.guest.tree import clear_work
+from verl_slurm.guest.step_end import StepEndSaver
 from verl_slurm.rendezvous.everywhere import install_everywhere
 from verl_slurm.verl.installed import installed_verl
 from verl_slurm.verl.saves import Saves
-
-try:
-    from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
-except ModuleNotFoundError:  # before 0.9.1 nobody called one
-    CheckpointCallback = None
+from verl_slurm.verl.tracker import tracker_file
 
 install_everywhere()  # by now it is, unless a PYTHONPATH of the user's own has replaced ours
 
-__all__ = ["CommitCallback", "InterruptibleColocateAsync", "InterruptibleSync"]
-
-
-class CommitCallback(CheckpointCallback or object):  # type: ignore[misc]  # verl has no types
-    """`trainer.checkpoint_callback_class`. verl calls it in its driver behind each save, on all ranks done."""
-
-    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **_: object) -> None:
-        trainer.saves.written(global_step, Path(checkpoint_dir))
+__all__ = ["InterruptibleColocateAsync", "InterruptibleSync"]
 
 
 class _Interruptible:
@@ -58,18 +45,17 @@ class _Interruptible:
     def __init__(self, config: Any) -> None:
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.mode
-        session = Session.open(rank=0, world_size=1, lifeline=False)
-        if session.has_run:
-            clear_work(session.paths, session.epoch)
-        trainer = config.trainer
-        metadata = {
-            "verl": installed_verl(),
-            **{name: version(name) for name in ("torch", "ray", "transformers")},
-        }
-        keeper = None
-        if session.has_run:
-            keeper = Keeper(session, load_own(session.paths.run_yaml).checkpoint)
-        self.saves = Saves(session, trainer.nnodes * trainer.n_gpus_per_node, metadata, keeper=keeper)
+        libraries = {name: version(name) for name in ("torch", "ray", "transformers")}
+        saver = StepEndSaver(
+            Session.open(rank=0, world_size=1, lifeline=False),
+            Collective(None),
+            guest="verl",
+            world_size=config.trainer.nnodes * config.trainer.n_gpus_per_node,
+            metadata={"verl": installed_verl(), **libraries},
+            texts=tracker_file,
+            beside=True,
+        )
+        self.saves = Saves(saver)
         super().__init__(config)  # type: ignore[call-arg]
 
     def on_train_begin(self) -> None:
@@ -84,20 +70,14 @@ class _Interruptible:
         return super().step(metrics, timing_raw)  # type: ignore[misc]
 
     def on_step_end(self) -> None:
-        if self.saves.step_end(self.global_steps, self._save_checkpoint):
+        if self.saves.step_end(self.global_steps, super()._save_checkpoint):  # type: ignore[misc]
             self.total_training_steps = self.global_steps  # the loop's own condition ends it
             self.config.trainer.test_freq = -1
             return  # no weights to the rollout engines: nobody will sample again
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
-        if not self.saves.may_write(self.global_steps):
-            return
-        self.saves.writing()
-        super()._save_checkpoint()  # type: ignore[misc]
-        if CheckpointCallback is None:
-            directory = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-            self.saves.written(self.global_steps, directory)
+        self.saves.save(self.global_steps, super()._save_checkpoint)  # type: ignore[misc]
 
     def _compute_metrics(
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from verl_slurm.errors import ConfigError, VerlSlurmError
 from verl_slurm.exit_codes import ExitCode
 from verl_slurm.guest.session import Session
-from verl_slurm.guest.tree import clear_work, require_guest
+from verl_slurm.guest.tree import require_guest
 from verl_slurm.restarts import restart_may_help, underlying
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.verl.tracker import tracker_file
 
 if TYPE_CHECKING:
     from verl_slurm.dcp.collective import Collective
@@ -108,72 +109,37 @@ def _under_a_daemon(session: Session) -> None:
     settings = _compose([override.word for override in overrides], ours)
     _require_whole(settings)
     with _process_group(settings) as ranks:
-        from verl_slurm.verl.serving import Serving
+        from verl_slurm.guest.step_end import StepEndSaver
+        from verl_slurm.verl.saves import last_words
         from verl_slurm.verl.sft_loop import ServedSFT
 
-        work = Path(ranks.on_first("making the work directory", lambda: bytes(_made(session))).decode())
-        serving = Serving(
+        saver = StepEndSaver(
             session,
             ranks,
-            work,
-            config=config,
-            resume_step=resume_step,
+            guest="verl",
+            step=resume_step,
             metadata={"verl": installed_verl(), "torch": metadata.version("torch")},
+            texts=tracker_file,
+            beside=True,
         )
-        trainer = ServedSFT(settings, serving, resume_step)
-        serving.begin(resume_step, trainer.total)
+        trainer = ServedSFT(settings, saver, resume_step)
+        saver.begin(resume_step, trainer.total)
         trainer.fit()
-        serving.end()
-        _last_words(session, trainer, serving, resume_step)
-
-
-def _made(session: Session) -> bytes:
-    return str(clear_work(session.paths, session.epoch)).encode()
-
-
-def _last_words(session: Session, trainer: Any, serving: Any, began: int) -> None:
-    """What came of it, by the step that was reached."""
-    if trainer.is_done and serving.saved_step == trainer.step:
-        session.finished(trainer.step)
-    elif trainer.order is not None:
-        session.stopped(trainer.order.request_id)
-    elif trainer.is_done:
-        raise VerlSlurmError(
-            "the last step is done and could not be saved",
-            where=session.paths.root,
-            found=f"the newest save is of step {serving.saved_step}",
-            expected=f"step {trainer.total}",
-        )
-    else:
-        _require_all(trainer, began, where=session.paths.root)
-
-
-def _require_all(trainer: Any, began: int, *, where: Path) -> None:
-    """verl ends with 0 whether or not it came to its last step.
-
-    Raises:
-        VerlSlurmError: a crash: it did not.
-    """
-    if not trainer.is_done:
-        what = (
-            "verl ended without a single step" if trainer.step == began else "verl ended before its last step"
-        )
-        raise VerlSlurmError(
-            what, where=where, found=f"step {trainer.step}", expected=f"step {trainer.total}"
-        )
+        saver.end()
+        last_words(saver, step=trainer.step, total=trainer.total, began=resume_step)
 
 
 def _by_hand(words: Sequence[str]) -> None:
     """verl as it is, without its trap: it resumes from what it finds by itself."""
     settings = _compose(list(words), {})
     with _process_group(settings):
+        from verl_slurm.verl.saves import require_all
         from verl_slurm.verl.sft_loop import ServedSFT
-        from verl_slurm.verl.sft_wraps import Alone
 
-        trainer = ServedSFT(settings, Alone(), None)
+        trainer = ServedSFT(settings, None, None)
         began = trainer.step
         trainer.fit()
-        _require_all(trainer, began, where=Path(settings.trainer.default_local_dir))
+        require_all(trainer.step, trainer.total, began, where=Path(settings.trainer.default_local_dir))
 
 
 def _compose(words: list[str], ours: Mapping[str, Any]) -> Any:

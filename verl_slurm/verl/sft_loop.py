@@ -8,7 +8,7 @@ No exit is believed: a run is finished when its last step is done and committed 
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,25 +16,26 @@ import torch
 from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils import tensordict_utils
 
+from verl_slurm.checkpoint.format import FileEntry, guest_directory
+from verl_slurm.dcp.collective import Collective
 from verl_slurm.errors import ConfigError, VerlSlurmError
-from verl_slurm.verl.sft_wraps import Numbers, Saves, Service, Watched
-from verl_slurm.wire.stopping import Order
+from verl_slurm.guest.step_end import StepEndSaver, seal_own
+from verl_slurm.verl.sft_wraps import WatchedHandler, WatchedWorker
 
 __all__ = ["ServedSFT"]
 
 
 class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
-    """The trainer of one rank. Called by: verl.sft.
+    """The trainer of one rank.
 
     Args:
         config: verl's own, whole.
-        service: who is told, asked and given what was saved.
+        saver: commits what verl saves, and is asked at each step's end; None: nobody is served, verl saves as it does.
         resume_step: where it has to resume, 0: from the beginning; None: wherever verl finds something.
 
     Attributes:
         step: the last one that is done.
         total: the last one that there is.
-        order: why it left early; None: it did not.
 
     Raises:
         ConfigError: the data ends before `trainer.total_training_steps`.
@@ -45,11 +46,9 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     training_client: Any
     ckpt_handler: Any
 
-    def __init__(self, config: Any, service: Service, resume_step: int | None) -> None:
-        self._service = service
-        self.order: Order | None = None
-        self._metrics: Numbers = {}
-        self._extra_save: Order | None = None
+    def __init__(self, config: Any, saver: StepEndSaver | None, resume_step: int | None) -> None:
+        self._saver = saver
+        self._metrics: dict[str, float] = {}
         _seed(int(config.trainer.seed))
         super().__init__(config=config)
         self.total, self.step = int(self.total_training_steps), int(self.resume_global_step)
@@ -80,7 +79,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def _build_engine(self) -> None:
         super()._build_engine()
-        self.training_client = Watched(self.training_client, self._step_is_done)
+        self.training_client = WatchedWorker(self.training_client, self._step_is_done)
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
@@ -92,7 +91,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def _build_ckpt_handler(self) -> None:
         super()._build_ckpt_handler()
-        self.ckpt_handler = Saves(
+        self.ckpt_handler = WatchedHandler(
             self.ckpt_handler,
             steps_per_epoch=self.steps_per_epoch,
             save=self._save,
@@ -107,19 +106,34 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         """The weights are those of the next step's beginning; metrics, validation and saving follow in `fit`."""
         self.step += 1
         self._metrics = _numbers(output)
-        self.save_freq, self._extra_save = self._own_save_freq, None
-        order = self._service.step_done(self.step, self._metrics)
-        if order is None:
+        self.save_freq = self._own_save_freq
+        if self._saver is None:
             return
-        if order.stop:
-            self.order = order
+        self._saver.step_done(self.step, self._metrics)
+        request = self._saver.asked()
+        if request is None:
+            return
+        if request.stop:
             self.total_training_steps = self.step  # its last step: it saves, and returns
             self.val_dataloader, self.test_freq = None, -1  # no time for a validation
         else:
-            self._extra_save, self.save_freq = order, 1
+            self.save_freq = 1
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
-        self._service.save(step, self.order or self._extra_save, self._metrics, write)
+        saver = self._saver
+        if saver is None:
+            write()
+            return
+        name, last = guest_directory("verl", step), step >= self.total
+
+        def mine() -> list[str]:
+            return [f"{name}/{path.name}" for path in (saver.work / name).glob(f"*_rank_{self.rank}.pt")]
+
+        def seal(ranks: Collective) -> Sequence[FileEntry]:
+            return seal_own(saver.work, lambda: sorted(mine()), ranks)
+
+        why = "trainer.save_freq"
+        saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write, seal=seal)
 
 
 def _seed(seed: int) -> None:
@@ -129,7 +143,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _numbers(output: Any) -> Numbers:
+def _numbers(output: Any) -> dict[str, float]:
     """What `train_batch` says of its step, as far as it is numbers; only some ranks are told."""
     try:
         metrics = tensordict_utils.get(output, "metrics")

@@ -6,28 +6,15 @@ begins with a fresh one, as it does in a run that was never interrupted.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.wire.stopping import Order
 
-__all__ = ["Alone", "Numbers", "Saves", "Service", "Watched"]
-
-Numbers = dict[str, float]
+__all__ = ["WatchedHandler", "WatchedWorker"]
 
 
-class Service(Protocol):
-    """What the trainer needs of whoever serves it; every method on every rank alike. Called by: `ServedSFT`."""
-
-    def step_done(self, step: int, metrics: Numbers) -> Order | None:
-        """A step is done; what all ranks do now."""
-
-    def save(self, step: int, order: Order | None, metrics: Numbers, write: Callable[[], None]) -> None:
-        """Have `write` write verl's checkpoint of `step`, and make it one of the run's."""
-
-
-class Watched:
-    """verl's `TrainingWorker`, with a word after every step. Called by: `ServedSFT`.
+class WatchedWorker:
+    """verl's `TrainingWorker`, with a word after every step.
 
     Args:
         inner: verl's.
@@ -55,15 +42,13 @@ class _KeptBack:
         self.state = state
 
 
-class Saves:
+class WatchedHandler:
     """verl's `CheckpointHandler`, with the data loader's state where it is of use, and our save around its own.
 
     Args:
         inner: verl's.
         steps_per_epoch: of this run's data.
         save: wraps a save: takes the step, and what writes it.
-
-    Called by: `ServedSFT`.
     """
 
     def __init__(
@@ -102,15 +87,3 @@ class Saves:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-
-class Alone:
-    """The `Service` of a trainer that nobody serves: verl saves as it does. Called by: verl.sft, run by hand."""
-
-    def step_done(self, step: int, metrics: Numbers) -> Order | None:
-        del step, metrics
-        return None
-
-    def save(self, step: int, order: Order | None, metrics: Numbers, write: Callable[[], None]) -> None:
-        del step, order, metrics
-        write()

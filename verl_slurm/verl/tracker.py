@@ -19,7 +19,15 @@ from verl_slurm.files import write_file
 from verl_slurm.one_line import printable
 from verl_slurm.verl.shards import Judged
 
-__all__ = ["TRACKER", "Tracker", "judge_tracker", "look_at_tracker", "read_tracker", "write_tracker"]
+__all__ = [
+    "TRACKER",
+    "Tracker",
+    "judge_tracker",
+    "look_at_tracker",
+    "read_tracker",
+    "tracker_file",
+    "write_tracker",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -50,6 +58,11 @@ class Tracker:
     @property
     def needs_repair(self) -> bool:
         return self.state not in ("good", "absent")
+
+
+def tracker_file(step: int) -> dict[str, bytes]:
+    """The file that stands beside `global_step_N` in a checkpoint: its directory is one that verl resumes from."""
+    return {TRACKER: str(step).encode()}
 
 
 def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:

@@ -14,8 +14,8 @@ from typing import Protocol, Self
 
 import msgspec
 
-from verl_slurm.wire.control_page import PAGE_NAME, ControlPage, Request
-from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
+from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
 from verl_slurm.wire.peer_credentials import require_our_agent
 
 __all__ = ["MAX_MESSAGE", "SOCKET_NAME", "NoDaemon", "RankClient", "RankLine"]
@@ -32,12 +32,12 @@ _OTHERS_EVERY_S = 1.0
 
 
 class RankLine(Protocol):
-    """What the trainer needs of a daemon. Called by: `wire.stopping`, `trainer.report`."""
+    """What a rank needs of its daemon."""
 
     def send(self, message: FromRank) -> None:
         """Tell the daemon; never raises, never blocks for long."""
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         """The newest request of the daemon. Costs one memory read."""
 
 
@@ -47,7 +47,7 @@ class NoDaemon:
     def send(self, message: FromRank) -> None:
         del message
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         return None
 
 
@@ -95,7 +95,7 @@ class RankClient:
         except OSError:  # too slow, gone, or out of buffers: a rank goes on without
             return
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         return self._page.request() if self._page.request_id() else None
 
     def close(self) -> None:

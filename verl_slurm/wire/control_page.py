@@ -10,20 +10,22 @@ offset 0   magic        b"VSPAGE01"
       24   deadline_ns  CLOCK_MONOTONIC of this node; 0: none
 ```
 
-A newer request replaces an older one: a rank that saw request 2 has nothing left to do for request 1.
+A newer request replaces an older one: a rank that saw request 2 has nothing left to do for request 1. A deadline is
+stored as a moment and read as the seconds that are left until then: both sides share this node's clock.
 """
 
 import mmap
 import os
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
 
 from verl_slurm.errors import WireError
 from verl_slurm.files import open_new
+from verl_slurm.wire.messages import SaveRequest
 
-__all__ = ["PAGE_NAME", "ControlPage", "Request"]
+__all__ = ["PAGE_NAME", "ControlPage"]
 
 PAGE_NAME = "page"
 _MAGIC = b"VSPAGE01"
@@ -32,19 +34,15 @@ _WORD = struct.Struct("=Q")
 _REQUEST_ID, _STOP, _DEADLINE = 8, 16, 24
 
 
-class Request(msgspec.Struct, frozen=True):
-    """What the page says: save at the next safe point, and then stop or go on."""
-
-    request_id: int
-    stop: bool
-    deadline_ns: int
-
-
 class ControlPage:
-    """One mapped page. Called by: the agent (`create`, `post`) and the trainer (`open`, `request`)."""
+    """One mapped page: an agent creates it and posts, its ranks open it and read.
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    Args:
+        clock_ns: CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, memory: mmap.mmap, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._memory, self._clock_ns = memory, clock_ns
 
     @classmethod
     def create(cls, path: Path) -> "ControlPage":
@@ -75,23 +73,28 @@ class ControlPage:
             raise WireError("not a control page", where=path, found=memory[:8], expected=_MAGIC)
         return cls(memory)
 
-    def post(self, request: Request) -> None:
+    def post(self, request: SaveRequest) -> None:
         """Ask. The id is stored last, so that a reader who sees it sees the rest."""
+        left = request.seconds_left
+        # 0 says "no deadline", too: so did leads before `seconds_left` could be None.
+        deadline_ns = self._clock_ns() + int(left * 1e9) if left is not None and left > 0 else 0
         _WORD.pack_into(self._memory, _STOP, int(request.stop))
-        _WORD.pack_into(self._memory, _DEADLINE, request.deadline_ns)
+        _WORD.pack_into(self._memory, _DEADLINE, deadline_ns)
         _WORD.pack_into(self._memory, _REQUEST_ID, request.request_id)
 
     def request_id(self) -> int:
         """The poll: one aligned read."""
         return int(_WORD.unpack_from(self._memory, _REQUEST_ID)[0])
 
-    def request(self) -> Request | None:
-        """The newest request, or None where nothing was ever asked."""
+    def request(self) -> SaveRequest | None:
+        """The newest request, or None where nothing was ever asked. Past its deadline `seconds_left` is negative."""
         request_id = self.request_id()
         if request_id == 0:
             return None
         stop = _WORD.unpack_from(self._memory, _STOP)[0] != 0
-        return Request(request_id, stop, int(_WORD.unpack_from(self._memory, _DEADLINE)[0]))
+        deadline_ns = int(_WORD.unpack_from(self._memory, _DEADLINE)[0])
+        left = (deadline_ns - self._clock_ns()) / 1e9 if deadline_ns else None
+        return SaveRequest(request_id=request_id, stop=stop, seconds_left=left)
 
     def close(self) -> None:
         self._memory.close()

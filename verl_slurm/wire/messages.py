@@ -21,7 +21,7 @@ agent → lead   AgentReady(node, node_id, free_port)
 lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume, epoch)
 rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0) or 1 s (the others); Notice at times
    a preemption:
-lead  → agent  StopRequest(request_id, deadline_s)      → into the control page
+lead  → agent  SaveRequest(request_id, stop, seconds_left)   → into the control page
 rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the
                rename; PartSaved, so that the lead can name who is late)
                before it, where the nodes' disks are done first: SavedOnNodes
@@ -50,6 +50,9 @@ import msgspec
 
 __all__ = [
     "MAX_KEY",
+    "MAX_NOTICE",
+    "MAX_REASON",
+    "MAX_STORY",
     "MAX_VALUE",
     "STACKS_SIGNAL",
     "AgentReady",
@@ -66,18 +69,19 @@ __all__ = [
     "RankStarted",
     "Refused",
     "SaveFailed",
+    "SaveRequest",
     "SaveStarted",
     "Saved",
     "SavedOnNodes",
     "Shutdown",
     "SignalSeen",
     "StacksWritten",
-    "StopRequest",
     "Stopped",
     "StoreAnswer",
     "StoreCall",
     "StrangerMet",
     "ToAgent",
+    "Topic",
 ]
 
 
@@ -85,6 +89,15 @@ STACKS_SIGNAL = signal.SIGRTMIN + 3
 """What makes a rank write down where all its threads are (`faulthandler`: in C, whoever holds the GIL). It is none of
 those that Slurm or a launcher send."""
 
+
+MAX_NOTICE = 2000
+MAX_REASON = 500
+MAX_STORY = 4000
+"""Characters of a text for people. A story is that of an error, and may be that of a thousand ranks: a message beyond
+`wire.client.MAX_MESSAGE` ends the line."""
+
+Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
+"""What a `Notice` is about."""
 
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
 """As `paths.CHECKPOINT_NAME`: whoever acts upon a name looks below the run's own checkpoints, and nowhere else."""
@@ -109,14 +122,22 @@ class Launch(_Message, frozen=True, kw_only=True):
     """Name of the checkpoint directory to resume from, or empty: from the start."""
 
 
-class StopRequest(_Message, frozen=True, kw_only=True):
-    """Save at the next safe point. Relayed to the ranks through the control page."""
+# The tag and the field's name are older than the class: where a package is upgraded under a running job, the lead of
+# before starts agents of the new release.
+class SaveRequest(_Message, frozen=True, kw_only=True, tag="StopRequest"):
+    """Save at the next safe point. Decided by the policy, relayed through the control page, agreed on by the ranks."""
 
     request_id: int
+    """Grows by one with each request of an attempt; from 1."""
     stop: bool
-    """True: stop after the save. False: save and go on (an operator's USR1)."""
-    deadline_s: float
-    """Seconds from now, by the receiver's monotonic clock."""
+    """True: leave after the save. False: save and go on (an operator's USR1)."""
+    seconds_left: float | None = msgspec.field(default=None, name="deadline_s")
+    """Until the ranks must be gone, from the moment in which it is read or received; None: no deadline."""
+
+    @property
+    def why(self) -> str:
+        """Why the save is made, for people (`Saved.reason`)."""
+        return "the job ends" if self.stop else "asked for"
 
 
 class DumpStacks(_Message, frozen=True, kw_only=True):
@@ -219,7 +240,7 @@ class Saved(_Message, frozen=True, kw_only=True):
     """False: only the nodes' own disks have it (it was read back there); the next start brings it home."""
     problem: str = ""
     """Not empty: degraded. Which medium does not have it, and why."""
-    reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
     """Why it was made, for people (`checkpoint.cadence`)."""
 
 
@@ -246,8 +267,8 @@ class Notice(_Message, frozen=True, kw_only=True):
     """Rank 0: something about saving, an evaluation or the reward that people should hear, and that stops nothing."""
 
     rank: int
-    topic: Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
-    text: Annotated[str, msgspec.Meta(max_length=2000)]
+    topic: Topic
+    text: Annotated[str, msgspec.Meta(max_length=MAX_NOTICE)]
     loud: bool
     """Something is wrong."""
 
@@ -341,7 +362,7 @@ class StrangerMet(_Message, frozen=True, kw_only=True):
     """Which ranks' places were taken, and what is known of who took them, for people."""
 
 
-ToAgent = Launch | StopRequest | DumpStacks | Shutdown | StoreAnswer
+ToAgent = Launch | SaveRequest | DumpStacks | Shutdown | StoreAnswer
 FromStoreClient = StoreCall | StrangerMet
 FromRank = (
     RankStarted

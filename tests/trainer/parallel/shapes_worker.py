@@ -46,7 +46,7 @@ from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.control_page import Request
+from verl_slurm.wire.messages import SaveRequest
 
 PROMPTS = 16
 TRAIN = TrainConfig(
@@ -70,11 +70,13 @@ class Line(NoDaemon):
     def __init__(self, stop: int | None, kill: int | None) -> None:
         self._stop, self._kill, self._polls = stop, kill, 0
 
-    def request(self) -> Request | None:
+    def request(self) -> SaveRequest | None:
         number, self._polls = self._polls, self._polls + 1
         if number == self._kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        return Request(1, True, 0) if self._stop is not None and number >= self._stop else None
+        return (
+            SaveRequest(request_id=1, stop=True) if self._stop is not None and number >= self._stop else None
+        )
 
 
 def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> RunConfig:
