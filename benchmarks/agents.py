@@ -24,18 +24,18 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
 
-from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import inputs
-from verl_slurm_daemon.channel import LeadLink, connect
-from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.allocation.local import LocalAllocation
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.local_allocation import LocalAllocation
-from verl_slurm_daemon.model import Limits, Model
-from verl_slurm_daemon.policy import decide
+from verl_slurm_daemon.lead.effects import Effects
+from verl_slurm_daemon.link.channel import LeadLink, connect
 
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import AgentReady, Progress, SaveRequest, ToAgent
 

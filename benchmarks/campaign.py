@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.files import write_file
+from verl_slurm.base.files import write_file
 
 __all__ = ["Row", "add", "rows", "table"]
 

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_slurm.checkpoint.chunks import Reading, Wanted, read_checked
-from verl_slurm.checkpoint.encryption import CHUNK_BYTES, CheckpointCipher, ChunkOpener, ChunkSealer
-from verl_slurm.keys import MasterKey, Secret
-from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import ArenaFile, Sealing
-from verl_slurm.save_path.sealing import Sealer
-from verl_slurm.save_path.writing import write_and_hash
+from verl_slurm.base.keys import MasterKey, Secret
+from verl_slurm.checkpoint.format.encryption import CHUNK_BYTES, CheckpointCipher, ChunkOpener, ChunkSealer
+from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
+from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.protocol import ArenaFile, Sealing
+from verl_slurm.save.writer.sealing import Sealer
+from verl_slurm.save.writer.writing import write_and_hash
 
 
 def _seal(key: Secret, plain: memoryview, out: memoryview, chunk: int) -> list[bytes]:

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.curves import picture
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.paths import RunPaths
 
 CONFIGS = {"PPO": "configs/quickstart.yaml", "GRPO": "configs/quickstart_grpo.yaml"}
 _NUMBERS = ("reward", "reward_std", "kl", "response_tokens")

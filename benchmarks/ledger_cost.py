@@ -31,10 +31,10 @@ sys.path.insert(0, str(ROOT))
 
 import msgspec
 
-from verl_slurm.fence import take_epoch
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.mounts import file_system
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.mounts import file_system
-from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.runtime_state.syncing import BackgroundSync
@@ -202,7 +202,7 @@ def _said(run: Path, rank: int) -> Path:
 def _rank(run: Path, epoch: int) -> None:
     """The trainer's own entry, watched. Leaves as the trainer does: see `run_and_leave` there."""
     from verl_slurm.trainer.__main__ import main as trainer
-    from verl_slurm.trainer.state import to_arrays
+    from verl_slurm.trainer.state.train_state import to_arrays
 
     spent: list[tuple[float, float]] = []
 
@@ -212,7 +212,7 @@ def _rank(run: Path, epoch: int) -> None:
         spent.append((time.perf_counter() - began, time.thread_time() - cpu))
         return arrays
 
-    with watched() as seen, patch("verl_slurm.trainer.journaling.to_arrays", timed):
+    with watched() as seen, patch("verl_slurm.trainer.rollout.ledger_writing.to_arrays", timed):
         code = trainer(["--run", str(run), "--epoch", str(epoch)])
     for append, (seconds, cpu_s) in zip(
         seen.appends, spent, strict=True

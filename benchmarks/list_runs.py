@@ -25,7 +25,7 @@ from tests.many_runs import Kind, make_run
 
 _KINDS: tuple[Kind, ...] = ("running", *("done",) * 5, "queued", "cancelled", *("done",) * 2)
 _INSIDE = (
-    "import sys; from pathlib import Path; from verl_slurm.submit.fleet import glance_at_all; "
+    "import sys; from pathlib import Path; from verl_slurm.runs.glance import glance_at_all; "
     "sys.exit(not glance_at_all(Path(sys.argv[1])))"
 )
 

@@ -20,9 +20,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from verl_slurm.dcp.loader import read_whole
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import load
+from verl_slurm.save.ranks.loader import read_whole
 
 Shape = tuple[int, int, int]
 

@@ -28,10 +28,10 @@ from tests.verl.plain import VERLS, Ended, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.guest.tree import require_guest
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.checkpoint.store.recover import choose_resume
 
 _LAST, _FURTHER, _EPOCH = 6, 7, 8
 _SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")

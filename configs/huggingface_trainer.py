@@ -13,7 +13,7 @@ import time
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from verl_slurm.guest.huggingface import VerlSlurmCallback  # 1
+from verl_slurm.loops.huggingface import VerlSlurmCallback  # 1
 
 VOCABULARY, LENGTH = 64, 16
 

@@ -16,7 +16,7 @@ import lightning
 import torch
 from torch import nn
 
-from verl_slurm.guest.lightning import ResumableDataLoader, VerlSlurmCheckpoint  # 1
+from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint  # 1
 
 
 class Sine(lightning.LightningModule):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.errors import SlurmMissing
 
 # The same examples at every run: a test that fails now and then hinders everybody, and tells nobody in time.
 # To look for new ones: HYPOTHESIS_PROFILE=explore.

@@ -20,13 +20,13 @@ import psutil
 from tests.journals import Line, read_events
 from tests.ledger_stats import ledger_stats
 from tests.processes import tell
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.errors import VerlSlurmError
 from verl_slurm.journal.status import read_status
-from verl_slurm.paths import RunPaths
+from verl_slurm.runs.follow import follow_lines
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
-from verl_slurm.submit.follow import follow_lines
 
 ROOT = Path(__file__).parent.parent
 

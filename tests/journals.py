@@ -5,10 +5,10 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from verl_slurm.base.one_line import json_line
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import files
 from verl_slurm.journal.events import KINDS, Event
-from verl_slurm.one_line import json_line
-from verl_slurm.paths import RunPaths
 
 Line = dict[str, Any]
 """One event, as the object of its line."""

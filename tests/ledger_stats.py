@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Key, records
 
 __all__ = ["LedgerStats", "ledger_stats"]

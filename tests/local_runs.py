@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, SMALL
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 QUICK = (*SMALL, "train.steps=2", "train.batch_size_per_device=64")

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from tests.journals import make_events
-from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
-from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
 from verl_slurm.journal.folds.outages import Outages
-from verl_slurm.paths import RunPaths
 
 Kind = Literal["running", "done", "queued", "cancelled", "failed"]
 _BEGAN = datetime(2026, 11, 1, 8, tzinfo=UTC)

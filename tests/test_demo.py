@@ -11,10 +11,10 @@ import pytest
 
 from tests.harness import ROOT, SMALL
 from tests.journals import make_event
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 from verl_slurm.demo import timings
-from verl_slurm.errors import NotFound
-from verl_slurm.exit_codes import ExitCode
 
 QUICK = (*SMALL, "train.steps=6", "train.batch_size_per_device=192")
 

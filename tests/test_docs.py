@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS, cli
 from verl_slurm.config.changes import may_change
 from verl_slurm.config.load import parse_config
-from verl_slurm.exit_codes import ExitCode
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")])
@@ -77,7 +77,7 @@ def test_what_others_may_hand_over_is_opened_by_the_helpers_of_bounded() -> None
 
 def test_the_daemon_loads_nothing_heavy() -> None:
     probe = (
-        "import sys, verl_slurm_daemon.lead, verl_slurm_daemon.agent; "
+        "import sys, verl_slurm_daemon.lead.loop, verl_slurm_daemon.agent.node; "
         "print(sorted({'torch', 'numpy', 'click', 'submitit', 'rich', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.errors import CheckpointCorrupt, PermissionRefused
-from verl_slurm.files import write_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.reward_plan import (
+from verl_slurm.base.errors import CheckpointCorrupt, PermissionRefused
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.wire.reward_plan import (
     RewardPlan,
     RewardSwitch,
     ask_for_reward,

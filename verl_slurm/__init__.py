@@ -17,5 +17,5 @@ def __getattr__(name: str) -> "Any":
         import importlib
 
         # By its name alone: a line that imports it would make torch a need of everything that imports this package.
-        return importlib.import_module("verl_slurm.guest.loop").run
+        return importlib.import_module("verl_slurm.loops.plain").run
     raise AttributeError(f"module 'verl_slurm' has no attribute {name!r}")

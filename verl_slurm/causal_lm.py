@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from verl_slurm.errors import DataError
+from verl_slurm.base.errors import DataError
 
 __all__ = ["ValueModel", "accepted", "decoder_layers", "names"]
 

@@ -17,21 +17,21 @@ from typing import Any
 import msgspec
 import psutil
 
-from verl_slurm.checkpoint.compare import Comparison, compare, newest_checkpoint
+from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import Comparison, compare, newest_checkpoint
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.errors import NotFound, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import read_epoch
 from verl_slurm.journal.events import Cause, Event, FirstRollout, Requeue, Saved, Started, Training, Verified
 from verl_slurm.journal.files import read_events
-from verl_slurm.one_line import counted
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.follow import follow_run
-from verl_slurm.submit.liveness import controller
+from verl_slurm.runs.follow import follow_run
+from verl_slurm.runs.liveness import controller
+from verl_slurm.runs.record import last_job
 from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.submit.record import last_job
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 __all__ = ["DemoResult", "Timing", "run_demo", "timings"]
@@ -51,7 +51,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo found. Called by: cli.demo, tests."""
+    """What the demo found."""
 
     cluster: str
     interrupted_run: str

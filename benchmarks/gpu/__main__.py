@@ -23,8 +23,8 @@ from benchmarks.gpu.records import Result, RunFigures, SaveFigures, Where
 from benchmarks.gpu.runs import Precision, build_wide_model, make_config, measure_runs
 from benchmarks.gpu.saves import measure_saves, why_not
 from benchmarks.save.machine import environment
+from verl_slurm.base.files import private_dir
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.files import private_dir
 from verl_slurm.quickstart.data import build_data
 from verl_slurm.quickstart.model import build_model
 from verl_slurm.trainer.place import Place, process_group

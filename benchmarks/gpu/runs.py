@@ -12,6 +12,9 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu.records import RunFigures
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -23,13 +26,10 @@ from verl_slurm.config.schema import (
     SlurmConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.compare import compare
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.trainer.position import StepShape
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.setup import build_loop
+from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress, Saved, SaveRequest, Stopped
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.records import SaveFigures
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.staging import Staging
-from verl_slurm.save_path.arena import available_memory
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.staging import Staging
+from verl_slurm.save.writer.arena import available_memory
 
 __all__ = ["measure_saves", "why_not"]
 

@@ -23,7 +23,7 @@ from benchmarks.save.machine import drop_caches, tree_pss, wait_until_idle
 from benchmarks.save.reading import files_of, read_all
 from benchmarks.save.records import MODES, Answer, Job, Mode, Sample, part_of
 from benchmarks.save.registry import entry, groups
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.checkpoint.store.verify import verify
 
 __all__ = ["Launcher"]
 

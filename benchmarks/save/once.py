@@ -14,7 +14,7 @@ from benchmarks.save.records import Job, Sample
 from benchmarks.save.registry import load_class
 from benchmarks.save.run_directory import contents, make_saver
 from benchmarks.save.workload import Workload
-from verl_slurm.dcp.collective import Collective
+from verl_slurm.save.ranks.collective import Collective
 
 __all__ = ["commit", "keep", "load", "memory"]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.save.machine import wait_until_idle
 from benchmarks.save.records import Job
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import VerlSlurmError
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.save.ranks.collective import Collective
 
 __all__ = ["attempt", "fresh", "leave", "quiet", "slowest", "timed"]
 

@@ -107,7 +107,7 @@ PEERS: dict[str, Entry] = {
         label="verl-slurm, lazy staging",
         target=f"{_HERE}.ours:Ours",
         kind="ours",
-        needs="verl_slurm.dcp.staging",
+        needs="verl_slurm.save.ranks.staging",
         hashes=True,
         modes=("loop", "direct", "busy", "dual"),
     ),
@@ -115,7 +115,7 @@ PEERS: dict[str, Entry] = {
         label="verl-slurm, eager staging",
         target=f"{_HERE}.ours:OursEager",
         kind="ours",
-        needs="verl_slurm.dcp.staging",
+        needs="verl_slurm.save.ranks.staging",
         loads=False,  # the same files as `ours`
         hashes=True,
     ),

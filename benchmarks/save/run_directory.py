@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.save.workload import Workload
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
-from verl_slurm.checkpoint.schema import current_schema, render_schema
-from verl_slurm.dcp.saver import CheckpointSaver, Contents, LocalPlace, Provenance
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.runtime_state.format import RuntimeState
+from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, LocalPlace, Provenance
 
 __all__ = ["all_domains", "contents", "make_saver", "only_checkpoint"]
 

@@ -25,8 +25,8 @@ from benchmarks.save.ranks import attempt, fresh, quiet, slowest, timed
 from benchmarks.save.records import Answer, Job, Mode, Sample, part_of
 from benchmarks.save.registry import COMPANIONS, entry, load_class
 from benchmarks.save.workload import Workload
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.files import write_file
+from verl_slurm.base.files import write_file
+from verl_slurm.save.ranks.collective import Collective
 
 __all__ = ["Turns"]
 

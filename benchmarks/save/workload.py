@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.tensors import model_tensors, optimizer_tensors
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
 
 __all__ = ["Workload", "local", "start_ranks"]
 

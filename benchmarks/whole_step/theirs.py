@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.whole_step.gate import Gate, Said, Settings
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.trainer.data import read_sides
-from verl_slurm.trainer.rewards import arithmetic
+from verl_slurm.trainer.reward.scoring import arithmetic
 
 __all__ = ["arguments", "main"]
 

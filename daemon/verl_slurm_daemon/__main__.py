@@ -1,7 +1,7 @@
 """`verl-slurmd`: the daemon's entry. argv in, exit code out."""
 
 # ruff: noqa: E402 - nothing is imported before the search path is known to be safe
-from verl_slurm.search_path import leave_working_directory
+from verl_slurm.base.search_path import leave_working_directory
 
 leave_working_directory("verl-slurmd", __name__)
 
@@ -12,10 +12,10 @@ import socket
 import sys
 from pathlib import Path
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.prctl import forbid_core_dumps
-from verl_slurm_daemon.agent_log import quiet_streams
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.prctl import forbid_core_dumps
+from verl_slurm_daemon.agent.agent_log import quiet_streams
 from verl_slurm_daemon.signals import WARNINGS
 
 __all__ = ["main"]
@@ -61,22 +61,22 @@ def main() -> int:
     try:
         # Each imports its own half alone: an agent has no use for checkpoints, nor 14 MB to spare for them.
         if args.command == "lead":
-            from verl_slurm_daemon.lead import run_lead
+            from verl_slurm_daemon.lead.loop import run_lead
 
             quiet_streams()  # whoever reads the lead's log may stop reading, and a save must not wait for him
             run_lead(args.run.resolve(), args.hostfile)
         if args.command == "join":
-            from verl_slurm_daemon.join import run_join
+            from verl_slurm_daemon.agent.join import run_join
 
             return int(run_join(args.run.resolve(), args.hostfile, args.host))
         if args.command == "bring-home":
-            from verl_slurm_daemon.second_copy import run_bring_home
+            from verl_slurm_daemon.lead.second_copy import run_bring_home
 
             return int(run_bring_home(args.run.resolve(), args.epoch, args.after))
         # Whatever Slurm sends from here on waits until the agent listens: by default it would be its end.
         signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         quiet_streams()
-        from verl_slurm_daemon.agent import run_agent
+        from verl_slurm_daemon.agent.node import run_agent
 
         return int(run_agent(args.run.resolve(), args.epoch))
     except VerlSlurmError as error:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.fence import read_epoch
-from verl_slurm.files import write_file
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.files import write_file
+from verl_slurm.base.one_line import json_line
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
-from verl_slurm.one_line import json_line
-from verl_slurm.paths import RunPaths
 from verl_slurm_daemon.log_line import log_line
 
 __all__ = ["Journal"]

@@ -19,7 +19,7 @@ def now() -> str:
 
 
 def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = False) -> str:
-    """`TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line. Called by: `journal`, `agent_log`.
+    """`TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line.
 
     The second one is CLOCK_MONOTONIC of this machine in seconds: nodes disagree about dates, and dates are set in
     mid-run; how long something took, and what came first on one node, it says all the same.

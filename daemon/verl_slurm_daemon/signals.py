@@ -25,7 +25,7 @@ def listen(loop: asyncio.AbstractEventLoop, number: signal.Signals, heard: Calla
 
     Signals of one number that come together may be heard as one: Unix does not count them.
 
-    Called by: lead, agent, burying; on the main thread.
+    Runs on the main thread.
     """
 
     def tell(_number: int, _frame: FrameType | None) -> None:

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import learning
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load
 from verl_slurm.journal.steps import append_step
-from verl_slurm.paths import RunPaths
 
 DOCS = learning.ROOT / "docs"
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import ledger_cost
 from benchmarks.ledger_cost import Append, Settled, Watched
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger
 
 

@@ -9,9 +9,9 @@ import pytest
 from benchmarks import tokens_per_second as bench
 from benchmarks.whole_step import ours
 from benchmarks.whole_step.gate import Gate, Said, Settings
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.load import load_resolved
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.trainer.position import StepShape
+from verl_slurm.trainer.state.position import StepShape
 
 STUB = "tests.benchmarks.stub_rank"
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.commit import Staging, begin, commit, seal
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
-from verl_slurm.checkpoint.schema import current_schema, render_schema
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.store.commit import Staging, begin, commit, seal
 
 FILES = {
     "config.yaml": b"name: run\n",

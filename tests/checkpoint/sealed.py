@@ -4,12 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.checkpoint.commit import Staging, begin, commit, seal
-from verl_slurm.checkpoint.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format import PLAIN_FILES, Manifest, Topology
-from verl_slurm.checkpoint.schema import current_schema, render_schema
-from verl_slurm.keys import Keyring, MasterKey
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.keys import Keyring, MasterKey
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+from verl_slurm.checkpoint.format.specification import PLAIN_FILES, Manifest, Topology
+from verl_slurm.checkpoint.store.commit import Staging, begin, commit, seal
 
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))
 KEYS = Keyring(KEY)

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.apply import apply_prune
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.commit import sweep
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.retention import PrunePlan, Reasoned, plan_prune
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.retention import PrunePlan, Reasoned, plan_prune
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import verify
 
 Save = Callable[..., Path]
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.best import Best, is_new_best, metrics_of, rank_best
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.manifest import parse, render
-from verl_slurm.checkpoint.pruning import look
-from verl_slurm.checkpoint.retention import plan_prune
-from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best, is_new_best, metrics_of, rank_best
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.manifest import parse, render
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.pruning import look
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.paths import RunPaths
 
 BEST = Best(keep=2)
 

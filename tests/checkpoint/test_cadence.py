@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.cadence import (
+from verl_slurm.checkpoint.decide.cadence import (
     Costs,
     Due,
     Interval,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.recover import set_aside
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.recover import set_aside
 
 Save = Callable[..., Path]
 

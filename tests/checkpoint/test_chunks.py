@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.checkpoint.chunks import (
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.store.chunks import (
     Reading,
     Wanted,
     entry_of,
@@ -19,8 +20,7 @@ from verl_slurm.checkpoint.chunks import (
     leaf_problem,
     read_checked,
 )
-from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.tree import open_directory
+from verl_slurm.checkpoint.store.tree import open_directory
 
 Problems = list[tuple[str, str | OSError]]
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint import commit as door
-from verl_slurm.checkpoint.commit import Staging, abort, begin, commit, seal, sweep
-from verl_slurm.checkpoint.format import Manifest, Topology
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.verify import read_manifest, verify
-from verl_slurm.errors import CheckpointCorrupt, Fenced
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt, Fenced
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import Manifest, Topology
+from verl_slurm.checkpoint.store import commit as door
+from verl_slurm.checkpoint.store.commit import Staging, abort, begin, commit, seal, sweep
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 Save = Callable[..., Path]
 Staged = Callable[..., tuple[Staging, Manifest]]

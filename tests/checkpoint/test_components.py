@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.commit import commit
-from verl_slurm.checkpoint.components import partial_domains
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.components import partial_domains
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.errors import CheckpointCorrupt, ConfigError
-from verl_slurm.paths import RunPaths
 
 from .conftest import FILES, manifest_of, owns_it, stage
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import FILES
-from verl_slurm.checkpoint.difference import SUBJECTS, Difference, difference
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
-from verl_slurm.checkpoint.schema import render_schema, schema_of
-from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index
-from verl_slurm.errors import CheckpointCorrupt, NotFound
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound
+from verl_slurm.checkpoint.format.schema import render_schema, schema_of
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
+from verl_slurm.checkpoint.inspect.difference import SUBJECTS, Difference, difference
 
 Save = Callable[..., Path]
 

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.encryption import (
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.keys import MasterKey, Secret
+from verl_slurm.checkpoint.format.encryption import (
     CHUNK_BYTES,
     TAG_BYTES,
     CheckpointCipher,
@@ -21,9 +23,13 @@ from verl_slurm.checkpoint.encryption import (
     open_bytes,
     seal_bytes,
 )
-from verl_slurm.checkpoint.format import PLAIN_FILES, Encryption, FileEntry, sealed_chunks, sealed_size
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.keys import MasterKey, Secret
+from verl_slurm.checkpoint.format.specification import (
+    PLAIN_FILES,
+    Encryption,
+    FileEntry,
+    sealed_chunks,
+    sealed_size,
+)
 
 KEY = MasterKey(bytes(range(32)))
 OTHER = MasterKey(bytes(range(1, 33)))

@@ -3,8 +3,9 @@ import re
 import msgspec
 import pytest
 
-from verl_slurm.checkpoint import format as specification
-from verl_slurm.checkpoint.format import (
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.format import specification as specification
+from verl_slurm.checkpoint.format.specification import (
     REQUIRED_DIRECTORIES,
     REQUIRED_FILES,
     STAGING_NAME,
@@ -14,7 +15,6 @@ from verl_slurm.checkpoint.format import (
     missing_parts,
     path_problem,
 )
-from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 
 def manifest(*paths: str, world_size: int = 1) -> Manifest:

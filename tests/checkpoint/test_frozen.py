@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint import frozen
-from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
-from verl_slurm.checkpoint.frozen_check import check_frozen, frozen_digests
-from verl_slurm.checkpoint.scrub import scrub_frozen
-from verl_slurm.errors import DataError
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import DataError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store import frozen
+from verl_slurm.checkpoint.store.frozen import read_back_others, store_frozen
+from verl_slurm.checkpoint.store.frozen_check import check_frozen, frozen_digests
+from verl_slurm.checkpoint.store.scrub import scrub_frozen
+from verl_slurm.dataset.fingerprint.record import fingerprint
 
 
 @pytest.fixture

@@ -14,17 +14,17 @@ import pytest
 import stringzilla
 
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
-from verl_slurm.checkpoint import chunks
-from verl_slurm.checkpoint.chunks import Reading, Wanted, make_entry, read_checked
-from verl_slurm.checkpoint.commit import commit
-from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher
-from verl_slurm.checkpoint.tree import open_directory
-from verl_slurm.checkpoint.verify import read_manifest, verify
-from verl_slurm.paths import RunPaths
-from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import ArenaFile
-from verl_slurm.save_path.writing import write_and_hash
+from verl_slurm.checkpoint.store import chunks
+from verl_slurm.checkpoint.store.chunks import Reading, Wanted, make_entry, read_checked
+from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.tree import open_directory
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.protocol import ArenaFile
+from verl_slurm.save.writer.writing import write_and_hash
 
 make_hasher = process_hasher.__wrapped__
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.apply import apply_prune
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.info import Problem, Verdict
-from verl_slurm.checkpoint.pruning import carry_out, look
-from verl_slurm.checkpoint.quarantine import move_to_quarantine
-from verl_slurm.checkpoint.retention import plan_prune
-from verl_slurm.errors import CheckpointCorrupt, NotFound
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.format.info import Problem, Verdict
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.pruning import carry_out, look
+from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 
 Save = Callable[..., Path]
 
@@ -164,7 +164,7 @@ def test_a_trainer_that_prunes_after_each_save_always_leaves_what_it_knows_to_be
     verified: set[str], damaged: set[str], keep_last: int, keep_every: int
 ) -> None:
     """The trainer reads nothing back: it knows some to be whole, and two of those must stay, or all it has."""
-    from verl_slurm.checkpoint.info import CheckpointInfo
+    from verl_slurm.checkpoint.format.info import CheckpointInfo
 
     known, left = verified - damaged, []
     for number in range(1, 7):

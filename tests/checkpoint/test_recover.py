@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.recover import choose_resume, set_aside
-from verl_slurm.checkpoint.schema import SchemaVersion, current_schema, schema_of
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.errors import CheckpointCorrupt, NotFound, SchemaMismatch
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound, SchemaMismatch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.schema import SchemaVersion, current_schema, schema_of
+from verl_slurm.checkpoint.store.recover import choose_resume, set_aside
+from verl_slurm.checkpoint.store.verify import verify
 
 Save = Callable[..., Path]
 

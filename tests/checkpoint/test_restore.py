@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from verl_slurm.checkpoint.info import CheckpointInfo, Kind, Problem, ProblemKind, Verdict
-from verl_slurm.checkpoint.restore import decide_resume
+from verl_slurm.checkpoint.decide.restore import decide_resume
+from verl_slurm.checkpoint.format.info import CheckpointInfo, Kind, Problem, ProblemKind, Verdict
 
 
 def info(step: int, safe_point: int = 0, kind: Kind = "committed", name: str | None = None) -> CheckpointInfo:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.info import CheckpointInfo, Kind
-from verl_slurm.checkpoint.retention import plan_prune
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.format.info import CheckpointInfo, Kind
 
 
 def infos(*steps: int, kind: Kind = "committed") -> list[CheckpointInfo]:

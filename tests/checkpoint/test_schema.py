@@ -1,8 +1,9 @@
 import msgspec
 import pytest
 
-from verl_slurm.checkpoint import schema
-from verl_slurm.checkpoint.schema import (
+from verl_slurm.base.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.checkpoint.format import schema
+from verl_slurm.checkpoint.format.schema import (
     OLDER_LAYOUTS,
     OlderLayout,
     check_schema,
@@ -12,7 +13,6 @@ from verl_slurm.checkpoint.schema import (
     render_schema,
     schema_of,
 )
-from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
 
 
 def test_our_schema_equals_itself_after_a_round_trip() -> None:

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, PLAIN, save_sealed
-from verl_slurm.checkpoint.commit import seal
-from verl_slurm.checkpoint.encryption import CheckpointCipher
-from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
-from verl_slurm.checkpoint.manifest import parse, render, sealed
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.signature import authenticate, sign
-from verl_slurm.checkpoint.verify import read_manifest, verify
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format.manifest import parse, render, sealed
+from verl_slurm.checkpoint.format.signature import authenticate, sign
+from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.store.commit import seal
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from verl_slurm.checkpoint.storage import FreeSpace, Need, Room, judge_room
-from verl_slurm.checkpoint.storage_watch import StorageWatch
+from verl_slurm.checkpoint.decide.storage import FreeSpace, Need, Room, judge_room
+from verl_slurm.checkpoint.store.storage_watch import StorageWatch
 
 GB = 10**9
 

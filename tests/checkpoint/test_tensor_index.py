@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from verl_slurm.checkpoint.tensor_index import (
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.checkpoint.format.tensor_index import (
     Piece,
     TensorEntry,
     TensorIndex,
@@ -13,7 +14,6 @@ from verl_slurm.checkpoint.tensor_index import (
     render_index,
     tensor_file,
 )
-from verl_slurm.errors import CheckpointCorrupt
 
 WHOLE: dict[str, Any] = {
     "format": 1,

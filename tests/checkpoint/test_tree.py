@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.bounded import TooMuch
-from verl_slurm.checkpoint.tree import list_tree, open_directory
+from verl_slurm.base.bounded import TooMuch
+from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 
 
 @pytest.mark.scenario("C03")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint.info import Verdict
-from verl_slurm.checkpoint.manifest import canonical
-from verl_slurm.checkpoint.verify import read_manifest, verify
-from verl_slurm.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.base.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.checkpoint.format.info import Verdict
+from verl_slurm.checkpoint.format.manifest import canonical
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 Save = Callable[..., Path]
 VICTIM = "actor/__0_0.distcp"

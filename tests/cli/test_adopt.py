@@ -11,10 +11,10 @@ from tests.cli.conftest import Cli
 from tests.hostile.measured import measured
 from tests.journals import append_event, read_events
 from tests.verl.verl_steps import make_directory, make_step
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.verl.tracker import TRACKER
 
 pytestmark = pytest.mark.torch
@@ -29,8 +29,8 @@ def verl_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a run of verl's SFT trainer on two ranks, whose inputs are there."""
-    monkeypatch.setattr("verl_slurm.submit.verl_checks.installed_verl", lambda: "0.9.1")
-    monkeypatch.setattr("verl_slurm.submit.verl_checks._BESIDES", {"sft": {}, "ppo": {}})
+    monkeypatch.setattr("verl_slurm.submit.checks.verl.installed_verl", lambda: "0.9.1")
+    monkeypatch.setattr("verl_slurm.submit.checks.verl._BESIDES", {"sft": {}, "ppo": {}})
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

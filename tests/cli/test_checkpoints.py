@@ -9,24 +9,30 @@ import msgspec
 import pytest
 
 from tests.checkpoint.sealed import save_sealed
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.commit import begin, commit, seal
-from verl_slurm.checkpoint.data_tree import sealed
-from verl_slurm.checkpoint.data_walk import walk
-from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
-from verl_slurm.checkpoint.hash_cache import HashCache, default_path, text_of
-from verl_slurm.checkpoint.hash_cache import save as save_cache
-from verl_slurm.checkpoint.schema import current_schema, render_schema
-from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.keys import new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.format.tensor_index import (
+    Piece,
+    TensorEntry,
+    TensorIndex,
+    render_index,
+    tensor_file,
+)
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import begin, commit, seal
 from verl_slurm.cli import render
 from verl_slurm.cli.checkpoints import checkpoints_table
 from verl_slurm.config.load import dump, load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TrainConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.keys import new_key_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.dataset.fingerprint.cache import HashCache, default_path, text_of
+from verl_slurm.dataset.fingerprint.cache import save as save_cache
+from verl_slurm.dataset.fingerprint.entries import sealed
+from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.dataset.fingerprint.walk import walk
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.preflight import check_resume_from
+from verl_slurm.submit.checks.preflight import check_resume_from
 
 Cli = Callable[..., Any]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
-from verl_slurm.checkpoint.commit import commit
-from verl_slurm.checkpoint.describe import sparkline
-from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
+from verl_slurm.checkpoint.inspect.describe import sparkline
+from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.cli.inspection import _consumed
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 Cli = Callable[..., Any]
 HEX = bytes(range(200, 232)).hex()

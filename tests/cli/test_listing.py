@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.many_runs import make_run
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli import render
 from verl_slurm.cli.listing import runs_table
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.runs.glance import glance
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.submit.fleet import glance
 
 Cli = Callable[..., Any]
 

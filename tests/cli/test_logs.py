@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.many_runs import make_run
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.follow import follow_newest
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.runs.follow import follow_newest
 
 Cli = Callable[..., Any]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 
 Cli = Callable[..., Any]
 DRY = ("submit", "config.yaml", "--cluster", "local", "--dry-run")

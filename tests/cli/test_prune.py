@@ -8,11 +8,11 @@ import pytest
 
 from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import new_key_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.keys import new_key_file
-from verl_slurm.paths import RunPaths
 
 Cli = Callable[..., Any]
 

@@ -9,15 +9,15 @@ import pytest
 
 from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
-from verl_slurm.checkpoint import scrub as scrub_module
-from verl_slurm.checkpoint.fingerprint import fingerprint, write
-from verl_slurm.checkpoint.frozen import store_frozen
-from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store import scrub as scrub_module
+from verl_slurm.checkpoint.store.frozen import store_frozen
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.keys import new_key_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.dataset.fingerprint.record import fingerprint, write
 
 Cli = Callable[..., Any]
 

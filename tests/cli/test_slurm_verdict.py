@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.submit.slurm_verdict import refused_keys
+from verl_slurm.submit.checks.slurm_verdict import refused_keys
 
 Cli = Callable[..., Any]
 pytestmark = pytest.mark.scenario("USE09")

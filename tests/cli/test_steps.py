@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.cli.test_checkpoints import make_run
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.steps import steps_table
 from verl_slurm.journal.steps import append_step
-from verl_slurm.paths import RunPaths
 
 Cli = Callable[..., Any]
 ROW = {

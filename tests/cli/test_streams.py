@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.many_runs import make_run
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS
-from verl_slurm.exit_codes import ExitCode
 
 pytestmark = pytest.mark.scenario("USE19")
 _AT_WORK = (

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.load import load_resolved
-from verl_slurm.exit_codes import ExitCode
 
 Cli = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ LOCAL = ("--cluster", "local")
 
 def wait_for_event(run: Path, event: str) -> dict[str, Any]:
     """Block until the run's journal has this event."""
-    from verl_slurm.submit.follow import follow_lines
+    from verl_slurm.runs.follow import follow_lines
 
     for line in follow_lines(run / "events.jsonl", silence_s=lambda: 60.0):
         assert line is not None, f"no {event} for a minute"

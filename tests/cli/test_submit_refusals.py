@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint import free_space
-from verl_slurm.checkpoint.storage import FreeSpace
-from verl_slurm.config import rollout_checks
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.checkpoint.decide.storage import FreeSpace
+from verl_slurm.checkpoint.store import free_space
+from verl_slurm.config.checks import rollout as rollout_checks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 Cli = Callable[..., Any]
@@ -149,8 +149,8 @@ def closed_place() -> Iterator[Path]:
 def test_no_write_permission_is_refused_before_anything_is_made(
     workplace: Path, cli: Cli, closed_place: Path, ordinary_user: User
 ) -> None:
-    from verl_slurm.errors import PermissionRefused
-    from verl_slurm.submit.preflight import check_run_dir
+    from verl_slurm.base.errors import PermissionRefused
+    from verl_slurm.submit.checks.preflight import check_run_dir
 
     with ordinary_user(), pytest.raises(PermissionRefused, match="no write permission in") as caught:
         check_run_dir(closed_place / "runs" / "demo")
@@ -170,10 +170,10 @@ def test_an_unreadable_configuration_and_unreadable_data_are_refused(
 ) -> None:
     import msgspec
 
+    from verl_slurm.base.errors import DataError, PermissionRefused
     from verl_slurm.config.load import load
     from verl_slurm.config.schema import DataConfig, RunConfig
-    from verl_slurm.errors import DataError, PermissionRefused
-    from verl_slurm.submit.data_look import check_data
+    from verl_slurm.submit.checks.data import check_data
 
     config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(closed_place)))
     with ordinary_user():

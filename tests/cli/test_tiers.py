@@ -10,15 +10,15 @@ import pytest
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import save_sealed
-from verl_slurm.checkpoint.commit import commit
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.keys import new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_resolved
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.keys import new_key_file
-from verl_slurm.paths import RunPaths
 
 Cli = Callable[..., Any]
 

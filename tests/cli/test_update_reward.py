@@ -9,9 +9,9 @@ from tests.cli.conftest import Cli
 from tests.cli.test_checkpoints import save
 from tests.cli.test_submit_local import wait_for_event
 from tests.journals import append_event, read_events
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
-from verl_slurm.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.wire.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan
 
 LOCAL = ("--cluster", "local")
 RUNNING_JOB = Path(__file__).parents[1] / "slurm" / "golden" / "running.txt"

@@ -10,9 +10,9 @@ import pytest
 
 from tests.journals import append_event
 from tests.many_runs import make_run
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.runs.inotify import Watches
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.submit.inotify import Watches
 
 Cli = Callable[..., Any]
 

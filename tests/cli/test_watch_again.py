@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.submit.follow import follow_lines
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.runs.follow import follow_lines
 
 Cli = Callable[..., Any]
 LOCAL = ("--cluster", "local")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.config.checks import complaints
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import load
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig

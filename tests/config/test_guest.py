@@ -2,10 +2,10 @@
 
 import pytest
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import differences, dump, load, parse_config
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
 
 _VERL = b"trainer: {backend: verl}\nverl:\n  trainer: {total_epochs: 2, save_freq: 5}\n"
 

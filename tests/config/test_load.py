@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_slurm import shipped as shipped_module
-from verl_slurm.config.checks import OWN_OPTIONS, complaints
+from verl_slurm.base import shipped as shipped_module
+from verl_slurm.base.errors import ConfigError, NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.shipped import shipped
+from verl_slurm.config.checks.shared import OWN_OPTIONS, complaints
 from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
 from verl_slurm.config.schema import RunConfig, SlurmConfig
-from verl_slurm.errors import ConfigError, NotFound
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.shipped import shipped
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.reward_spec import RewardSpec, check_function, parse_reward, source_file
-from verl_slurm.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(

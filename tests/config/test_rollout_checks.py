@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from verl_slurm.config import rollout_checks
-from verl_slurm.config.checks import complaints
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.config.checks import rollout as rollout_checks
+from verl_slurm.config.checks.rollout import check_engine, max_model_len, model_complaints, require_engine
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.rollout_checks import check_engine, max_model_len, model_complaints, require_engine
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.exit_codes import ExitCode
 
 GOOD = {"num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 128}
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.tier_checks import tier_complaints
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import ConfigError
 
 GOOD = b"""
 name: run

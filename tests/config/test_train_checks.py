@@ -2,12 +2,12 @@
 
 import pytest
 
-from verl_slurm.config.checks import complaints
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import parse_config
 
 
 def _wrong(text: str) -> list[str]:
-    from verl_slurm.errors import ConfigError
+    from verl_slurm.base.errors import ConfigError
 
     try:
         config = parse_config(text.encode(), "here")

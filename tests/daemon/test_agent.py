@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent import _first_cause
-from verl_slurm_daemon.channel import AgentLink, serve
+from verl_slurm_daemon.agent.node import _first_cause
+from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from tests.journals import read_events
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DaemonConfig, RunConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import AgentReady, FromAgent, Launch, NodeExited, Shutdown, SignalSeen
 

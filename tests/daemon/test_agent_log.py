@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent_log import AgentLog
+from verl_slurm_daemon.agent.agent_log import AgentLog
 
 
 def test_lines_are_the_leads_in_form_private_and_one_each(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_endless_story_is_cut_off(tmp_path: Path) -> None:
 
 _PRINT = """
 import sys
-from verl_slurm_daemon.agent_log import quiet_streams
+from verl_slurm_daemon.agent.agent_log import quiet_streams
 quiet_streams()
 for _ in range(4000):
     print("x" * 100)
@@ -108,7 +108,7 @@ def test_printing_neither_ends_nor_stops_an_agent(nobody_reads: str) -> None:
 
 
 def test_what_is_printed_arrives_where_somebody_reads() -> None:
-    code = "from verl_slurm_daemon.agent_log import quiet_streams; quiet_streams(); print('one'); 1 / 0"
+    code = "from verl_slurm_daemon.agent.agent_log import quiet_streams; quiet_streams(); print('one'); 1 / 0"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "one\n"
     assert "ZeroDivisionError" in done.stderr

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from verl_slurm_daemon import slurm_allocation
-from verl_slurm_daemon.local_allocation import LocalAllocation
-from verl_slurm_daemon.slurm_allocation import SlurmAllocation
+from verl_slurm_daemon.allocation import slurm as slurm_allocation
+from verl_slurm_daemon.allocation.local import LocalAllocation
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation
 
+from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
+from verl_slurm.base.fence import Epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import NotFound, SlurmMissing, VerlSlurmError
-from verl_slurm.fence import Epoch
-from verl_slurm.paths import RunPaths
-from verl_slurm.process_birth import birth_of
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from verl_slurm_daemon import slurm_allocation as module
-from verl_slurm_daemon.slurm_allocation import SlurmAllocation
+from verl_slurm_daemon.allocation import slurm as module
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation
 
 from tests.journals import make_event
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.folds.avoided import avoided_nodes
-from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_usable_nodes
 

@@ -9,8 +9,8 @@ import pytest
 _UNDERTAKER = """
 import asyncio, os, subprocess, sys
 from verl_slurm_daemon import burying
-from verl_slurm_daemon.burying import bury_orphans
-from verl_slurm.prctl import become_subreaper
+from verl_slurm_daemon.reaping import bury_orphans
+from verl_slurm.base.prctl import become_subreaper
 
 async def main():
     become_subreaper()

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from verl_slurm_daemon.channel import AgentLink, connect, serve
+from verl_slurm_daemon.link.channel import AgentLink, connect, serve
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.messages import FromAgent, Shutdown, SignalSeen, ToAgent
 
 TOKEN = b"k" * 32

@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import effects as module
-from verl_slurm_daemon import inputs, requeueing
-from verl_slurm_daemon.allocation import Outlook
-from verl_slurm_daemon.channel import connect
-from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.allocation.contract import Outlook
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.resume import ReadBack, ResumePoint
+from verl_slurm_daemon.lead import effects as module
+from verl_slurm_daemon.lead import requeueing
+from verl_slurm_daemon.lead.effects import Effects
+from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
+from verl_slurm_daemon.link.channel import connect
 
 from tests.journals import read_events
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import Epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import Epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 

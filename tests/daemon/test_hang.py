@@ -5,9 +5,9 @@ import asyncio
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from verl_slurm_daemon import pace_watch as module
-from verl_slurm_daemon.hang import HangWatch
-from verl_slurm_daemon.pace_watch import PaceWatch
+from verl_slurm_daemon.decide.hang import HangWatch
+from verl_slurm_daemon.lead import pace_watch as module
+from verl_slurm_daemon.lead.pace_watch import PaceWatch
 
 from verl_slurm.config.schema import DaemonConfig
 from verl_slurm.wire.messages import Progress, RankStarted, SaveStarted

@@ -1,10 +1,10 @@
 """The lines of a hostfile, and what is refused."""
 
 import pytest
-from verl_slurm_daemon.hostfile import Host, check_hosts, find_host, parse_hostfile
+from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, find_host, parse_hostfile
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, RunConfig
-from verl_slurm.errors import ConfigError
 
 TEXT = "# the first leads\nworker-0 slots=8\n\nworker-1.cluster slots=4  # smaller\n"
 

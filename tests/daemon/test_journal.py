@@ -9,10 +9,10 @@ import pytest
 from verl_slurm_daemon.journal import Journal
 
 from tests.journals import make_event, make_events, read_events
-from verl_slurm.fence import take_epoch
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.folds.progress import stuck_restarts
 from verl_slurm.journal.status import Status
-from verl_slurm.paths import RunPaths
 
 
 def generation(progress: str) -> dict[str, object]:

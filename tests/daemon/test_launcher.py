@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.launcher import agent_argv, launcher_argv, launcher_env, step_argv
+from verl_slurm_daemon.allocation.launcher import agent_argv, launcher_argv, launcher_env, step_argv
 
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Launch
 
 PATHS = RunPaths("/shared/me/run")
@@ -19,7 +19,7 @@ LIFE = ["--run", "/shared/me/run", "--epoch", "7", "--resume", "step_000004"]
 
 def test_the_launcher_of_ranks_is_told_its_place_and_the_program() -> None:
     argv = launcher_argv("python", RunConfig(), PATHS, LAUNCH, Path("/run/x"))
-    assert argv[:7] == ["python", "-P", "-m", "verl_slurm_daemon.ranks", "2", "1", "1"]
+    assert argv[:7] == ["python", "-P", "-m", "verl_slurm_daemon.agent.ranks", "2", "1", "1"]
     assert argv[7:] == ["-m", "verl_slurm.trainer", *LIFE]
 
 
@@ -102,7 +102,7 @@ def _guest(text: str) -> RunConfig:
     [
         ("backend: command, command: [/x/train.py, --run, '3']", ["/x/train.py", "--run", "3"]),
         ("backend: command, command: [-m, pkg.train, --nnodes, '9']", ["-m", "pkg.train", "--nnodes", "9"]),
-        ("backend: verl, entry: sft", ["-m", "verl_slurm.verl.sft", *LIFE]),
+        ("backend: verl, entry: sft", ["-m", "verl_slurm.loops.verl_sft", *LIFE]),
     ],
 )
 def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) ->
 
 def test_ray_is_told_where_its_head_is_and_which_node_this_is() -> None:
     argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
-    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.verl.node"]
+    assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.verl_node"]
     assert argv[-6:] == ["--node-rank", "1", "--head", "10.0.0.1:29500", "--scratch", "/run/x"]
 
 

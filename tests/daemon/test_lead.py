@@ -4,16 +4,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.lead import Lead
-from verl_slurm_daemon.local_allocation import LocalAllocation
+from verl_slurm_daemon.allocation.local import LocalAllocation
+from verl_slurm_daemon.lead.loop import Lead
 
 from tests.journals import read_events
+from verl_slurm.base.errors import Fenced
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import Epoch, take_epoch
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import Fenced
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import Epoch, take_epoch
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 
 
 class OfACancelledJob(LocalAllocation):

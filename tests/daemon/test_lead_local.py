@@ -20,14 +20,14 @@ from tests.hostile.netlab import ADDRESS, netlab
 from tests.journals import read_events
 from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
-from verl_slurm.checkpoint.compare import newest_checkpoint
-from verl_slurm.checkpoint.format import MANIFEST, SCHEMA_VERSION
-from verl_slurm.checkpoint.manifest import parse, render, sealed
-from verl_slurm.checkpoint.schema import parse_schema, render_schema, schema_of
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import parse, render, sealed
+from verl_slurm.checkpoint.format.schema import parse_schema, render_schema, schema_of
+from verl_slurm.checkpoint.format.specification import MANIFEST, SCHEMA_VERSION
+from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.config.load import load_resolved
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.keys import new_key_file
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.lead_file import read_lead_address
 
 pytestmark = pytest.mark.torch
@@ -110,7 +110,7 @@ import errno, sys
 from unittest.mock import patch
 from verl_slurm_daemon.__main__ import main
 stale = OSError(errno.ESTALE, "Stale file handle", "/data")
-with patch("verl_slurm_daemon.lead.check_dataset", side_effect=stale):
+with patch("verl_slurm_daemon.lead.loop.check_dataset", side_effect=stale):
     sys.exit(main())  # the next life is a program of its own, and finds the storage well
 """
 

@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import Lead
-from verl_slurm_daemon.local_allocation import LocalAllocation
+from verl_slurm_daemon.lead.loop import Lead
 
 from tests.journals import make_event, make_events, read_events
 from tests.many_runs import Teller, make_run
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.status import read_status
-from verl_slurm.paths import RunPaths
 
 CONFIG = parse_config(b"name: run\nmodel: {path: m}\ndata: {root: d}\n", "run.yaml")
 

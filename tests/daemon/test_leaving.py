@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from verl_slurm_daemon.leaving import PATIENCE_S, Known, decide
+from verl_slurm_daemon.decide.leaving import PATIENCE_S, Known, decide
 
 EVERYTHING = [
     Known(

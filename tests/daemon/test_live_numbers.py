@@ -1,10 +1,10 @@
 """What ranks say, as numbers."""
 
 import pytest
-from verl_slurm_daemon.live_numbers import LiveNumbers, queue_length
+from verl_slurm_daemon.metrics.live_numbers import LiveNumbers, queue_length
 
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
-from verl_slurm.trainer.position import Position, StepShape, rollout_offset
+from verl_slurm.trainer.state.position import Position, StepShape, rollout_offset
 from verl_slurm.wire.messages import Finished, Progress, RankStarted
 
 

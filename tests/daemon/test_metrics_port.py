@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from verl_slurm_daemon.agent_metrics import AgentMetrics
+from verl_slurm_daemon.agent.metrics_page import AgentMetrics
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead_metrics import LeadMetrics
+from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
 from tests.harness import ROOT
 from tests.journals import make_event
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.files import private_dir
 from verl_slurm.journal.events import Other
 from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import append_step
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.messages import Progress
 
 CANARY = "CANARY-very-secret"

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl_slurm_daemon.agent_log import AgentLog
-from verl_slurm_daemon.inputs import RequeueAnswered
-from verl_slurm_daemon.leaving import PATIENCE_S, Known, Verdict
-from verl_slurm_daemon.orphan import ask_until_answered, see_off
+from verl_slurm_daemon.agent.agent_log import AgentLog
+from verl_slurm_daemon.agent.orphan import ask_until_answered, see_off
+from verl_slurm_daemon.decide.inputs import RequeueAnswered
+from verl_slurm_daemon.decide.leaving import PATIENCE_S, Known, Verdict
 
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 DONE = RequeueAnswered(ExitCode.REQUEUED, "requeued")
 CANCELLED = RequeueAnswered(ExitCode.CANCELLED, "ended by its user")

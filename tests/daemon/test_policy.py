@@ -4,14 +4,14 @@ from typing import get_args
 
 import msgspec
 import pytest
-from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import inputs
-from verl_slurm_daemon.model import FailureKind, Intent, Limits, Model, suspects
-from verl_slurm_daemon.policy import decide
-from verl_slurm_daemon.states import NEXT, State
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.model import FailureKind, Intent, Limits, Model, suspects
+from verl_slurm_daemon.decide.policy import decide
+from verl_slurm_daemon.decide.states import NEXT, State
 
 from tests.journals import make_event
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.events import kind_of
 from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import (

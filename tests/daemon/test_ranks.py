@@ -19,7 +19,7 @@ def launch(
 ) -> "subprocess.CompletedProcess[str]":
     script = tmp_path / "program.py"
     script.write_text(program)
-    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.ranks", *place, str(script), "--word", "3"]
+    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.agent.ranks", *place, str(script), "--word", "3"]
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
@@ -78,7 +78,7 @@ def test_ranks_die_with_their_launcher_and_not_of_slurms_warnings(tmp_path: Path
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 
-    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.ranks", "1", "0", "2", str(script)]
+    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.agent.ranks", "1", "0", "2", str(script)]
     environ = {**os.environ, "VERL_SLURM_CONTROL": str(tmp_path)}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=ignore)
     assert process.stdout is not None

@@ -8,24 +8,24 @@ from typing import Any
 
 import msgspec
 import pytest
-from verl_slurm_daemon.resume import find_resume_point, read_back
+from verl_slurm_daemon.lead.resume import find_resume_point, read_back
 
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
-from verl_slurm.checkpoint import verify as verify_module
-from verl_slurm.checkpoint.apply import apply_prune
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.commit import commit
-from verl_slurm.checkpoint.retention import plan_prune
-from verl_slurm.checkpoint.scrub import scrub_one
+from verl_slurm.base.errors import Fenced, KeyRefused, TierError
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.keys import Keyring, new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.store import verify as verify_module
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import Fenced, KeyRefused, TierError
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir
-from verl_slurm.keys import Keyring, new_key_file
-from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm.tiers.mover import sync
 

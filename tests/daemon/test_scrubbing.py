@@ -3,18 +3,18 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.scrubbing import scrub_next
+from verl_slurm_daemon.lead.scrubbing import scrub_next
 
 from tests.checkpoint.sealed import KEYS, save_sealed
 from tests.cli.test_checkpoints import make_run, save
-from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.frozen import store_frozen
+from verl_slurm.base.errors import Fenced
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.errors import Fenced
-from verl_slurm.fence import take_epoch
+from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.journal.files import append_event, read_events
 from verl_slurm.journal.folds.saves import last_judged
-from verl_slurm.paths import RunPaths
 
 CONFIG = CheckpointConfig(scrub_every_h=1.0, scrub_mb_per_s=1000.0)
 

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon import second_copy
-from verl_slurm_daemon.resume import find_resume_point
-from verl_slurm_daemon.second_copy import bring_home_argv, collect, left_behind, run_bring_home
+from verl_slurm_daemon.lead import second_copy
+from verl_slurm_daemon.lead.resume import find_resume_point
+from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, run_bring_home
 
 from tests.cli.test_checkpoints import make_run, save
 from tests.journals import make_event
-from verl_slurm.checkpoint.local_copy import local_directory
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import Fenced
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.local_copy import local_directory
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_resolved
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.errors import Fenced
-from verl_slurm.fence import take_epoch
 from verl_slurm.journal.folds.saves import on_nodes_alone
-from verl_slurm.paths import RunPaths
 
 
 class Node:

@@ -3,19 +3,19 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.second_copy import collect, run_bring_home
+from verl_slurm_daemon.lead.second_copy import collect, run_bring_home
 
 from tests.checkpoint.sealed import save_sealed
-from verl_slurm.checkpoint.local_copy import local_directory, this_node
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import KeyRefused
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.keys import Keyring, new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
-from verl_slurm.errors import KeyRefused
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir
-from verl_slurm.keys import Keyring, new_key_file
-from verl_slurm.paths import RunPaths
 
 
 def test_only_signed_parts_come_home_and_a_node_without_the_key_says_so(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import slurm_allocation
-from verl_slurm_daemon.slurm_allocation import SlurmAllocation
-from verl_slurm_daemon.slurm_clock import SlurmClock
+from verl_slurm_daemon.allocation import slurm as slurm_allocation
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.allocation.slurm_clock import SlurmClock
 
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_job
 

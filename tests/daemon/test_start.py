@@ -15,12 +15,12 @@ import pytest
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from tests.local_runs import lead, until
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import read_epoch, take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
 from verl_slurm.config.load import dump, load_resolved
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import read_epoch, take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.tree import GuestSave, clear_work, commit_tree
-from verl_slurm.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 
@@ -68,7 +68,7 @@ def outcome(process: "subprocess.Popen[str]") -> tuple[int | str, str]:
 
 def committed(paths: RunPaths, step: int) -> str:
     """A checkpoint as a guest of this run would have written it."""
-    with patch("verl_slurm.fence.socket.gethostname", return_value="another-host"):
+    with patch("verl_slurm.base.fence.socket.gethostname", return_value="another-host"):
         epoch = (read_epoch(paths) or take_epoch(paths, job_id="local-1", restart=0)).epoch
     work = clear_work(paths, epoch)
     private_dir(work / "guest")

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import actions as act
-from verl_slurm_daemon import inputs
-from verl_slurm_daemon.model import Limits, Model
-from verl_slurm_daemon.policy import decide
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.policy import decide
 
 from tests.hostile.runs_of_ranks import living, prepared
 from tests.journals import make_event, read_events
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
 from verl_slurm.wire.messages import Refused
 

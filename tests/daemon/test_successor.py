@@ -7,22 +7,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import slurm_allocation as module
-from verl_slurm_daemon.slurm_allocation import SlurmAllocation
-from verl_slurm_daemon.successor import queue_successor, successor_script
+from verl_slurm_daemon.allocation import slurm as module
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.allocation.successor import queue_successor, successor_script
 
 from tests.journals import append_event, read_events
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
-from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
 from verl_slurm.journal import files
 from verl_slurm.journal.folds.jobs import predecessor_of, successor_of
-from verl_slurm.paths import RunPaths
+from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.batch import sbatch_parameters
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
-from verl_slurm.submit.record import last_job
 
 CONFIG = parse_config(b"", "my.yaml", ("slurm.partition=gpu",))
 

@@ -5,15 +5,15 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import tier_child
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.tier_child import TierMover
+from verl_slurm_daemon.lead import tier_child
+from verl_slurm_daemon.lead.tier_child import TierMover
 
 from tests.journals import read_events
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 
 COLD = TierConfig(name="cold", kind="archive", path="/nonexistent")
 

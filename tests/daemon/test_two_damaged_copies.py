@@ -10,8 +10,8 @@ from tests.daemon.test_second_copy import Node
 from tests.daemon.test_second_copy import node as node  # a fixture
 from tests.journals import read_events
 from tests.local_runs import finish, lead, prepared
-from verl_slurm.checkpoint.format import MANIFEST
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.checkpoint.format.specification import MANIFEST
 
 pytestmark = pytest.mark.scenario("FLT-H03")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.journals import read_events
 from tests.local_runs import lead, prepared
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 pytestmark = pytest.mark.torch
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.cli.devcluster import command
-from verl_slurm.errors import ConfigError, NotFound
 
 COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "restore-node", "env")
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
+from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.base.processes import KnownProcess, known
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.devcluster.processes import end_all, list_members
-from verl_slurm.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
-from verl_slurm.process_birth import KnownProcess, known
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 

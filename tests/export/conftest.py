@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.dcp.parts import runtime
-from verl_slurm.checkpoint import export as exporting
-from verl_slurm.checkpoint.export import Wish
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Topology
-from verl_slurm.checkpoint.schema import current_schema, render_schema
+from tests.save.parts import runtime
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.inspect import export as exporting
+from verl_slurm.checkpoint.inspect.export import Wish
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import ModelConfig, RunConfig, TrainConfig
-from verl_slurm.paths import RunPaths
 
 
 class Trained:
@@ -26,8 +26,8 @@ class Trained:
         import torch
         from transformers import Qwen2ForCausalLM
 
-        from verl_slurm.dcp.tensors import initialise_adamw
         from verl_slurm.quickstart.model import _config, _tokenizer
+        from verl_slurm.save.ranks.tensors import initialise_adamw
         from verl_slurm.trainer.models import load_causal_lm, load_critic
 
         self.base, self.paths = root / "base", RunPaths(root / "run")
@@ -58,10 +58,10 @@ class Trained:
 
     def save(self, step: int = 2, **changes: Any) -> Path:
         """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=, encryption=."""
-        from verl_slurm.dcp.collective import Collective
-        from verl_slurm.dcp.saver import CheckpointSaver, Contents, Provenance
-        from verl_slurm.dcp.tensors import model_tensors, optimizer_tensors
-        from verl_slurm.trainer.schedule import schedule_record
+        from verl_slurm.save.ranks.collective import Collective
+        from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, Provenance
+        from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
+        from verl_slurm.trainer.objective.schedule import schedule_record
 
         config = changes.get("config", self.config)
         schema = current_schema()
@@ -141,8 +141,8 @@ def wish(out: Path, model: Path, **changes: Any) -> Wish:
 
 def fill_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the part that needs torch run in this process: the same code without two seconds of imports."""
-    from verl_slurm.dcp.tensors import Tensors  # noqa: F401 - torch is there
     from verl_slurm.export import __main__ as child
+    from verl_slurm.save.ranks.tensors import Tensors  # noqa: F401 - torch is there
 
     def fill(directory: Path, digest: str, staging: Path, asked: Wish, progress: Any, key_file: Any) -> int:
         import argparse

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from tests.export.conftest import fill_here, wish
-from verl_slurm.checkpoint.export import RECORD
-from verl_slurm.checkpoint.export import export as export_checkpoint
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.export import RECORD
+from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
 from verl_slurm.cli.__main__ import main
-from verl_slurm.errors import NotFound
-from verl_slurm.paths import RunPaths
 
 pytestmark = pytest.mark.torch
 
@@ -129,10 +129,16 @@ def cut_in_two(whole: Path, paths: RunPaths) -> Path:
     """The checkpoint as two ranks would have written it: every matrix halved by rows, the rest by rank 0."""
     import torch
 
-    from verl_slurm.checkpoint import commit as door
-    from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
-    from verl_slurm.checkpoint.verify import read_manifest
-    from verl_slurm.dcp.loader import read_index, read_whole
+    from verl_slurm.checkpoint.format.tensor_index import (
+        Piece,
+        TensorEntry,
+        TensorIndex,
+        render_index,
+        tensor_file,
+    )
+    from verl_slurm.checkpoint.store import commit as door
+    from verl_slurm.checkpoint.store.verify import read_manifest
+    from verl_slurm.save.ranks.loader import read_index, read_whole
 
     staging = door.begin(paths, 2, 0)
     shutil.copytree(
@@ -268,7 +274,7 @@ def test_a_checkpoint_saved_in_part_gives_what_it_holds_and_refuses_the_rest(
 
 
 def test_groups_hold_every_name_once_in_order_and_no_more_than_the_limit() -> None:
-    from verl_slurm.checkpoint.tensor_index import TensorEntry
+    from verl_slurm.checkpoint.format.tensor_index import TensorEntry
     from verl_slurm.export.source import groups_of
 
     sizes = (4, 4, 30, 4, 8, 1)

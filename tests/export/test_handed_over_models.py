@@ -13,7 +13,7 @@ import pytest
 
 from tests.hostile.measured import Measured, measured
 from tests.hostile.resealed import ROOM_MB, one_line
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 pytestmark = pytest.mark.torch
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.export.conftest import fill_here, wish
-from verl_slurm.checkpoint import export as exporting
-from verl_slurm.checkpoint.export import export as export_checkpoint
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, PermissionRefused, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.checkpoint.inspect import export as exporting
+from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
 from verl_slurm.cli.__main__ import main
-from verl_slurm.errors import CheckpointCorrupt, DataError, PermissionRefused, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +33,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_made(
 def test_a_checkpoint_of_other_parts_is_refused_by_name(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_slurm.checkpoint.tensor_index import TensorEntry
+    from verl_slurm.checkpoint.format.tensor_index import TensorEntry
     from verl_slurm.export.skeleton import build_skeleton, check_fit
 
     skeleton = build_skeleton(trained.base, "actor", 64, where=trained.base)
@@ -116,7 +116,7 @@ def test_another_base_model_is_refused_and_nothing_half_made_is_left(
 def test_a_base_model_that_changed_since_the_start_is_refused_unless_named(
     trained: Any, make_trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_slurm.checkpoint.fingerprint import fingerprint
+    from verl_slurm.dataset.fingerprint.record import fingerprint
 
     fill_here(monkeypatch)
     mine = make_trained(tied=False)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint.export import Wish
-from verl_slurm.checkpoint.export import export as export_checkpoint
+from verl_slurm.checkpoint.inspect.export import Wish
+from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
 
 pytestmark = [
     pytest.mark.torch,

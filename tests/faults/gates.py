@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.save_path import writing
+from verl_slurm.save.writer import writing
 
 __all__ = ["Gate", "gate"]
 

@@ -14,18 +14,18 @@ import pytest
 
 from tests.faults.gates import gate
 from tests.faults.world import World, plant, recover, tree_of
-from verl_slurm.checkpoint import commit
-from verl_slurm.checkpoint.apply import apply_prune
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.chunks import entry_of
-from verl_slurm.checkpoint.format import MANIFEST, Topology
-from verl_slurm.checkpoint.local_copy import assemble, list_parts, send_home
-from verl_slurm.checkpoint.manifest import render, sealed
-from verl_slurm.checkpoint.pruning import carry_out, look
-from verl_slurm.checkpoint.retention import plan_prune
-from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.dcp.collective import RanksFailed
-from verl_slurm.dcp.saver import SavedCheckpoint
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import MANIFEST, Topology
+from verl_slurm.checkpoint.store import commit
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.chunks import entry_of
+from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, send_home
+from verl_slurm.checkpoint.store.pruning import carry_out, look
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.save.ranks.collective import RanksFailed
+from verl_slurm.save.ranks.saver import SavedCheckpoint
 
 __all__ = ["EXHAUSTIVE", "SCENARIOS", "Scenario", "memory_directory"]
 

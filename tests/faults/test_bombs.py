@@ -6,8 +6,8 @@ import pytest
 import zstandard
 
 from tests.fuzz.engine import _memory_of
-from verl_slurm.checkpoint import manifest
-from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.checkpoint.format import manifest
 from verl_slurm.runtime_state import codec
 
 BUDGET = 50_000_000

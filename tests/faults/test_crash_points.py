@@ -15,7 +15,7 @@ import pytest
 from tests.faults.disk import Tree, crash_states
 from tests.faults.scenarios import EXHAUSTIVE, SCENARIOS, memory_directory
 from tests.faults.world import World, plant, problems
-from verl_slurm.checkpoint.format import MANIFEST, STAGING_NAME
+from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.disk import Disk, Make, Remove, Rename, Sync, Write, crash_states, pending
 from tests.faults.tracing import Call, Fault, Tracer
-from verl_slurm.files import fsync_path, private_dir, write_file
+from verl_slurm.base.files import fsync_path, private_dir, write_file
 
 
 def _contents(tmp_path: Path, act: Callable[[], None], name: str = "file") -> set[bytes | None]:

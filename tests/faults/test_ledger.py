@@ -13,7 +13,7 @@ import pytest
 from tests.faults.disk import crash_states
 from tests.faults.tracing import Tracer
 from tests.ledger_stats import ledger_stats
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, load

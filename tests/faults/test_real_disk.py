@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.dcp.parts import Parts, checkpoint_saver, contents
 from tests.faults.scenarios import EXHAUSTIVE
 from tests.faults.world import recover, tree_of
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp.collective import RanksFailed
-from verl_slurm.dcp.saver import CheckpointSaver, SavedCheckpoint
+from tests.save.parts import Parts, checkpoint_saver, contents
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.save.ranks.collective import RanksFailed
+from verl_slurm.save.ranks.saver import CheckpointSaver, SavedCheckpoint
 
 pytestmark = [
     pytest.mark.torch,

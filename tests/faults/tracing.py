@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from tests.faults.disk import Ack, Disk, Make, Operation, Remove, Rename, Sync, Truncate, Write
-from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.save_path.arena import Arena
-from verl_slurm.save_path.protocol import ArenaFile, Outcome, Sealing, Written
-from verl_slurm.save_path.writing import write_and_hash
+from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.protocol import ArenaFile, Outcome, Sealing, Written
+from verl_slurm.save.writer.writing import write_and_hash
 
 __all__ = ["Call", "Fault", "InProcess", "Tracer"]
 
@@ -75,7 +75,7 @@ class Fault:
 
 
 class InProcess:
-    """Stands in for `save_path.handle.SaverProcess`: the same work by the same function, in this process."""
+    """Stands in for `save.writer.handle.SaverProcess`: the same work by the same function, in this process."""
 
     pid = 0
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dcp.parts import Parts, checkpoint_saver, contents
 from tests.faults.disk import Tree
 from tests.faults.tracing import InProcess, Tracer
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.commit import sweep
-from verl_slurm.checkpoint.local_copy import assemble, list_parts, send_home
-from verl_slurm.checkpoint.manifest import checkpoint_order
-from verl_slurm.checkpoint.recover import ResumeChoice, choose_resume
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp import staging
-from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, SavedCheckpoint
-from verl_slurm.paths import RunPaths
+from tests.save.parts import Parts, checkpoint_saver, contents
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, send_home
+from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.save.ranks import staging
+from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, SavedCheckpoint
 
 __all__ = ["LOCAL", "SHARED", "World", "order", "plant", "problems", "recover", "tree_of"]
 
@@ -136,7 +136,7 @@ def plant(tree: Tree, root: Path) -> None:
 def recover(root: Path) -> ResumeChoice:
     """What a start does: tidy up, choose, bring home what the node's disk has that is newer, choose again.
 
-    As `verl_slurm_daemon.resume.find_resume_point` and `second_copy` do it.
+    As `verl_slurm_daemon.lead.resume.find_resume_point` and `second_copy` do it.
     """
     paths, local = RunPaths(root / SHARED), root / LOCAL / "n1"
     sweep(paths)

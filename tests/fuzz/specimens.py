@@ -19,23 +19,30 @@ import zstandard
 from verl_slurm_daemon.journal import Status
 
 from tests.harness import ROOT
-from verl_slurm.checkpoint import hash_cache, manifest, schema
-from verl_slurm.checkpoint.chunks import entry_of
-from verl_slurm.checkpoint.data_tree import FileDigest, Fingerprint
-from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry, Manifest, Topology
-from verl_slurm.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex, render_index, tensor_file
+from verl_slurm.base.fence import Epoch
+from verl_slurm.checkpoint.format import manifest, schema
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format.tensor_index import (
+    Piece,
+    TensorEntry,
+    TensorIndex,
+    render_index,
+    tensor_file,
+)
+from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.load import dump, parse_config
-from verl_slurm.fence import Epoch
-from verl_slurm.reward_plan import RewardPlan, RewardRequest, RewardSwitch
+from verl_slurm.dataset.fingerprint import cache as hash_cache
+from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.container import pack, specify
 from verl_slurm.runtime_state.format import Arrays, RecordHeader, RuntimeState
 from verl_slurm.runtime_state.samples import Sample, StepSamples
 from verl_slurm.runtime_state.segment import frame, head
-from verl_slurm.save_path.protocol import Outcome, Ready, Written
+from verl_slurm.save.writer.protocol import Outcome, Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
+from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest, RewardSwitch
 
 KEY, EPOCH = b"k" * 32, 3
 _HASH = "ab" * 32
@@ -130,7 +137,7 @@ def _unpacked(data: bytes) -> Any:
 
 def generators() -> Sequence[bytes]:
     """States by generator, their long tables left out: a tree with what is not a table."""
-    from verl_slurm.dcp import rng
+    from verl_slurm.save.ranks import rng
 
     random.seed(1)
     state = rng.capture()
@@ -277,7 +284,7 @@ def fingerprints() -> Sequence[bytes]:
 
 
 def seal_fingerprint(data: bytes) -> bytes:
-    """The digest of the entries as checkpoint/fingerprint.py specifies it."""
+    """The digest of the entries as dataset/fingerprint/record.py specifies it."""
     try:
         raw = json.loads(data)
         digest = hashlib.sha256(b"verl-slurm tree 1\n")

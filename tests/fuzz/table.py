@@ -11,23 +11,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from verl_slurm_daemon.hostfile import parse_hostfile
-from verl_slurm_daemon.rank_socket import parse_packet
+from verl_slurm_daemon.agent.rank_socket import parse_packet
+from verl_slurm_daemon.allocation.hostfile import parse_hostfile
 
 from tests.fuzz import specimens as of
 from tests.fuzz.target import Target, scratch
 from tests.ledger_stats import ledger_stats
-from verl_slurm.checkpoint import fingerprint, hash_cache, manifest, schema
-from verl_slurm.checkpoint.data_walk import lines_of, parse_line
-from verl_slurm.checkpoint.frozen_check import check_frozen
-from verl_slurm.checkpoint.quarantine import put_back_unfinished
-from verl_slurm.checkpoint.small_files import parse_answer
-from verl_slurm.checkpoint.tensor_index import parse_index
-from verl_slurm.cli.steps import steps_table
-from verl_slurm.cli.story import Story, progress
-from verl_slurm.config.load import dump, parse_config
-from verl_slurm.config.schema import DataConfig
-from verl_slurm.errors import (
+from verl_slurm.base.errors import (
     UNREADABLE,
     CheckpointCorrupt,
     ConfigError,
@@ -37,7 +27,22 @@ from verl_slurm.errors import (
     SlurmMissing,
     WireError,
 )
-from verl_slurm.fence import read_epoch
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.one_line import json_line
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format import manifest, schema
+from verl_slurm.checkpoint.format.tensor_index import parse_index
+from verl_slurm.checkpoint.store.frozen_check import check_frozen
+from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
+from verl_slurm.cli.steps import steps_table
+from verl_slurm.cli.story import Story, progress
+from verl_slurm.config.load import dump, parse_config
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.fingerprint import cache as hash_cache
+from verl_slurm.dataset.fingerprint import record as fingerprint
+from verl_slurm.dataset.fingerprint.small_files import parse_answer
+from verl_slurm.dataset.fingerprint.walk import lines_of, parse_line
+from verl_slurm.dataset.prompts.rows import prompts_of
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.folds.goodput import RunNumbers
 from verl_slurm.journal.folds.interruptions import count_interruptions
@@ -46,18 +51,14 @@ from verl_slurm.journal.folds.progress import failed_starts, stuck_restarts
 from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import last_steps, step_seconds
-from verl_slurm.one_line import json_line
-from verl_slurm.paths import RunPaths
-from verl_slurm.prompts.rows import prompts_of
-from verl_slurm.reward_plan import read_reward_plan, read_reward_request
+from verl_slurm.runs.alerts import runs_to_save
+from verl_slurm.runs.record import has_ended, last_job, steps_done
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.runtime_state.samples import read_samples
-from verl_slurm.save_path.protocol import FromSaver
+from verl_slurm.save.writer.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
-from verl_slurm.submit.alerts import runs_to_save
-from verl_slurm.submit.model_files import check_model
-from verl_slurm.submit.record import has_ended, last_job, steps_done
-from verl_slurm.trainer.orchestration import Orchestration, check_or_write
+from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.trainer.state.orchestration import Orchestration, check_or_write
 from verl_slurm.verl.torch_zip import zip_problem
 from verl_slurm.verl.tracker import judge_tracker
 from verl_slurm.wire.control_page import ControlPage
@@ -65,6 +66,7 @@ from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.http import parse_head
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import FromAgent, ToAgent
+from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
 __all__ = ["TARGETS"]
 
@@ -199,7 +201,7 @@ def _node(text: str) -> object:
 def _generators(data: bytes) -> object:
     import torch
 
-    from verl_slurm.dcp import rng
+    from verl_slurm.save.ranks import rng
 
     states = of.generator_states(data)
     if states is None:

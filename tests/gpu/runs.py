@@ -4,6 +4,8 @@ from pathlib import Path
 
 from tests.ledger_stats import ledger_stats
 from tests.trainer import test_grpo, test_loop
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -15,9 +17,7 @@ from verl_slurm.config.schema import (
     SlurmConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.compare import compare
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.save.ranks.compare import compare
 
 STEPS = test_grpo.STEPS
 

@@ -9,19 +9,19 @@ import torch
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from tests.trainer.test_grpo import GRPO
-from verl_slurm.checkpoint.fingerprint import Fingerprint
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.dcp import rng
-from verl_slurm.errors import ConfigError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
+from verl_slurm.dataset.fingerprint.record import Fingerprint
 from verl_slurm.runtime_state.codec import decode, encode
+from verl_slurm.save.ranks import rng
 from verl_slurm.trainer import determinism
 from verl_slurm.trainer.device import DeviceLost, choose_device
-from verl_slurm.trainer.orchestration import check_or_write, describe
-from verl_slurm.trainer.position import StepShape
-from verl_slurm.trainer.state import capture_state, fresh_state, restore_state
+from verl_slurm.trainer.state.orchestration import check_or_write, describe
+from verl_slurm.trainer.state.position import StepShape
+from verl_slurm.trainer.state.train_state import capture_state, fresh_state, restore_state
 
 pytestmark = pytest.mark.torch
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.gpu.runs import Runs, assert_same, final
 from tests.trainer.test_grpo import GRPO, PPO, TO_THE_END
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.dcp.compare import compare
-from verl_slurm.dcp.loader import load_runtime_state
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.save.ranks.compare import compare
+from verl_slurm.save.ranks.loader import load_runtime_state
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

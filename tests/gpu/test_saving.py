@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.staging import Staging
-from verl_slurm.save_path.handle import SaverProcess
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.staging import Staging
+from verl_slurm.save.writer.handle import SaverProcess
 
 pytestmark = pytest.mark.torch
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.dcp.parts import Parts, contents, provenance, runtime
 from tests.hostile.netlab import ADDRESS
-from verl_slurm.dcp import saver as module
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import CheckpointSaver, Contents
-from verl_slurm.paths import RunPaths
+from tests.save.parts import Parts, contents, provenance, runtime
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.save.ranks import saver as module
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.saver import CheckpointSaver, Contents
 
 PORT = 29500
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_slurm_daemon.channel import AgentLink, serve
+from verl_slurm_daemon.link.channel import AgentLink, serve
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 
 TOKEN, EPOCH = b"t" * 32, 7
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_slurm.errors import KeyRefused, PermissionRefused, WireError
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import KeyRefused, PermissionRefused, WireError
+from verl_slurm.base.paths import RunPaths
 
 __all__ = ["KEY", "OLD_KEY", "PLANTED", "SCRAPE_TOKEN", "Watcher", "forms_of", "found_in", "leaks", "modes"]
 

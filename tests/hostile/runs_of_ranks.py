@@ -13,7 +13,7 @@ import psutil
 
 from tests.harness import ROOT
 from tests.local_runs import lead
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 BELOW_RAY = ROOT / "verl_slurm/rendezvous/below_ray"

@@ -17,9 +17,9 @@ import psutil
 from tests.harness import ROOT, wait_until_gone
 from tests.journals import Line, read_events
 from tests.local_runs import QUICK
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.follow import follow_lines
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.runs.follow import follow_lines
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 __all__ = ["STAND_IN", "Stage", "control_group", "prepared"]

@@ -38,8 +38,8 @@ CHANGES = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchm
 
 def lead() -> None:
     _hungry()
-    from verl_slurm_daemon import effects
     from verl_slurm_daemon.__main__ import main
+    from verl_slurm_daemon.lead import effects
 
     effects.agent_argv = lambda python, paths, epoch: [
         python,
@@ -59,7 +59,7 @@ def lead() -> None:
 
 def _tell_what_is_heard() -> None:
     """What ranks say of their parts, once it is in the lead's queue."""
-    from verl_slurm_daemon.pace_watch import PaceWatch
+    from verl_slurm_daemon.lead.pace_watch import PaceWatch
 
     from verl_slurm.wire.messages import FromRank, PartSaved
 
@@ -106,8 +106,8 @@ def _count_down(dies_at: int, count: str | None) -> None:
 
 def agent() -> None:
     _hungry()
-    from verl_slurm_daemon import agent as module
     from verl_slurm_daemon.__main__ import main
+    from verl_slurm_daemon.agent import node as module
 
     if "strikes" in BENT:
         real = module.launcher_argv
@@ -137,8 +137,8 @@ def mark(text: str) -> None:
 
 
 def rank(root: str, epoch: str, resume: str) -> None:
-    from verl_slurm.paths import RunPaths
-    from verl_slurm.trainer import console
+    from verl_slurm.base.paths import RunPaths
+    from verl_slurm.trainer.measures import console
     from verl_slurm.wire import messages as say
     from verl_slurm.wire.client import RankClient
     from verl_slurm.wire.environment import CONTROL_VARIABLE
@@ -241,7 +241,7 @@ def _says_that_it_failed_and_then_saved(
 
 
 def _is_held_in_the_middle(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
-    from verl_slurm.checkpoint import commit
+    from verl_slurm.checkpoint.store import commit
 
     def hold(*_: object) -> None:
         mark("in the middle")
@@ -263,10 +263,10 @@ _ASKED = {
 
 def save(paths: Any, step: int, epoch: int) -> str:
     """A small whole checkpoint through the real commit; its name."""
-    from verl_slurm.checkpoint.commit import begin, commit, seal
-    from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
-    from verl_slurm.checkpoint.schema import current_schema, render_schema
-    from verl_slurm.fence import require_epoch
+    from verl_slurm.base.fence import require_epoch
+    from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+    from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+    from verl_slurm.checkpoint.store.commit import begin, commit, seal
 
     files = {f"{name}/__0_0.bin": name.encode() * 500 for name in ("actor", "critic", "optimizer")}
     files |= dict.fromkeys(("config.yaml", "metadata.json", "orchestration.json", "scheduler.json"), b"{}")

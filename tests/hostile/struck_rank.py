@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_slurm.dcp import saver, side
-from verl_slurm.dcp.collective import Collective
+from verl_slurm.save.ranks import medium_results as side
+from verl_slurm.save.ranks import saver
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.wire.messages import SaveRequest

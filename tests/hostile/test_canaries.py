@@ -32,9 +32,9 @@ from tests.hostile.planted import (
 )
 from tests.journals import read_events
 from tests.tiers.s3_stand_in import BUCKET, StandIn
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.follow import follow_lines
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.runs.follow import follow_lines
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
@@ -247,7 +247,13 @@ def test_while_it_lives_the_control_token_is_in_its_one_file(produced: Produced)
 @pytest.mark.scenario("M08")
 def test_no_secret_is_in_an_argument_of_any_process(produced: Produced) -> None:
     lines = produced.watcher.cmdlines
-    for role in (b"lead", b"agent", b"verl_slurm_daemon.ranks", b"verl_slurm.trainer", b"verl_slurm.tiers"):
+    for role in (
+        b"lead",
+        b"agent",
+        b"verl_slurm_daemon.agent.ranks",
+        b"verl_slurm.trainer",
+        b"verl_slurm.tiers",
+    ):
         assert any(role in line.split(b"\0") for line in produced.watcher.processes), f"no {role!r} was seen"
     assert found_in(b"\n".join(sorted(lines)), produced.secrets) == []
 

@@ -17,8 +17,8 @@ from tests.journals import Line, read_events
 from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl_slurm_daemon import channel
-from verl_slurm_daemon.channel import AgentLink, LeadLink, connect, serve
+from verl_slurm_daemon.link import channel
+from verl_slurm_daemon.link.channel import AgentLink, LeadLink, connect, serve
 
 from tests.hostile.chaos_proxy import Chaos, chaos_proxy
 from tests.hostile.lead_port import EPOCH, TOKEN, lead_port
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire import connection_limits
 from verl_slurm.wire.framing import HELLO, MAX_FRAME
 from verl_slurm.wire.messages import FromAgent, NodeExited, SaveRequest, SignalSeen, ToAgent

@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.rank_socket import RankSocket
+from verl_slurm_daemon.agent.rank_socket import RankSocket
 
 from tests.hostile.another_user import NOBODY, python_with
 from tests.many_runs import make_run
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.client import SOCKET_NAME, RankClient
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import StoreCall
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.scenario("SEC13")
 RESTORE = """
 import sys
 from pathlib import Path
-from verl_slurm_daemon.tier_child import restore_newest
-from verl_slurm.paths import RunPaths
+from verl_slurm_daemon.lead.tier_child import restore_newest
+from verl_slurm.base.paths import RunPaths
 try:
     restore_newest(RunPaths(Path(sys.argv[1])))
 except Exception as error:

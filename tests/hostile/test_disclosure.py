@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import ROOT
 from tests.hostile.planted import KEY, found_in
-from verl_slurm.files import private_dir, write_file
+from verl_slurm.base.files import private_dir, write_file
 
 SOURCES = sorted([*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")])
 
@@ -21,7 +21,7 @@ DYING = """
 import os, resource, sys
 from pathlib import Path
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.keys import load_keys, read_key_file
+from verl_slurm.base.keys import load_keys, read_key_file
 Path("/proc/self/coredump_filter").write_text("0x33")  # the kernel's default: the tests' own process has held keys
 held = load_keys(EncryptionConfig(key_file=sys.argv[1])) if sys.argv[2] == "ours" else read_key_file(Path(sys.argv[1]))
 if sys.argv[3] == "raised":

@@ -15,9 +15,9 @@ import pytest
 from tests.checkpoint.sealed import save_sealed
 from tests.hostile.measured import measured
 from tests.hostile.resealed import HOLE, MIB, ROOM_MB, bomb, one_line, put
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.paths import RunPaths
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_a_model_directory_that_swells_in_memory_is_refused_before_queueing(
 
 @pytest.mark.scenario("SEC05")
 def test_the_largest_real_manifest_and_index_fit_into_their_limits() -> None:
-    from verl_slurm import bounded
+    from verl_slurm.base import bounded
 
     ranks, tensor_bytes = 4096, 2 << 40
     entry = b'\n  {\n   "leaves": [],\n   "path": "optimizer/rank_4095.bin",\n   "sha256": "",\n   "size": 9\n  },'

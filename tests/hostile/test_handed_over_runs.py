@@ -14,11 +14,11 @@ from tests.hostile.measured import Measured, measured, measured_program
 from tests.hostile.resealed import HOLE, MIB, ROOM_MB, bomb, one_line, put
 from tests.journals import append_event
 from tests.many_runs import make_run
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DataConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 pytestmark = pytest.mark.scenario("SEC05")
 PATIENCE_S = 300.0

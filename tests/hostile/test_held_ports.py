@@ -17,9 +17,9 @@ import pytest
 from tests.harness import ROOT
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from tests.local_runs import finish, lead, prepared
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import write_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
 
 TOKEN = "t" * 64
 

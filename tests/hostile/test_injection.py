@@ -11,20 +11,22 @@ from pathlib import Path
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from verl_slurm_daemon.agent_log import AgentLog
+from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.journal import Journal, Status
-from verl_slurm_daemon.lead_metrics import LeadMetrics
+from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 from verl_slurm_daemon.log_line import log_line
 
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
 from tests.journals import make_event
+from verl_slurm.base.errors import ConfigError, TierError, VerlSlurmError
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.one_line import json_line, printable
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
-from verl_slurm.files import private_dir
 from verl_slurm.journal.events import (
     KINDS,
     Avoid,
@@ -40,8 +42,6 @@ from verl_slurm.journal.events import (
     Warned,
 )
 from verl_slurm.journal.files import append_event, parse_event, read_events, to_json
-from verl_slurm.one_line import json_line, printable
-from verl_slurm.paths import RunPaths
 
 EVIL = (
     'x\n{"event":"ended","exit_code":0}\r\nGET \x1b[31m\x1b]0;title\x07\x9b2J\x85\u2028\u2029\u202e"}} 1\n'

@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from verl_slurm_daemon.agent_metrics import AgentMetrics
-from verl_slurm_daemon.channel import AgentLink, serve
+from verl_slurm_daemon.agent.metrics_page import AgentMetrics
+from verl_slurm_daemon.agent.rank_socket import RankSocket
 from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead_metrics import LeadMetrics
-from verl_slurm_daemon.rank_socket import RankSocket
+from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from tests.hostile.racing import FORK, PATIENCE_S, processes
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.lead_file import (
     LeadAddress,
     read_lead_address,

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl_slurm_daemon import channel
-from verl_slurm_daemon.channel import AgentLink, LeadLink, connect, serve
+from verl_slurm_daemon.link import channel
+from verl_slurm_daemon.link.channel import AgentLink, LeadLink, connect, serve
 
 from tests.hostile.lead_port import EPOCH, ROOT, TOKEN
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
 from tests.processes import python_path
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.wire.messages import FromAgent, SaveRequest, SignalSeen, ToAgent
 
 

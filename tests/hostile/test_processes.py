@@ -19,7 +19,7 @@ import pytest
 
 from tests.hostile.stage import Stage, control_group
 from tests.processes import tell
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.checkpoint.store.verify import verify
 
 EAT = signal.SIGRTMIN + 9
 """At which a stand-in with `eats` takes 64 MiB."""

@@ -13,7 +13,7 @@ import pytest
 from tests.harness import same_weights
 from tests.hostile.stage import Stage, control_group
 from tests.ledger_stats import ledger_stats
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.checkpoint.store.verify import verify
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verl_slurm_daemon.successor import queue_successor
+from verl_slurm_daemon.allocation.successor import queue_successor
 
 from tests.checkpoint.conftest import manifest_of, stage
 from tests.hostile.racing import FORK, PATIENCE_S, processes
 from tests.journals import read_events
 from tests.tiers.conftest import config_of, opened, posix_config
-from verl_slurm.checkpoint.apply import apply_prune
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.commit import commit, sweep
-from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.manifest import parse
-from verl_slurm.checkpoint.retention import plan_prune
-from verl_slurm.checkpoint.scrub import scrub_one
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.base.errors import CheckpointCorrupt, Fenced, NotFound, TierError
+from verl_slurm.base.fence import read_epoch, require_epoch, take_epoch
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.manifest import parse
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import commit, sweep
+from verl_slurm.checkpoint.store.scrub import scrub_one
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import parse_config
-from verl_slurm.errors import CheckpointCorrupt, Fenced, NotFound, TierError
-from verl_slurm.fence import read_epoch, require_epoch, take_epoch
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.census import Memory, OpenTier, survey
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import sync

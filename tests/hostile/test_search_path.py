@@ -9,7 +9,7 @@ import pytest
 
 from tests.hostile.another_user import NOBODY
 from tests.local_runs import prepared
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 pytestmark = pytest.mark.scenario("SEC08")
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.hostile.stage import Stage
 from tests.hostile.test_processes import unshared
-from verl_slurm.files import private_dir
+from verl_slurm.base.files import private_dir
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 

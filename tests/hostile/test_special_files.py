@@ -10,10 +10,10 @@ import pytest
 
 from tests.harness import ROOT
 from tests.hostile.measured import Measured, measured_program
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 pytestmark = pytest.mark.scenario("SEC17")
 
@@ -106,8 +106,8 @@ _READ = """
 import sys
 from pathlib import Path
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.errors import DatasetDrift
-from verl_slurm.prompts.directory import prompts_below
+from verl_slurm.base.errors import DatasetDrift
+from verl_slurm.dataset.prompts.directory import prompts_below
 root = Path(sys.argv[1])
 try:
     print(list(prompts_below(root, DataConfig(root=str(root)), {"a.jsonl": (int(sys.argv[2]), sys.argv[3])})))

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon import rank_socket
-from verl_slurm_daemon.rank_socket import RankSocket
-from verl_slurm_daemon.second_copy import run_bring_home
+from verl_slurm_daemon.agent import rank_socket
+from verl_slurm_daemon.agent.rank_socket import RankSocket
+from verl_slurm_daemon.lead.second_copy import run_bring_home
 
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
@@ -22,13 +22,13 @@ from tests.cli.test_checkpoints import save
 from tests.daemon.test_second_copy import Node
 from tests.daemon.test_second_copy import node as node
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
-from verl_slurm.checkpoint.local_copy import list_parts, prune_parts
-from verl_slurm.errors import KeyRefused, PermissionRefused, TierError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import append_line, make_private, private_dir, read_private, write_file
-from verl_slurm.keys import new_key_file, read_key_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.preflight import check_run_dir
+from verl_slurm.base.errors import KeyRefused, PermissionRefused, TierError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import append_line, make_private, private_dir, read_private, write_file
+from verl_slurm.base.keys import new_key_file, read_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.local_copy import list_parts, prune_parts
+from verl_slurm.submit.checks.preflight import check_run_dir
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.http import read_token
 
@@ -283,7 +283,7 @@ def test_a_place_in_a_tier_that_somebody_made_before_is_refused(
 
 @pytest.mark.parametrize("name", ["control", "checkpoints", "ledger", "logs"])
 def test_a_lead_does_not_work_in_a_directory_of_another_user_s(name: str, node: Node, precious: Path) -> None:
-    from verl_slurm_daemon.lead import run_lead
+    from verl_slurm_daemon.lead.loop import run_lead
 
     place = node.paths.root / name
     private_dir(place)
@@ -297,7 +297,7 @@ def test_a_lead_does_not_work_in_a_directory_of_another_user_s(name: str, node: 
 
 
 def test_a_checkpoint_of_another_user_s_is_not_resumed_from(node: Node) -> None:
-    from verl_slurm_daemon.resume import find_resume_point
+    from verl_slurm_daemon.lead.resume import find_resume_point
 
     planted = save(node.paths, 30)
     for path in (planted, *planted.rglob("*")):

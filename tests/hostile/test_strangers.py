@@ -17,22 +17,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon import channel
-from verl_slurm_daemon.channel import AgentLink, connect, serve
-from verl_slurm_daemon.effects import Effects
+from verl_slurm_daemon.agent.rank_socket import REASONS as RANK_REASONS
+from verl_slurm_daemon.agent.rank_socket import RankSocket
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.rank_socket import REASONS as RANK_REASONS
-from verl_slurm_daemon.rank_socket import RankSocket
-from verl_slurm_daemon.refusals import Refusals
+from verl_slurm_daemon.lead.effects import Effects
+from verl_slurm_daemon.link import channel
+from verl_slurm_daemon.link.channel import AgentLink, connect, serve
+from verl_slurm_daemon.link.refusals import Refusals
 
 from tests.daemon.test_effects import Scripted
 from tests.harness import ROOT
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from tests.journals import read_events
+from verl_slurm.base.errors import WireError
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import WireError
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.wire.client import SOCKET_NAME
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key

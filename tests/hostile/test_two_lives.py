@@ -14,12 +14,12 @@ from tests.journals import read_events
 from tests.ledger_stats import ledger_stats
 from tests.local_runs import finish, lead, prepared, undisturbed, until
 from tests.processes import held, tell
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import read_epoch
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.record import read_status
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.runs.record import read_status
 
 pytestmark = pytest.mark.torch
 

@@ -35,7 +35,7 @@ def ended(tmp_path: Path, program: str, *, below_ray: bool) -> "subprocess.Compl
     script = tmp_path / "program.py"
     script.write_text(program)
     first = [BELOW_RAY, tmp_path] if below_ray else [tmp_path]
-    launcher = [] if below_ray else ["-m", "verl_slurm_daemon.ranks", "1", "0", "1"]
+    launcher = [] if below_ray else ["-m", "verl_slurm_daemon.agent.ranks", "1", "0", "1"]
     return subprocess.run(
         [sys.executable, "-P", *launcher, str(script)],
         env=os.environ | {"VERL_SLURM_CONTROL": str(control)} | python_path(*first),

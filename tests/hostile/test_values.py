@@ -12,17 +12,17 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
-from verl_slurm.checkpoint.manifest import parse as parse_manifest
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError, WireError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import parse as parse_manifest
 from verl_slurm.cli.main import COMMANDS
 from verl_slurm.cli.main import cli as group
 from verl_slurm.cli.options import Number, Whole
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, VerlSlurmError, WireError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import read_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
 
 NUMBERS = {
     "NaN": "NaN",

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from tests.journals import make_event
+from verl_slurm.base.one_line import json_line
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.story import tell
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.events import KINDS, Event, Other
 from verl_slurm.journal.files import append_event, parse_event, read_events, to_json
 from verl_slurm.journal.folds.goodput import RunNumbers
 from verl_slurm.journal.folds.outages import Outages
-from verl_slurm.one_line import json_line
-from verl_slurm.paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
 NOW = "2026-11-01T08:01:43.000+00:00"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import steps as step_log
 from verl_slurm.journal.steps import append_step, last_steps
-from verl_slurm.paths import RunPaths
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 from verl_slurm_daemon.journal import Status
-from verl_slurm_daemon.lead_metrics import LeadMetrics
+from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.journals import read_events
 from tests.observability.conftest import RULES, Server, fetch, free_port
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.files import write_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.follow import follow_lines
+from verl_slurm.runs.follow import follow_lines
 from verl_slurm.wire.messages import Progress
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.torch]

@@ -10,8 +10,8 @@ from verl_slurm.config.schema import DataConfig
 from verl_slurm.quickstart import model
 from verl_slurm.quickstart.builtin import resolve_data, resolve_model
 from verl_slurm.trainer.data import PromptData, load_tokenizer
-from verl_slurm.trainer.rewards import build_reward, decode_responses
-from verl_slurm.trainer.rollout import HFRollout
+from verl_slurm.trainer.reward.scoring import build_reward, decode_responses
+from verl_slurm.trainer.rollout.sampling import HFRollout
 
 pytestmark = pytest.mark.torch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 
 

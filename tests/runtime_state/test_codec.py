@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.runtime_state import frames, planes
 from verl_slurm.runtime_state.codec import decode, encode
 from verl_slurm.runtime_state.container import pack, specify, unpack

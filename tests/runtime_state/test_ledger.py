@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.ledger_stats import ledger_stats
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state import ledger as module
 from verl_slurm.runtime_state import segment_lock
 from verl_slurm.runtime_state.format import Arrays

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.ledger_stats import ledger_stats
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused
-from verl_slurm.keys import Keyring, MasterKey
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
+from verl_slurm.base.keys import Keyring, MasterKey
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, load
 from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.errors import SlurmMissing
 from verl_slurm.slurm import client as module
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import refuse_requeue

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.errors import SlurmMissing
+from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.slurm.environment import SlurmJob
 
 FIRST = {

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.errors import NotFound, SlurmMissing
+from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.parse import (
     parse_config,
     parse_config_time,

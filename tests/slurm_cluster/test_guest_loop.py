@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.guest.served import CONFIG, STEPS, by_hand, overrides
 from tests.harness import LiveRun, same_weights
-from verl_slurm.checkpoint.verify import read_manifest
+from tests.loops.served import CONFIG, STEPS, by_hand, overrides
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 

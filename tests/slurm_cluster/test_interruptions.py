@@ -8,7 +8,7 @@ import pytest
 from tests.harness import ROOT, LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
 from tests.processes import tell
-from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 
@@ -174,7 +174,7 @@ def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: Li
     leads = [process for process in there if "lead" in process.cmdline()]
     tell(leads, signal.SIGSTOP)
     # The other node's agent has no rank left and has said so; a lead that does not run cannot have heard it.
-    launchers = [p for p in run.processes(other) if "verl_slurm_daemon.ranks" in p.cmdline()]
+    launchers = [p for p in run.processes(other) if "verl_slurm_daemon.agent.ranks" in p.cmdline()]
     run.kill([process for process in there if process not in leads])
     _, alive = psutil.wait_procs(launchers, timeout=60)
     assert not alive, run.story()

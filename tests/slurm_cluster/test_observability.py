@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness import SMALL, LiveRun
+from verl_slurm.base.files import write_file
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.files import write_file
-from verl_slurm.submit.alerts import ACTION
+from verl_slurm.runs.alerts import ACTION
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

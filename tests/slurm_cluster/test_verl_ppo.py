@@ -16,7 +16,7 @@ pytest.importorskip("verl", reason="needs verl: make verl")
 from tests.harness import LiveRun
 from tests.verl.grpo import MODULES, grpo_words, make_prompts, write_config
 from tests.verl.tiny import make_model
-from verl_slurm.checkpoint.verify import read_manifest
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 

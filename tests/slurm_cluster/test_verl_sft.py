@@ -11,8 +11,8 @@ from tests.verl.plain import cpu_environ
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 

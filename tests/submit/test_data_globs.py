@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from verl_slurm.errors import DataError
-from verl_slurm.prompts.choice import choose
+from verl_slurm.base.errors import DataError
+from verl_slurm.dataset.prompts.choice import choose
 
 
 def chosen(pattern: str, *names: str) -> list[str]:

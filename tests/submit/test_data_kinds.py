@@ -16,8 +16,8 @@ import pytest
 from tests.harness import ROOT
 from tests.hostile.measured import measured
 from tests.processes import python_path
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
-from verl_slurm.exit_codes import ExitCode
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -395,7 +395,7 @@ def test_a_configuration_without_model_data_or_reward_is_refused(
 def test_the_rows_of_all_formats_come_in_the_order_of_their_files(tmp_path: Path) -> None:
     """What a rank reads; no command prints rows."""
     from verl_slurm.config.schema import DataConfig
-    from verl_slurm.prompts.directory import prompts_below
+    from verl_slurm.dataset.prompts.directory import prompts_below
 
     root, rows = tmp_path / "data", [row | {"id": n} for n, row in enumerate(ROWS * 300)]
     for name, write in {"b": parquet, "a": parquet}.items():

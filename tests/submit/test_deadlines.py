@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tests.journals import append_event
-from verl_slurm.checkpoint.info import CheckpointInfo
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.load import parse_config
 from verl_slurm.doctor.places import PlaceReport
-from verl_slurm.files import private_dir
-from verl_slurm.guest.reach import reach
 from verl_slurm.journal.steps import append_step
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.deadlines import save_time
+from verl_slurm.loops.reach import reach
+from verl_slurm.submit.checks.deadlines import save_time
 
 CONFIG = parse_config(b"", "my.yaml", ())
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.submit import gpus
-from verl_slurm.submit.gpus import gpu_note
+from verl_slurm.submit.checks import gpus
+from verl_slurm.submit.checks.gpus import gpu_note
 
 CUDA = msgspec.structs.replace(RunConfig(), distributed=DistributedConfig(device="cuda"))
 

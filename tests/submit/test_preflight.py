@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.format import Manifest, Topology
-from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.base.errors import ConfigError, KeyRefused, PermissionRefused
+from verl_slurm.base.files import write_file
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import Manifest, Topology
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, KeyRefused, PermissionRefused
-from verl_slurm.files import write_file
-from verl_slurm.submit.preflight import check_metrics_port, check_resume_from
+from verl_slurm.submit.checks.preflight import check_metrics_port, check_resume_from
 
 
 def _checkpoint(directory: Path, *, critic: bool) -> None:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.free_space import FreeSpace
-from verl_slurm.checkpoint.frozen import store_frozen
-from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.storage import Need, Room, judge_room
+from verl_slurm.base.errors import NoRoom
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.storage import Need, Room, judge_room
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.free_space import FreeSpace
+from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import NoRoom
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.model_files import num_parameters
-from verl_slurm.submit.room import check_room, frozen_to_come, num_to_come
+from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.submit.checks.model_files import num_parameters
+from verl_slurm.submit.checks.room import check_room, frozen_to_come, num_to_come
 
 GB = 10**9
 PLACE = Path("/run/checkpoints")

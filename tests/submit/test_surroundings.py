@@ -11,7 +11,7 @@ from tests.cli.conftest import cli as cli  # a fixture
 from tests.cli.conftest import workplace as workplace
 from tests.hostile.another_user import NOBODY
 from tests.local_runs import finish, lead, prepared
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: only root can give a directory away")
 

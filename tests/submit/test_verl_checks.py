@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint.format import Manifest, Topology
-from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import Manifest, Topology
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, DataError, VerlSlurmError
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit import verl_checks
-from verl_slurm.submit.inputs import absolute
-from verl_slurm.submit.room import checkpoint_size
-from verl_slurm.submit.verl_checks import check_verl, require_same_ranks
+from verl_slurm.submit.checks import verl as verl_checks
+from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.checks.room import checkpoint_size
+from verl_slurm.submit.checks.verl import check_verl, require_same_ranks
 from verl_slurm.verl.installed import installed_verl
 
 

@@ -15,15 +15,15 @@ import pytest
 
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from tests.tiers.s3_stand_in import BUCKET, StandIn
-from verl_slurm.checkpoint.chunks import entry_of
-from verl_slurm.checkpoint.commit import commit
-from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest, Topology
-from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.store.chunks import entry_of
+from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
-from verl_slurm.run_id import run_id
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier

@@ -22,10 +22,10 @@ from tests.tiers import s3_stand_in
 from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, opened, s3_config
 from tests.tiers.radosgw import BUCKET, running
 from tests.tiers.s3_stand_in import Call, StandIn, Stored
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import Pass, sync

@@ -8,10 +8,10 @@ import pytest
 from tests.checkpoint.conftest import FILES
 from tests.tiers.conftest import config_of, content, opened, posix_config, s3_config
 from tests.tiers.s3_stand_in import StandIn
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import CheckpointCorrupt, NotFound, TierError
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.fetch import fetch, fetch_newest
 from verl_slurm.tiers.mover import sync

@@ -17,16 +17,16 @@ from tests.checkpoint.conftest import manifest_of, stage
 from tests.hostile.measured import measured_program
 from tests.tiers.conftest import s3_config
 from tests.tiers.s3_stand_in import BUCKET, StandIn, Stored
-from verl_slurm.checkpoint.format import MANIFEST
-from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.base.errors import TierError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DataConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import TierError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
-from verl_slurm.run_id import run_id
 from verl_slurm.tiers.layout import checkpoint_prefix, run_prefix
 from verl_slurm.tiers.s3 import S3Backend
 

@@ -14,11 +14,11 @@ from tests.checkpoint.conftest import FILES
 from tests.journals import read_events
 from tests.tiers.conftest import NOW, config_of, content, opened, posix_config, s3_config
 from tests.tiers.s3_stand_in import Call, StandIn
-from verl_slurm.checkpoint.format import FileEntry
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import TierError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import TierError
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers import multipart
 from verl_slurm.tiers.backend import Backend, ObjectInfo, Source
 from verl_slurm.tiers.census import Memory, OpenTier, survey

@@ -10,15 +10,15 @@ import pytest
 from tests.checkpoint.sealed import save_sealed
 from tests.journals import read_events
 from tests.tiers.conftest import NOW, opened, posix_config
-from verl_slurm.checkpoint.format import MANIFEST
-from verl_slurm.checkpoint.manifest import render, sealed
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, TierError
+from verl_slurm.base.keys import Keyring, MasterKey, new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, TierError
-from verl_slurm.keys import Keyring, MasterKey, new_key_file
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.fetch import fetch, fetch_newest
 from verl_slurm.tiers.mover import Pass, look, sync
 

@@ -9,8 +9,8 @@ import traceback
 from pathlib import Path
 
 from tests.trainer.lives_worker import Lives, live_through
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
-from verl_slurm.paths import RunPaths
 from verl_slurm.trainer.parallel import layers
 from verl_slurm.trainer.place import Place, process_group
 

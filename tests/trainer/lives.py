@@ -2,11 +2,11 @@
 
 import torch
 
-from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.fence import take_epoch
-from verl_slurm.paths import RunPaths
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import RankLine

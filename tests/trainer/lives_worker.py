@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import load_resolved
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.fence import take_epoch
-from verl_slurm.paths import RunPaths
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon

@@ -22,7 +22,7 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from verl_slurm.trainer.counter_rng import uniforms
+from verl_slurm.trainer.objective.counter_rng import uniforms
 
 __all__ = ["RECORD", "Settings", "batch", "of_trl", "of_verl"]
 

@@ -14,11 +14,11 @@ import json
 import os
 import signal
 
-from verl_slurm.checkpoint import commit
-from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checkpoint.store import commit
 from verl_slurm.trainer import __main__ as entry
-from verl_slurm.trainer.rollout import HFRollout
-from verl_slurm.trainer.vllm_rollout import VLLMRollout
+from verl_slurm.trainer.rollout.sampling import HFRollout
+from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import SaveRequest
 

@@ -10,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from verl_slurm.checkpoint.format import Topology
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.tensors import model_tensors
-from verl_slurm.trainer.losses import masked_mean
+from verl_slurm.checkpoint.format.specification import Topology
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.tensors import model_tensors
 from verl_slurm.trainer.models import (
     build_models,
     clip_gradients,
@@ -22,6 +21,7 @@ from verl_slurm.trainer.models import (
     logprobs_and_entropy,
     values,
 )
+from verl_slurm.trainer.objective.losses import masked_mean
 from verl_slurm.trainer.parallel import layers
 from verl_slurm.trainer.parallel.grid import make_grid
 

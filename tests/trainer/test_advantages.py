@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_slurm.trainer.advantages import (
+from verl_slurm.trainer.objective.advantages import (
     gae,
     group_advantages,
     masked_moments,

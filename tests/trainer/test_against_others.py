@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.trainer.others import RECORD, Settings, batch, of_trl
-from verl_slurm.trainer.advantages import gae, group_advantages, masked_moments, token_kl, whiten
-from verl_slurm.trainer.losses import Mean, kl_loss, mean_of, policy_loss, value_loss
+from verl_slurm.trainer.objective.advantages import gae, group_advantages, masked_moments, token_kl, whiten
+from verl_slurm.trainer.objective.losses import Mean, kl_loss, mean_of, policy_loss, value_loss
 
 pytestmark = pytest.mark.torch
 

@@ -18,8 +18,10 @@ import torch
 
 from tests.ledger_stats import ledger_stats
 from tests.trainer.lives import Killed, live
-from verl_slurm.checkpoint.best import Best, Rank, rank_best
-from verl_slurm.checkpoint.catalog import list_checkpoints
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
 from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
@@ -31,17 +33,15 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.compare import compare
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
-from verl_slurm.reward_plan import ask_for_reward, read_reward_plan
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
+from verl_slurm.wire.reward_plan import ask_for_reward, read_reward_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 

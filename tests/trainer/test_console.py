@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from verl_slurm.trainer import console
+from verl_slurm.trainer.measures import console
 
 
 @pytest.mark.scenario("P10")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.local_runs import finish, lead, prepared
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.__main__ import main
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 pytestmark = pytest.mark.torch
 pq = pytest.importorskip("pyarrow.parquet")

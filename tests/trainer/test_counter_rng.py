@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_slurm.trainer.counter_rng import Purpose, permutation, uniforms
+from verl_slurm.trainer.objective.counter_rng import Purpose, permutation, uniforms
 
 pytestmark = pytest.mark.torch
 

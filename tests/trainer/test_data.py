@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.errors import DataError
 from verl_slurm.trainer.data import PromptData, load_tokenizer
 
 pytestmark = pytest.mark.torch

@@ -18,8 +18,12 @@ import pytest
 import torch
 
 from tests.ledger_stats import ledger_stats
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.base.errors import DataError
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
@@ -31,12 +35,8 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.compare import compare
-from verl_slurm.errors import DataError
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
 from verl_slurm.journal.steps import last_steps
-from verl_slurm.paths import RunPaths
+from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dcp import rng
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.trainer.counter_rng import Purpose
+from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.evaluation import Evaluator, num_pieces
+from verl_slurm.trainer.objective.counter_rng import Purpose
 
 pytestmark = pytest.mark.torch
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.families import TINY, build_family, tiny_config
 from tests.trainer.test_rewards import make_classifier
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.families import FAMILIES
 from verl_slurm.config.schema import RolloutConfig
-from verl_slurm.errors import ConfigError, DataError
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import load_causal_lm, load_critic, logprobs, passage, run_passes, values
-from verl_slurm.trainer.rewards import build_reward
-from verl_slurm.trainer.rollout import HFRollout
+from verl_slurm.trainer.reward.scoring import build_reward
+from verl_slurm.trainer.rollout.sampling import HFRollout
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 

@@ -20,6 +20,8 @@ import pytest
 
 from tests.families import TINY, build_family
 from tests.processes import python_path
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -30,9 +32,7 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.compare import compare
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.save.ranks.compare import compare
 
 ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
 # The first test's time is that of all runs: the fixture makes them.

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_slurm.guest.session import Session
-from verl_slurm.trainer.position import Position
+from verl_slurm.loops.session import Session
+from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.stopwatch import GpuMemory
+from verl_slurm.trainer.state.position import Position
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress
 

@@ -20,8 +20,11 @@ import pytest
 
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
-from verl_slurm.checkpoint.describe import describe
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.describe import describe
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.schema import (
@@ -33,12 +36,9 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.compare import compare
-from verl_slurm.errors import ConfigError
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.resuming import check_manifest
-from verl_slurm.trainer.state import update_metrics
+from verl_slurm.trainer.state.train_state import update_metrics
 
 pytestmark = pytest.mark.torch
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger, load
-from verl_slurm.trainer.journaling import record, settle, take_back
-from verl_slurm.trainer.position import StepShape
+from verl_slurm.trainer.rollout.ledger_writing import record, settle, take_back
+from verl_slurm.trainer.state.position import StepShape
 
 pytestmark = pytest.mark.torch
 SHAPE = StepShape(generations=2, scores=1, updates=1, dp_size=2, prompts_per_generation=4)

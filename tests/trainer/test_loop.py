@@ -29,9 +29,14 @@ import pytest
 
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.recover import choose_resume
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.keys import Keyring, load_keys, new_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.schema import (
@@ -44,22 +49,17 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.dcp.compare import compare
-from verl_slurm.dcp.saver import SavedCheckpoint
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.session import Session
-from verl_slurm.keys import Keyring, load_keys, new_key_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.loops.session import Session
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.quickstart.data import build_data
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.save.ranks.compare import compare
+from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer.loop import Ending, FinalSaveFailed, Loop, SaverLost
 from verl_slurm.trainer.pace import Pace
-from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.state import TrainState, fresh_state
+from verl_slurm.trainer.state.position import Position, StepShape
+from verl_slurm.trainer.state.train_state import TrainState, fresh_state
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME, NoDaemon
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_slurm.trainer.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
+from verl_slurm.trainer.objective.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
 
 pytestmark = pytest.mark.torch
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.errors import CheckpointCorrupt, DataError, Fenced, WireError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.guest.session import Session
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, Fenced, WireError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.loops import verl_sft as sft
+from verl_slurm.loops.session import Session
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import FinalSaveFailed
-from verl_slurm.verl import sft
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Refused
 

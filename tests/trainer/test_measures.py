@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.trainer.measures import explained_variance, spread_of_scores, step_measures
-from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
-from verl_slurm.trainer.timings import step_costs
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.trainer.measures.metrics import explained_variance, spread_of_scores, step_measures
+from verl_slurm.trainer.measures.stopwatch import Stopwatch, memory_bytes
+from verl_slurm.trainer.measures.timings import step_costs
 
 pytestmark = pytest.mark.torch
 

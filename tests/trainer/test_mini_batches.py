@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
-from verl_slurm.dcp.collective import Collective
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.mini_batches import Deal, MiniBatches, trained_columns
 

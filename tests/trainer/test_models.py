@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_slurm.errors import DataError, Diverged
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.errors import DataError, Diverged
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.trainer.models import (
     build_models,
     clip_gradients,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from verl_slurm.config.schema import TrainConfig
-from verl_slurm.trainer.optimizers import LocalAdamW, build_optimizers
+from verl_slurm.trainer.objective.optimizers import LocalAdamW, build_optimizers
 
 
 def make_model() -> nn.Module:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from tests.journals import append_event
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import CheckpointConfig, RunConfig, StepInterval, TrainConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.files import private_dir
-from verl_slurm.guest.session import Session
-from verl_slurm.paths import RunPaths
+from verl_slurm.loops.session import Session
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.pace import Pace
-from verl_slurm.trainer.position import Position
 from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.state import TrainState, fresh_state
+from verl_slurm.trainer.state.position import Position
+from verl_slurm.trainer.state.train_state import TrainState, fresh_state
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Notice
 
@@ -152,8 +152,8 @@ def test_where_every_save_fails_not_every_step_tries(tmp_path: Path) -> None:
 def test_no_room_is_said_with_figures_before_the_failure_it_foretells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl_slurm.checkpoint import free_space
-    from verl_slurm.checkpoint.storage import FreeSpace
+    from verl_slurm.checkpoint.decide.storage import FreeSpace
+    from verl_slurm.checkpoint.store import free_space
 
     monkeypatch.setattr(free_space, "free_space", lambda _: FreeSpace(bytes=1000, inodes=10**6))
     run = Run(tmp_path, CheckpointConfig(every_steps=5, runtime_every_steps=5))

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.trainer.position import (
+from verl_slurm.trainer.state.position import (
     Position,
     StepShape,
     after,

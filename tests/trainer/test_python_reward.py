@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.reward_spec import RewardSpec, parse_reward
-from verl_slurm.errors import ConfigError, DataError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.trainer.python_reward import PythonReward, RewardRaised, load_python_reward, source_digest
-from verl_slurm.trainer.rewards import build_reward
+from verl_slurm.trainer.reward.python import PythonReward, RewardRaised, load_python_reward, source_digest
+from verl_slurm.trainer.reward.scoring import build_reward
 
 pytestmark = pytest.mark.torch
 

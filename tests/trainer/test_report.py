@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.dcp.saver import SavedCheckpoint
-from verl_slurm.guest.session import Session
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.loops.session import Session
+from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer import report
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.wire.client import NoDaemon
@@ -112,7 +112,7 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     monkeypatch.setattr(Reporter, "_draw", lambda self, curves, step: drawn.append(curves))
     line = Line([])
     options: dict[str, Any] = {"total_steps": 2, "tensorboard": tmp_path / "curves", "first_step": 0}
-    monkeypatch.setattr("verl_slurm.guest.session.append_step", log)
+    monkeypatch.setattr("verl_slurm.loops.session.append_step", log)
     sessions = [Session(line, rank=rank, world_size=2, paths=RunPaths(tmp_path)) for rank in (0, 1)]
     reporter = Reporter(sessions[0], **options)
     for _ in range(3):

@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.layout import keep_step, require_same_step
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
-from verl_slurm.dcp.rng import capture
-from verl_slurm.errors import ConfigError
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.trainer.position import Position, StepShape, check_position, rollout_offset, safe_point
-from verl_slurm.trainer.resharding import reshard
-from verl_slurm.trainer.state import UPDATE_METRICS, restore_state
+from verl_slurm.save.ranks.rng import capture
+from verl_slurm.trainer.state.position import Position, StepShape, check_position, rollout_offset, safe_point
+from verl_slurm.trainer.state.resharding import reshard
+from verl_slurm.trainer.state.train_state import UPDATE_METRICS, restore_state
 
 pytestmark = pytest.mark.torch
 

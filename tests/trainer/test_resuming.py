@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from verl_slurm.checkpoint.chunks import entry_of
-from verl_slurm.checkpoint.fingerprint import fingerprint
-from verl_slurm.checkpoint.format import SCHEMA_VERSION, Manifest, Topology
-from verl_slurm.checkpoint.manifest import render, sealed
-from verl_slurm.checkpoint.schema import current_schema, render_schema, schema_of
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema, schema_of
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -25,18 +28,14 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
+from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer import resuming
-from verl_slurm.trainer.orchestration import check_or_write, describe
+from verl_slurm.trainer.objective.schedule import schedule_record
 from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.position import Position, StepShape
 from verl_slurm.trainer.resuming import (
     check_manifest,
     checkpoint_directory,
@@ -44,9 +43,10 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
-from verl_slurm.trainer.schedule import schedule_record
 from verl_slurm.trainer.setup import build_loop
-from verl_slurm.trainer.state import fresh_state
+from verl_slurm.trainer.state.orchestration import check_or_write, describe
+from verl_slurm.trainer.state.position import Position, StepShape
+from verl_slurm.trainer.state.train_state import fresh_state
 from verl_slurm.wire.client import NoDaemon
 
 pytestmark = pytest.mark.torch
@@ -235,7 +235,7 @@ def test_a_layout_that_cannot_be_read_just_now_is_neither_refused_nor_replaced(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("verl_slurm.trainer.orchestration.read_regular", fail)
+        patch.setattr("verl_slurm.trainer.state.orchestration.read_regular", fail)
         with pytest.raises(OSError, match=os.strerror(number)):
             check_or_write(paths, layout)
     assert paths.orchestration.read_bytes() == before

@@ -10,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from verl_slurm import reward_plan
+from verl_slurm.base.errors import CheckpointCorrupt, Fenced
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.errors import CheckpointCorrupt, Fenced
-from verl_slurm.fence import take_epoch
-from verl_slurm.paths import RunPaths
-from verl_slurm.reward_plan import (
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.trainer.objective.warm_start import Affine
+from verl_slurm.trainer.reward import swap as reward_swap
+from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
+from verl_slurm.trainer.state.position import Position, StepShape
+from verl_slurm.trainer.state.resharding import reshard
+from verl_slurm.trainer.state.reward_state import CACHED_ROWS, RewardState, pack, reward_record, split, unpack
+from verl_slurm.trainer.state.train_state import TrainState, capture_state, fresh_state, restore_state
+from verl_slurm.wire import reward_plan
+from verl_slurm.wire.reward_plan import (
     RewardPlan,
     RewardRequest,
     RewardSwitch,
@@ -24,13 +31,6 @@ from verl_slurm.reward_plan import (
     read_reward_plan,
     read_reward_request,
 )
-from verl_slurm.trainer import reward_swap
-from verl_slurm.trainer.position import Position, StepShape
-from verl_slurm.trainer.resharding import reshard
-from verl_slurm.trainer.reward_state import CACHED_ROWS, RewardState, pack, reward_record, split, unpack
-from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
-from verl_slurm.trainer.state import TrainState, capture_state, fresh_state, restore_state
-from verl_slurm.trainer.warm_start import Affine
 
 pytestmark = pytest.mark.torch
 

@@ -17,8 +17,10 @@ import torch
 
 from tests.trainer.lives import Killed, live
 from tests.trainer.test_rewards import make_classifier
-from verl_slurm.checkpoint.contents import known_manifest
-from verl_slurm.checkpoint.fingerprint import fingerprint
+from verl_slurm.base.errors import DataError, VerlSlurmError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.contents import known_manifest
 from verl_slurm.config import load
 from verl_slurm.config.schema import (
     CheckpointConfig,
@@ -29,26 +31,24 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.compare import compare
-from verl_slurm.errors import DataError, VerlSlurmError
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.reward_plan import (
+from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.compare import compare
+from verl_slurm.trainer.loop import Loop
+from verl_slurm.trainer.place import Place, process_group
+from verl_slurm.trainer.reward.start import start_reward
+from verl_slurm.trainer.reward.swap import RewardSwap
+from verl_slurm.trainer.state.position import Position
+from verl_slurm.trainer.state.reward_state import RewardState
+from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.reward_plan import (
     RewardPlan,
     RewardSwitch,
     ask_for_reward,
     read_reward_plan,
     write_reward_plan,
 )
-from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.position import Position
-from verl_slurm.trainer.reward_start import start_reward
-from verl_slurm.trainer.reward_state import RewardState
-from verl_slurm.trainer.reward_swap import RewardSwap
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import SaveRequest
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.trainer.data import load_tokenizer
-from verl_slurm.trainer.rewards import ClassifierReward, arithmetic, build_reward, decode_responses
+from verl_slurm.trainer.reward.scoring import ClassifierReward, arithmetic, build_reward, decode_responses
 
 pytestmark = pytest.mark.torch
 

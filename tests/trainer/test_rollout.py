@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import DataConfig, RolloutConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.trainer.counter_rng import uniforms
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
-from verl_slurm.trainer.rollout import HFRollout, _doubling_scan, pick_tokens
+from verl_slurm.trainer.objective.counter_rng import uniforms
+from verl_slurm.trainer.rollout.sampling import HFRollout, _doubling_scan, pick_tokens
 
 pytestmark = pytest.mark.torch
 
@@ -188,7 +188,7 @@ def test_the_responses_to_one_prompt_differ(tiny: Path, sums_root: Path) -> None
 def test_a_model_with_a_cache_of_its_own_is_refused_before_it_samples(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_slurm.trainer.rollout.load_causal_lm", lambda path, **_: OwnCache())
+    monkeypatch.setattr("verl_slurm.trainer.rollout.sampling.load_causal_lm", lambda path, **_: OwnCache())
     with pytest.raises(ConfigError, match=r"rollout.engine.*OwnCache.*vllm"):
         make_rollout(tiny)
 

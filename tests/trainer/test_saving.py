@@ -8,21 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from verl_slurm.checkpoint import apply, verify
-from verl_slurm.checkpoint.components import Components
-from verl_slurm.checkpoint.format import Manifest, Topology
-from verl_slurm.checkpoint.manifest import render, sealed
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.components import Components
+from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.specification import Manifest, Topology
+from verl_slurm.checkpoint.store import apply, verify
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import Contents, SavedCheckpoint
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state.format import Phase
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.saver import Contents, SavedCheckpoint
 from verl_slurm.trainer import saving
-from verl_slurm.trainer.position import Position
 from verl_slurm.trainer.saving import Checkpointer
-from verl_slurm.trainer.state import TrainState, fresh_state
+from verl_slurm.trainer.state.position import Position
+from verl_slurm.trainer.state.train_state import TrainState, fresh_state
 
 pytestmark = pytest.mark.torch
 

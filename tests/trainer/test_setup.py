@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from verl_slurm.checkpoint.fingerprint import Fingerprint, fingerprint
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.paths import RunPaths
+from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint
 from verl_slurm.trainer import setup
-from verl_slurm.trainer.orchestration import describe, moved
+from verl_slurm.trainer.state.orchestration import describe, moved
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Notice
 

@@ -12,12 +12,12 @@ import pytest
 
 from tests.ledger_stats import ledger_stats
 from tests.trainer.test_loop import Runs, _assert_nothing_changed, _replayed
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
 from verl_slurm.config.schema import DistributedConfig
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import write_file
-from verl_slurm.paths import RunPaths
 from verl_slurm.quickstart import model as quickstart_model
 
 pytestmark = [

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from verl_slurm.base.errors import ConfigError, RolloutMismatch
 from verl_slurm.config.schema import DataConfig, DistributedConfig, ModelConfig, RolloutConfig, RunConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import ConfigError, RolloutMismatch
-from verl_slurm.trainer.counter_rng import Purpose
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
-from verl_slurm.trainer.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
-from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
+from verl_slurm.trainer.objective.counter_rng import Purpose
+from verl_slurm.trainer.rollout.engines import RolloutEngine, build_engine
+from verl_slurm.trainer.rollout.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
 
 pytestmark = [
     pytest.mark.torch,

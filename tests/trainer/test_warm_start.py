@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from verl_slurm.trainer.warm_start import IDENTITY, Affine, blended, matching
+from verl_slurm.trainer.objective.warm_start import IDENTITY, Affine, blended, matching
 
 pytestmark = pytest.mark.torch
 

@@ -15,7 +15,7 @@ from verl_slurm.verl.overrides import check_overrides
 
 __all__ = ["OURS", "VERLS", "Ended", "cpu_environ", "run_sft"]
 
-VERLS, OURS = "verl.trainer.sft_trainer", "verl_slurm.verl.sft"
+VERLS, OURS = "verl.trainer.sft_trainer", "verl_slurm.loops.verl_sft"
 _STEP = re.compile(r"step:(\d+) - ")  # behind a progress bar, too
 
 

@@ -14,8 +14,8 @@ from tests.verl.plain import VERLS, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
-from verl_slurm.exit_codes import ExitCode
 from verl_slurm.verl.shards import judge_all
 from verl_slurm.verl.tracker import TRACKER, judge_tracker, read_tracker
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from verl_slurm.base.errors import ConfigError, Fenced, PermissionRefused, WireError
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, commit_tree
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, Fenced, PermissionRefused, WireError
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.tree import GuestSave, commit_tree
-from verl_slurm.paths import RunPaths
-from verl_slurm.verl import node
+from verl_slurm.loops import verl_node as node
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.verl.overrides import OwnSettings, check_overrides, hydra_words, override_value
 
 OWN = OwnSettings(

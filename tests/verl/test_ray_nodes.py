@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.verl.ray_nodes import object_store_bytes, ray_argv, ray_environment, ray_token, temp_fits
 
 MiB = 1 << 20
@@ -72,9 +72,9 @@ def test_the_token_is_another_one_in_each_generation_and_does_not_tell_the_leads
 
 
 def test_verl_loads_our_module_behind_the_users_own_once() -> None:
-    assert environment()["VERL_USE_EXTERNAL_MODULES"] == "verl_slurm.verl.ppo"
-    mine = environment(VERL_USE_EXTERNAL_MODULES="mine,verl_slurm.verl.ppo,")
-    assert mine["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_slurm.verl.ppo"
+    assert environment()["VERL_USE_EXTERNAL_MODULES"] == "verl_slurm.loops.verl_ppo"
+    mine = environment(VERL_USE_EXTERNAL_MODULES="mine,verl_slurm.loops.verl_ppo,")
+    assert mine["VERL_USE_EXTERNAL_MODULES"] == "mine,verl_slurm.loops.verl_ppo"
 
 
 def test_what_the_user_has_said_about_ray_and_his_loggers_stays() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.verl.releases import RELEASES, judge, require_usable
 
 

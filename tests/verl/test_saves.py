@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.errors import Fenced, VerlSlurmError
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.session import Session
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import Fenced, VerlSlurmError
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.loops.session import Session
 from verl_slurm.verl.tracker import tracker_file
 from verl_slurm.wire.messages import (
     Finished,
@@ -46,9 +46,9 @@ class Line:
 
 
 def saves_of(session: Session) -> Any:
-    from verl_slurm.dcp.collective import Collective
-    from verl_slurm.guest.step_end import StepEndSaver
-    from verl_slurm.verl.saves import Saves
+    from verl_slurm.loops.step_end import StepEndSaver
+    from verl_slurm.loops.verl_ppo_saves import Saves
+    from verl_slurm.save.ranks.collective import Collective
 
     ranks = Collective(None)
     return Saves(StepEndSaver(session, ranks, guest="verl", world_size=2, texts=tracker_file, beside=True))
@@ -210,7 +210,7 @@ def test_without_a_daemon_verl_saves_and_nothing_is_committed(tmp_path: Path) ->
 
 
 def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None = None) -> list[FromRank]:
-    from verl_slurm.verl.saves import last_words
+    from verl_slurm.loops.verl_ppo_saves import last_words
 
     line = Line()
     session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))

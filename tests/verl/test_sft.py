@@ -14,9 +14,9 @@ from tests.local_runs import finish, lead, until
 from tests.verl.plain import OURS, VERLS, cpu_environ, run_sft
 from tests.verl.runs import write_config
 from tests.verl.same import differences
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = [pytest.mark.verl, pytest.mark.torch]
@@ -56,7 +56,7 @@ def ranks(paths: RunPaths) -> list[psutil.Process]:
             argv, environ = process.cmdline(), process.environ()
         except psutil.Error:
             continue
-        if "verl_slurm.verl.sft" in argv and str(paths.root) in argv and "RANK" in environ:
+        if "verl_slurm.loops.verl_sft" in argv and str(paths.root) in argv and "RANK" in environ:
             found.append(process)
     return found
 

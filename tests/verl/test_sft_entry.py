@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import load
-from verl_slurm.errors import ConfigError
+from verl_slurm.loops.verl_sft import _compose, sft_settings
 from verl_slurm.verl.overrides import check_overrides
-from verl_slurm.verl.sft import _compose, sft_settings
 
 
 def test_where_verl_saves_and_what_it_resumes_from_is_ours_to_say() -> None:

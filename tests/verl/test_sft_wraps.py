@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.verl.sft_wraps import WatchedHandler, WatchedWorker
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.loops.verl_sft_wraps import WatchedHandler, WatchedWorker
 
 
 class _Handler:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.connection_limits import ROW, ConnectionLimits, make_room
 
 

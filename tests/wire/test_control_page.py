@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.messages import SaveRequest
 

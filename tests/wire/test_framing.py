@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.framing import MAX_FRAME, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, NodeExited, SaveRequest, Shutdown, ToAgent
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.errors import KeyRefused, PermissionRefused, WireError
+from verl_slurm.base.errors import KeyRefused, PermissionRefused, WireError
 from verl_slurm.wire.connection_limits import ROW, make_room
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, has_token, parse_head, read_token, serve_http
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, parse_head, serve_http
 
 NUMBER = int(os.environ.get("VERL_SLURM_HTTP_FUZZ", "1500"))

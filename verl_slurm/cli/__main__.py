@@ -1,7 +1,7 @@
 """`verl-slurm`: turns an error into a line and an exit code."""
 
 # ruff: noqa: E402 - nothing is imported before the search path is known to be safe
-from verl_slurm.search_path import leave_working_directory
+from verl_slurm.base.search_path import leave_working_directory
 
 leave_working_directory("verl-slurm", __name__)
 
@@ -14,10 +14,10 @@ from types import FrameType
 
 import click
 
+from verl_slurm.base.errors import OutputRefused, PermissionRefused, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.packages import PackageMissing
 from verl_slurm.cli.streams import OutputFailed, discard_output, use_checked_streams
-from verl_slurm.errors import OutputRefused, PermissionRefused, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.packages import PackageMissing
 
 __all__ = ["main"]
 

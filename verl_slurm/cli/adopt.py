@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
-from verl_slurm.errors import NotFound
-from verl_slurm.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from verl_slurm.submit.plan import SubmissionPlan
@@ -82,7 +82,7 @@ def adopt(
     verl-slurm adopt checkpoints/gsm8k/grpo my.yaml name=grpo
     verl-slurm submit my.yaml name=grpo
     """
-    from verl_slurm.files import require_safe_folder
+    from verl_slurm.base.files import require_safe_folder
     from verl_slurm.verl.shards import judge_all, list_steps, step_bytes
     from verl_slurm.verl.tracker import look_at_tracker, write_tracker
 
@@ -123,7 +123,7 @@ def adopt(
 
 
 def _require_directory(directory: Path) -> Path:
-    from verl_slurm.checkpoint.format import MANIFEST
+    from verl_slurm.checkpoint.format.specification import MANIFEST
     from verl_slurm.verl.layout import step_of
 
     here = directory.resolve()
@@ -162,10 +162,10 @@ def _into_run(
     link: bool,
     dry_run: bool,
 ) -> "tuple[list[Row], list[Adoption]]":
-    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.base.paths import RunPaths
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
     from verl_slurm.journal.events import Adopted
     from verl_slurm.journal.files import append_event
-    from verl_slurm.paths import RunPaths
     from verl_slurm.submit.adoption import hold_run
     from verl_slurm.verl.adopt import adopt_steps, is_adopted, plan_adoption, refuse_if_nothing_fits
 

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.one_line import counted
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.errors import WireError
+    from verl_slurm.base.errors import WireError
     from verl_slurm.wire.http import HttpReply, HttpRequest
 
 __all__ = ["alert_receiver"]
@@ -61,7 +61,7 @@ def alert_receiver(
     """
     import asyncio
 
-    from verl_slurm.run_id import run_id
+    from verl_slurm.base.run_id import run_id
     from verl_slurm.wire.http import read_token
 
     read_token(token_file)
@@ -107,8 +107,8 @@ class _Receiver:
     def _taken(self, port: int, error: OSError, leaked: Path) -> "WireError":
         import errno
 
-        from verl_slurm.errors import WireError
-        from verl_slurm.files import write_file
+        from verl_slurm.base.errors import WireError
+        from verl_slurm.base.files import write_file
         from verl_slurm.wire.listeners import listener_of
 
         where, remedy = f"{_HOST}:{port}", "choose another one with --port"
@@ -135,8 +135,8 @@ class _Receiver:
 
         import msgspec
 
-        from verl_slurm.errors import WireError
-        from verl_slurm.submit.alerts import decide_saves, runs_to_save
+        from verl_slurm.base.errors import WireError
+        from verl_slurm.runs.alerts import decide_saves, runs_to_save
         from verl_slurm.wire.http import HttpReply
 
         if not request.bearer:
@@ -164,8 +164,8 @@ class _Receiver:
     async def _save(self, number: str) -> str:
         import asyncio
 
+        from verl_slurm.base.errors import VerlSlurmError
         from verl_slurm.cli.jobs import ask_for_save
-        from verl_slurm.errors import VerlSlurmError
         from verl_slurm.journal.events import AlertSaveAsked
         from verl_slurm.journal.files import append_event
 

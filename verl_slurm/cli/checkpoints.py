@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.one_line import counted
-from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.checkpoint.best import Rank
-    from verl_slurm.checkpoint.info import CheckpointInfo
+    from verl_slurm.checkpoint.decide.best import Rank
+    from verl_slurm.checkpoint.format.info import CheckpointInfo
 
 __all__ = [
     "checkpoints",
@@ -54,8 +54,8 @@ def checkpoints(run: RunPaths, as_json: bool) -> int:
 
 def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     """The table behind `checkpoints RUN` and `list RUN`."""
-    from verl_slurm.checkpoint.best import Best, rank_best
-    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.checkpoint.decide.best import Best, rank_best
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
     from verl_slurm.config.load import load_resolved
 
     found = list_checkpoints(run)
@@ -88,8 +88,6 @@ def checkpoints_table(
         places: of those that are among the best, by name.
         metric: by which they are.
         width: characters of a line.
-
-    Called by: print_checkpoints.
     """
     columns: dict[str, list[str]] = {
         "name": [info.name for info in found],
@@ -128,8 +126,8 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
     that is missing, extra, cut, altered or a link is named. Where the run has a key, each manifest must be signed
     with it. Encrypted files are checked as they lie on disk.
     """
-    from verl_slurm.checkpoint.run_keys import keys_for
-    from verl_slurm.checkpoint.verify import verify as verify_directory
+    from verl_slurm.checkpoint.store.run_keys import keys_for
+    from verl_slurm.checkpoint.store.verify import verify as verify_directory
 
     paths = _checkpoints_of(place)
     keys = None if without_key else keys_for(place, key_file)
@@ -172,7 +170,7 @@ def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_js
     first. Of what a loop that is not ours saved (docs/guests.md) the files are compared. Exit code 0 says the same,
     19 different.
     """
-    from verl_slurm.checkpoint.compare import compare as compare_checkpoints
+    from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
 
     try:
         found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
@@ -218,10 +216,10 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     minute, another node's write. --full reads every byte all the same, and names the files whose content
     changed behind an unchanged stamp.
     """
-    from verl_slurm.checkpoint import fingerprint as prints
-    from verl_slurm.checkpoint.hash_cache import default_path
     from verl_slurm.config.load import load_resolved
     from verl_slurm.config.roles import data_root
+    from verl_slurm.dataset.fingerprint import record as prints
+    from verl_slurm.dataset.fingerprint.cache import default_path
 
     root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
@@ -277,7 +275,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
 
 
 def _checkpoints_of(place: Path) -> list[Path]:
-    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
 
     if (place / "run.yaml").is_file():
         # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
@@ -310,7 +308,7 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
     Raises:
         NotFound: there is no such one.
     """
-    from verl_slurm.checkpoint.compare import newest_checkpoint
+    from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):

@@ -5,10 +5,10 @@ from pathlib import Path
 import click
 import msgspec
 
+from verl_slurm.base.errors import PermissionRefused
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
-from verl_slurm.errors import PermissionRefused
-from verl_slurm.exit_codes import ExitCode
 
 __all__ = ["config", "init"]
 

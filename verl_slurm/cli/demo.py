@@ -6,12 +6,12 @@ from pathlib import Path
 import click
 import msgspec
 
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
 from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, exits, json_option
 from verl_slurm.cli.story import Story, progress
-from verl_slurm.exit_codes import ExitCode
 from verl_slurm.journal.events import Event
-from verl_slurm.one_line import counted
 
 __all__ = ["demo"]
 
@@ -62,8 +62,8 @@ def demo(
     undisturbed, and compares all weights bit for bit. Without Slurm: the same on this machine alone. With a GPU the
     quick start runs on one; `demo distributed.device=cpu` does not.
     """
+    from verl_slurm.base.shipped import shipped
     from verl_slurm.demo import Teller, run_demo
-    from verl_slurm.shipped import shipped
 
     chosen = [*words]
     if config is None and not any(word.startswith(_SHAPE) for word in words):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
 from verl_slurm.cli import render
 from verl_slurm.cli.options import Whole
-from verl_slurm.errors import ConfigError
-from verl_slurm.one_line import counted
 
 if TYPE_CHECKING:
     from verl_slurm.devcluster.cluster import ClusterStatus

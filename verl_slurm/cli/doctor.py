@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
-from verl_slurm.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from verl_slurm.config.schema import RunConfig
@@ -78,9 +78,9 @@ def doctor(
 
 
 def _config(source: Path | None, partition: str | None, nodes: int | None) -> "RunConfig":
+    from verl_slurm.base.shipped import shipped
     from verl_slurm.config.load import load
-    from verl_slurm.shipped import shipped
-    from verl_slurm.submit.inputs import absolute
+    from verl_slurm.submit.checks.inputs import absolute
     from verl_slurm.submit.relative_paths import Places
 
     overrides = [f"slurm.partition={partition}"] if partition else []
@@ -94,10 +94,10 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> "R
 
 def _look(config: "RunConfig") -> "list[Finding]":
     """What needs no Slurm: storage and keys."""
+    from verl_slurm.base.errors import VerlSlurmError
+    from verl_slurm.base.keys import load_keys
     from verl_slurm.doctor.findings import bad, good
     from verl_slurm.doctor.places import judge_place, probe_place
-    from verl_slurm.errors import VerlSlurmError
-    from verl_slurm.keys import load_keys
 
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
     for tier in config.tiers:
@@ -115,13 +115,13 @@ def _look(config: "RunConfig") -> "list[Finding]":
 async def _ask_slurm(
     config: "RunConfig", drill: bool, preempt_by: str | None, wait_s: float
 ) -> "list[Finding]":
-    from verl_slurm.checkpoint.catalog import list_checkpoints
+    from verl_slurm.base.paths import RunPaths
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
     from verl_slurm.doctor.cluster_rules import judge_cluster
     from verl_slurm.doctor.findings import bad
-    from verl_slurm.paths import RunPaths
     from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.deadlines import save_time
-    from verl_slurm.submit.preflight import partition_complaint
+    from verl_slurm.submit.checks.deadlines import save_time
+    from verl_slurm.submit.checks.preflight import partition_complaint
 
     client = SlurmClient()
     conf = await client.config()
@@ -137,7 +137,7 @@ async def _ask_slurm(
         ]
     if drill:
         from verl_slurm.doctor.cluster_rules import kill_wait_s
-        from verl_slurm.submit.fire_drill import fire_drill
+        from verl_slurm.doctor.fire_drill import fire_drill
 
         bar = render.Bar()
         try:

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from verl_slurm.base.errors import DataError, NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.checkpoints import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
-from verl_slurm.errors import DataError, NotFound
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.one_line import counted
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.checkpoint.export import Layout, Progress, Role
+    from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role
 
 __all__ = ["export"]
 
@@ -71,13 +71,13 @@ def export(
     A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
-    from verl_slurm.checkpoint.components import require_own
-    from verl_slurm.checkpoint.contents import entry_named, known_manifest, read_config
-    from verl_slurm.checkpoint.export import Wish
-    from verl_slurm.checkpoint.export import export as export_checkpoint
-    from verl_slurm.checkpoint.format import REQUIRED_DIRECTORIES
-    from verl_slurm.checkpoint.run_keys import keys_for
-    from verl_slurm.checkpoint.tensor_index import INDEX
+    from verl_slurm.checkpoint.format.components import require_own
+    from verl_slurm.checkpoint.format.specification import REQUIRED_DIRECTORIES
+    from verl_slurm.checkpoint.format.tensor_index import INDEX
+    from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
+    from verl_slurm.checkpoint.inspect.export import Wish
+    from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
+    from verl_slurm.checkpoint.store.run_keys import keys_for
 
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)
@@ -147,7 +147,7 @@ def _show(bar: render.Bar, progress: "Progress") -> None:
 def _base_model(directory: Path, path: object) -> Path:
     """Where config and tokenizer come from: what config.yaml names; a built-in model is built where missing."""
     from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
-    from verl_slurm.submit.inputs import build_builtins, check_names
+    from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
     if not isinstance(path, str) or not path:
         raise DataError(

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.one_line import counted
 from verl_slurm.cli import render, story
-from verl_slurm.errors import NotFound
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import to_json
-from verl_slurm.one_line import counted
 
 if TYPE_CHECKING:
-    from verl_slurm.submit.fleet_follow import Followed
+    from verl_slurm.runs.follow_many import Followed
 
 __all__ = ["watch_fleet"]
 
@@ -26,7 +26,7 @@ def watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
     Raises:
         NotFound: there are no runs.
     """
-    from verl_slurm.submit.fleet_follow import FleetWatch
+    from verl_slurm.runs.follow_many import FleetWatch
 
     bottom = render.Progress()
     tellers: dict[Path, story.Story] = {}

@@ -23,10 +23,7 @@ _FIRST_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
 
 
 def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
-    """For `--json`: the sum, and each with its parts (`outages.Outage`); one that lasts has its time so far.
-
-    Called by: cli.runs.
-    """
+    """For `--json`: the sum, and each with its parts (`outages.Outage`); one that lasts has its time so far."""
     each = []
     for one in outages.each:
         lasts = one.seconds is None
@@ -42,10 +39,7 @@ def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
 
 
 def interruption_words(facts: Mapping[str, Any]) -> str:
-    """`3 times (2 preemption, 1 crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was lost`.
-
-    Called by: cli.runs.
-    """
+    """`3 times (2 preemption, 1 crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was lost`."""
     if not facts["count"]:
         return "never"
     counts = Counter(row["cause"] for row in facts["each"])
@@ -67,8 +61,6 @@ def interruptions_table(
 
     Args:
         width: characters of a line.
-
-    Called by: cli.runs.
     """
     columns: dict[str, list[str]] = {
         "interrupted": [_clock(one.began) for one in outages],

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 import psutil
 
+from verl_slurm.base.errors import NotFound, SlurmRefused
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, exits, json_option
-from verl_slurm.errors import NotFound, SlurmRefused
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
     from verl_slurm.journal.folds.jobs import Submission
@@ -34,8 +34,8 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     """
     from verl_slurm.journal.events import CancelAsked
     from verl_slurm.journal.files import append_event
+    from verl_slurm.runs.record import last_job
     from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.record import last_job
 
     job = last_job(run)
     _require_living(run)
@@ -67,7 +67,7 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     """
     from verl_slurm.journal.events import RequeueAsked
     from verl_slurm.journal.files import append_event
-    from verl_slurm.submit.record import last_job
+    from verl_slurm.runs.record import last_job
 
     job = last_job(run)
     state = _require_living(run)
@@ -137,14 +137,14 @@ def _require_living(run: RunPaths) -> str:
     Raises:
         NotFound: it is over.
     """
-    from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.record import last_job
+    from verl_slurm.runs.liveness import job_state
+    from verl_slurm.runs.record import last_job
 
     job = last_job(run)
     state = job_state(run, job)
     if state.over:
         from verl_slurm.journal.events import Ended
-        from verl_slurm.submit.fleet import glance
+        from verl_slurm.runs.glance import glance
 
         word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
         came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
@@ -168,8 +168,8 @@ def _require_own(run: RunPaths, job: "Submission", by_hand: str) -> None:
         SlurmRefused: it is another job.
         NotFound, SlurmMissing: as `SlurmClient.job`.
     """
+    from verl_slurm.runs.liveness import runs_here
     from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.liveness import runs_here
 
     if job.cluster != "slurm":
         return
@@ -192,12 +192,10 @@ def ask_for_save(run: RunPaths) -> str:
 
     Raises:
         SlurmMissing, SlurmRefused: it could not be asked.
-
-    Called by: cli.update_reward, cli.alert_receiver.
     """
+    from verl_slurm.runs.liveness import job_state
+    from verl_slurm.runs.record import last_job
     from verl_slurm.slurm.client import SlurmClient
-    from verl_slurm.submit.liveness import job_state
-    from verl_slurm.submit.record import last_job
 
     try:
         job = last_job(run)
@@ -219,8 +217,8 @@ def ask_for_save(run: RunPaths) -> str:
 
 def _signal_local(run: RunPaths, number: signal.Signals) -> None:
     """Signal the lead of a run without Slurm."""
-    from verl_slurm.submit.liveness import leads
-    from verl_slurm.submit.record import last_job
+    from verl_slurm.runs.liveness import leads
+    from verl_slurm.runs.record import last_job
 
     found = leads(run, last_job(run))
     if not found:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli import render
 from verl_slurm.cli.options import exits, json_option
-from verl_slurm.exit_codes import ExitCode
 
 __all__ = ["key"]
 
@@ -19,7 +19,7 @@ def key() -> None:
 
     \b
     verl-slurm key new ~/.verl-slurm/run.key
-    verl-slurm submit my.yaml checkpoint.encryption.key_file=$HOME/.verl-slurm/run.key
+    verl-slurm submit my.yaml checkpoint.format.encryption.key_file=$HOME/.verl-slurm/run.key
 
     Without its key a checkpoint is lost: keep a copy where the checkpoints are not. One key for each run: then
     nobody can pass off a checkpoint of one run as another's.
@@ -31,7 +31,7 @@ def key() -> None:
 @json_option
 def new(file: Path, as_json: bool) -> int:
     """Make a key of 32 random bytes in FILE, 0600. A file that is there is never overwritten."""
-    from verl_slurm.keys import new_key_file
+    from verl_slurm.base.keys import new_key_file
 
     return _show(file, new_key_file(file).id, as_json)
 
@@ -41,7 +41,7 @@ def new(file: Path, as_json: bool) -> int:
 @json_option
 def show_id(file: Path, as_json: bool) -> int:
     """The id of the key in FILE, as manifests name it. It tells nothing about the key."""
-    from verl_slurm.keys import read_key_file
+    from verl_slurm.base.keys import read_key_file
 
     return _show(file, read_key_file(file).id, as_json)
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.spans import ago, span
-from verl_slurm.errors import NotFound
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.one_line import counted
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.submit.fleet import Glance, Seen
+    from verl_slurm.runs.glance import Glance, Seen
 
 __all__ = ["STATE_COLOURS", "list_runs", "runs_table"]
 
@@ -53,7 +53,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         from verl_slurm.cli.checkpoints import print_checkpoints
 
         return print_checkpoints(RunPaths(place.resolve()), as_json)
-    from verl_slurm.submit.fleet import ask_for, glance_at_all, state_of
+    from verl_slurm.runs.glance import ask_for, glance_at_all, state_of
 
     runs = glance_at_all(place.resolve())
     if not runs and not place.is_dir():
@@ -86,8 +86,6 @@ def runs_table(
     Args:
         told: each run with its state.
         width: characters of a line.
-
-    Called by: list_runs.
     """
     columns: dict[str, list[str]] = {
         "run": [os.path.relpath(run.root, place) for run, _ in told],
@@ -136,7 +134,7 @@ def _cost(run: "Glance") -> str:
 def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
     from verl_slurm.cli import story
     from verl_slurm.journal.events import Ended
-    from verl_slurm.submit.fleet import is_over
+    from verl_slurm.runs.glance import is_over
 
     ended = run.word if isinstance(run.word, Ended) else None
     return {

@@ -11,12 +11,12 @@ from typing import BinaryIO
 
 import click
 
-from verl_slurm.bounded import TooMuch, open_regular
+from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
-from verl_slurm.errors import NotFound
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 __all__ = ["logs"]
 
@@ -68,7 +68,7 @@ def logs(
         return ExitCode.OK
     show = _shower(follow, as_json)
     if follow:
-        from verl_slurm.submit.follow import follow_newest
+        from verl_slurm.runs.follow import follow_newest
 
         def newest() -> Path | None:
             try:
@@ -171,7 +171,7 @@ def _rank_logs(run: RunPaths) -> list[Path]:
 
 
 def _lead_log(run: RunPaths) -> Path:
-    from verl_slurm.submit.record import last_job
+    from verl_slurm.runs.record import last_job
 
     job_id = last_job(run).job_id  # the journal's word: in a run that was handed over it may name any path
     return run.logs / f"{job_id.replace('/', '_')}_0_log.out"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import click
 
 from verl_slurm import __version__
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.shipped import shipped, with_places
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.shipped import shipped, with_places
 
 __all__ = ["COMMANDS", "Entry", "cli"]
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
-from verl_slurm.shipped import example, examples
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.shipped import example, examples
 
 __all__ = ["CONFIG", "PLACE", "RUN", "Number", "Whole", "exits", "json_option", "key_option"]
 
@@ -31,7 +31,7 @@ class _RunType(_RunParam):
     name = "run"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunPaths:
-        from verl_slurm.submit.record import require_run
+        from verl_slurm.runs.record import require_run
 
         if isinstance(value, RunPaths):
             return value

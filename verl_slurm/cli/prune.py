@@ -5,11 +5,11 @@ from pathlib import Path
 
 import click
 
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.one_line import counted
-from verl_slurm.paths import RunPaths
 
 __all__ = ["prune"]
 
@@ -57,11 +57,11 @@ def prune(
     verl-slurm prune runs/big --dry-run
     verl-slurm prune runs/big --keep-last 1 --keep-every 1000
     """
-    from verl_slurm.checkpoint.best import Best
-    from verl_slurm.checkpoint.pruning import carry_out, look
-    from verl_slurm.checkpoint.verify import verify
+    from verl_slurm.base.keys import load_keys
+    from verl_slurm.checkpoint.decide.best import Best
+    from verl_slurm.checkpoint.store.pruning import carry_out, look
+    from verl_slurm.checkpoint.store.verify import verify
     from verl_slurm.config.load import load_resolved
-    from verl_slurm.keys import load_keys
 
     config = load_resolved(run.run_yaml).checkpoint
     keys = load_keys(config.encryption)  # what is not signed with them is no reason to remove anything

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.one_line import json_line, printable
-from verl_slurm.shipped import with_places
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.one_line import json_line, printable
+from verl_slurm.base.shipped import with_places
 
 __all__ = [
     "GAP",

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render, story
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.cli.spans import ago
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
     from verl_slurm.journal.events import Event
@@ -111,11 +111,11 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
     """All that is known of a run, and what the scheduler says now."""
-    from verl_slurm.checkpoint.newest import newest_checkpoint
+    from verl_slurm.checkpoint.store.newest import newest_checkpoint
     from verl_slurm.journal.events import Cause, Ended, Started, Submitted
     from verl_slurm.journal.folds.jobs import newest_job
     from verl_slurm.journal.status import read_status
-    from verl_slurm.submit.liveness import job_state
+    from verl_slurm.runs.liveness import job_state
 
     job = newest_job(events)
     state, detail, over = None, "", False
@@ -170,7 +170,7 @@ def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
     Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
     """
     from verl_slurm.config.load import load_resolved
-    from verl_slurm.reward_plan import read_reward_plan, read_reward_request
+    from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
     try:
         config = load_resolved(run.run_yaml)

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option, key_option
-from verl_slurm.errors import NotFound
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
     from verl_slurm.runtime_state.samples import Sample, StepSamples
@@ -45,7 +45,7 @@ def samples(
     verl-slurm samples runs/my --step 40 --best --limit 3
     verl-slurm samples runs/my --json --limit 100 | jq -r 'select(.reward < 0.1) | .response'
     """
-    from verl_slurm.checkpoint.run_keys import keys_for
+    from verl_slurm.checkpoint.store.run_keys import keys_for
     from verl_slurm.runtime_state.samples import read_samples
 
     kept = read_samples(run, keys_for(run.root, key_file))

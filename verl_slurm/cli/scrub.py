@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Number, exits, json_option, key_option
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.checkpoint.scrub import Scrubbed
+    from verl_slurm.checkpoint.store.scrub import Scrubbed
 
 __all__ = ["scrub"]
 
@@ -47,10 +47,10 @@ def scrub(
     verl-slurm scrub runs/big --rate 200
     verl-slurm scrub runs/big --dry-run --no-data --json
     """
-    from verl_slurm.checkpoint.catalog import list_checkpoints
-    from verl_slurm.checkpoint.frozen_check import frozen_digests
-    from verl_slurm.checkpoint.run_keys import keys_at_hand
-    from verl_slurm.checkpoint.scrub import scrub_frozen, scrub_one
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
+    from verl_slurm.checkpoint.store.frozen_check import frozen_digests
+    from verl_slurm.checkpoint.store.run_keys import keys_at_hand
+    from verl_slurm.checkpoint.store.scrub import scrub_frozen, scrub_one
 
     keys, missing = keys_at_hand(run.root, key_file)
     infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
@@ -122,8 +122,8 @@ def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
 
 def _drift(run: RunPaths) -> list[str]:
     """How the data set differs from that of the first start, every file read; empty: it does not."""
-    from verl_slurm.checkpoint import fingerprint as prints
     from verl_slurm.config.load import load_resolved
+    from verl_slurm.dataset.fingerprint import record as prints
 
     old = prints.read(run)
     if old is None:

@@ -52,8 +52,6 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
 
     Args:
         width: characters of a line.
-
-    Called by: cli.runs.
     """
     guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
     shown = {

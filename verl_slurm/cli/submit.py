@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Literal
 import click
 import msgspec
 
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, exits, json_option
 from verl_slurm.cli.watch import tell_until_end
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.one_line import counted
-from verl_slurm.paths import RunPaths
 
 if TYPE_CHECKING:
-    from verl_slurm.checkpoint.fingerprint import Drift
+    from verl_slurm.dataset.fingerprint.record import Drift
     from verl_slurm.submit.plan import SubmissionPlan
 
 __all__ = ["submit"]
@@ -98,7 +98,7 @@ def submit(
     verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
     verl-slurm submit verl_grpo -- trainer.total_epochs=3   # words for verl itself
     """
-    from verl_slurm.submit.inputs import needs_building
+    from verl_slurm.submit.checks.inputs import needs_building
     from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 
     if prepare_only and (wait or cluster == "local"):
@@ -203,7 +203,7 @@ def _beginning(plan: "SubmissionPlan") -> str:
 
 def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
     """What queues a run that was prepared."""
-    from verl_slurm.shipped import shipped
+    from verl_slurm.base.shipped import shipped
     from verl_slurm.slurm.batch import batch_script, sbatch_options
 
     template = shipped(f"sbatch/{batch_script(plan.config)}")

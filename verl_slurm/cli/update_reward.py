@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
+from verl_slurm.base.errors import SlurmMissing, SlurmRefused
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.jobs import ask_for_save
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
-from verl_slurm.errors import SlurmMissing, SlurmRefused
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 
 __all__ = ["update_reward"]
 
@@ -64,9 +64,9 @@ def update_reward(
     """
     from verl_slurm.journal.events import RewardAsked
     from verl_slurm.journal.files import append_event
-    from verl_slurm.reward_plan import ask_for_reward
-    from verl_slurm.submit.guests import refuse_guests
-    from verl_slurm.submit.rewards import absolute_reward, check_reward
+    from verl_slurm.submit.checks.loops import refuse_guests
+    from verl_slurm.submit.checks.rewards import absolute_reward, check_reward
+    from verl_slurm.wire.reward_plan import ask_for_reward
 
     if checkpoint is not None and new_model is not None and run is None:
         run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model

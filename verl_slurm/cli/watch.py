@@ -5,20 +5,20 @@ from typing import Any
 
 import click
 
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render, story
 from verl_slurm.cli.options import PLACE, exits, json_option
-from verl_slurm.errors import NotFound
-from verl_slurm.exit_codes import ExitCode
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import to_json
-from verl_slurm.paths import RunPaths
 
 __all__ = ["tell_until_end", "watch"]
 
 
 def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
     """Tell a run's story from byte `offset` of its journal until it ends; its exit code."""
-    from verl_slurm.submit.follow import follow_run
+    from verl_slurm.runs.follow import follow_run
 
     if as_json:
         return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
@@ -58,7 +58,7 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     lives any more; runs that come into the directory meanwhile are followed, too. The exit code is then 0, or the
     highest one with which a run ended meanwhile.
     """
-    from verl_slurm.submit.record import last_job, require_run
+    from verl_slurm.runs.record import last_job, require_run
 
     roots = [place.resolve() for place in places]
     for root in roots:
@@ -79,7 +79,7 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
 
 
 def _holds_runs(place: Path) -> bool:
-    from verl_slurm.submit.fleet import find_runs
+    from verl_slurm.runs.glance import find_runs
 
     try:
         return not (place / "run.yaml").exists() and any(find_runs(place))

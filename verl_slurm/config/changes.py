@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.layout import LAYOUT_KEYS, require_same_step
 from verl_slurm.config.load import differences
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
 
 __all__ = ["may_change", "refuse_changes"]
 

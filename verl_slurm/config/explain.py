@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
 
 __all__ = ["Key", "all_keys", "explain"]
 

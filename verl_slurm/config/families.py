@@ -7,8 +7,8 @@ and with GRPO, and holds every field here to what transformers does; docs/models
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl_slurm.config.complaint import Complaint
-from verl_slurm.config.rollout_checks import max_model_len, sampling_dtype
+from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 
 __all__ = ["CUT", "FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes"]

@@ -16,10 +16,7 @@ in Hydra, `+` before a key adds one that verl's own configuration does not have.
 
 
 def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`section` with its nested maps as dotted keys, later ones winning. Lists and empty maps stay as they are.
-
-    Called by: config.load.
-    """
+    """`section` with its nested maps as dotted keys, later ones winning. Lists and empty maps stay as they are."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         whole = f"{prefix}.{key}" if prefix else key

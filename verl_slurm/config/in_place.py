@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
 
 __all__ = ["require_in_place"]
 

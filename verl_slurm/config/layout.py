@@ -8,9 +8,9 @@ import math
 
 import msgspec
 
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.one_line import counted
 
 __all__ = ["LAYOUT_KEYS", "keep_step", "require_same_step"]
 

@@ -15,16 +15,16 @@ from types import MappingProxyType
 
 import msgspec
 
-from verl_slurm.bounded import CONFIG, TooMuch, read_fd, read_regular
+from verl_slurm.base.bounded import CONFIG, TooMuch, read_fd, read_regular
+from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused
+from verl_slurm.base.files import require_own
+from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
-from verl_slurm.config.checks import check
+from verl_slurm.config.checks.shared import check
 from verl_slurm.config.guest import flattened
 from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
-from verl_slurm.errors import ConfigError, NotFound, PermissionRefused
-from verl_slurm.files import require_own
-from verl_slurm.shipped import examples
 
 __all__ = ["differences", "dump", "known_keys", "load", "load_own", "load_resolved", "parse_config"]
 
@@ -94,8 +94,6 @@ def load_resolved(path: Path | str) -> RunConfig:
     Raises:
         NotFound: there is none, so this is not a run directory.
         ConfigError: as `load`.
-
-    Called by: daemon (lead), trainer, cli.
     """
     path = Path(path)
     if not path.is_file():

@@ -21,17 +21,11 @@ _EVAL = ("reward", "reward_std", "response_tokens", "finished", "prompts")
 
 
 def step_metrics(config: RunConfig) -> tuple[str, ...]:
-    """What every step of this run has, without `step` and `reward_number`. No times: no checkpoint has those.
-
-    Called by: config.train_checks.
-    """
+    """What every step of this run has, without `step` and `reward_number`. No times: no checkpoint has those."""
     critic = _CRITIC if "critic" in trained_roles(config.train) else ()
     return (*_STEP, *critic, *(("kl_loss",) if config.train.kl_in == "loss" else ()))
 
 
 def eval_metrics() -> tuple[str, ...]:
-    """What a step has that was evaluated, besides.
-
-    Called by: config.train_checks.
-    """
+    """What a step has that was evaluated, besides."""
     return tuple(EVAL_PREFIX + name for name in _EVAL)

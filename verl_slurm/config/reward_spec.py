@@ -19,8 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from verl_slurm.bounded import SOURCE, read_regular
-from verl_slurm.errors import ConfigError, DataError
+from verl_slurm.base.bounded import SOURCE, read_regular
+from verl_slurm.base.errors import ConfigError, DataError
 
 __all__ = ["FORMS", "RewardSpec", "check_function", "parse_reward", "source_file"]
 
@@ -49,10 +49,7 @@ class RewardSpec(NamedTuple):
 
 
 def parse_reward(text: str) -> RewardSpec | None:
-    """The parts of `text`, or None where it is none of the forms above.
-
-    Called by: config.checks, submit.rewards, trainer.rewards.
-    """
+    """The parts of `text`, or None where it is none of the forms above."""
     match = _KINDS.fullmatch(text)
     if match is None or not text.isprintable():
         return None

@@ -13,18 +13,13 @@ ROLES: tuple[Role, ...] = ("actor", "critic")
 
 
 def trained_roles(train: TrainConfig) -> tuple[Role, ...]:
-    """PPO's baseline is a model of its own; GRPO's is the mean of a prompt's other responses.
-
-    Called by: config.checks, submit.room, trainer.setup, trainer.resuming, trainer.schedule.
-    """
+    """PPO's baseline is a model of its own; GRPO's is the mean of a prompt's other responses."""
     return ROLES if train.algorithm == "ppo" else ROLES[:1]
 
 
 def data_root(config: RunConfig) -> Path | None:
     """The tree whose fingerprint tells whether the data is still that of the first start. None: a guest's program that
     was not said to have one.
-
-    Called by: submit, cli, daemon.
     """
     if config.trainer.is_guest and config.data.root == DataConfig().root:
         return None

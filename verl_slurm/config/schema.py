@@ -103,7 +103,7 @@ class RolloutConfig(_Section, frozen=True):
     max_logprob_gap: PositiveFloat | None = None
     """Largest mean difference, over a step's tokens, of the log probabilities that the engine sampled with and those
     that the actor gives the same tokens (nats). Above it the run stops: the engine had other weights, or computes
-    something else. null: 0.002 where both compute in float32, 0.02 in bfloat16 (trainer/sampler_gap.py)."""
+    something else. null: 0.002 where both compute in float32, 0.02 in bfloat16 (trainer/rollout/sampler_gap.py)."""
     keep_samples: NonNegative = 16
     """Responses of each step whose text stays readable (`verl-slurm samples`): half the best, half the worst by reward,
     of those that data-parallel rank 0 sampled. 0: none."""
@@ -133,8 +133,8 @@ class TrainConfig(_Section, frozen=True):
     actor_lr: PositiveFloat = 1e-3
     critic_lr: PositiveFloat = 1e-3
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """What becomes of both rates behind the warm-up (trainer/schedule.py). `linear` and `cosine` fall until the last
-    step; `inverse_sqrt` falls as 1/sqrt(step), and needs no last step; `wsd` stays, and falls in the last
+    """What becomes of both rates behind the warm-up (trainer/objective/schedule.py). `linear` and `cosine` fall until
+    the last step; `inverse_sqrt` falls as 1/sqrt(step), and needs no last step; `wsd` stays, and falls in the last
     `lr_decay_steps`."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up, in every schedule."""
@@ -251,7 +251,7 @@ class CheckpointConfig(_Section, frozen=True):
     cadence: Literal["fixed", "adaptive", "young_daly"] = "fixed"
     """`fixed`: `every_steps` and `runtime_every_steps`. `adaptive`: the `intervals`, halved while the loss is
     volatile. `young_daly`: from the measured cost of a save and the measured rate of interruptions that lost
-    work, at least every `every_steps` (see checkpoint/cadence.py)."""
+    work, at least every `every_steps` (see checkpoint/decide/cadence.py)."""
     every_steps: Positive = 1000
     """Checkpoint state: models, optimizers, schedulers, RNG. With `young_daly` the longest interval."""
     runtime_every_steps: Positive = 500

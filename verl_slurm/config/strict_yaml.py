@@ -15,8 +15,8 @@ from typing import NamedTuple, Union
 
 import yaml
 
-from verl_slurm import bounded
-from verl_slurm.errors import ConfigError
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import ConfigError
 
 __all__ = ["MAX_BYTES", "Document", "dump", "parse", "parse_value"]
 

@@ -28,6 +28,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from verl_slurm.base.errors import ConfigError, SlurmRefused
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.processes import KnownProcess, boot_id, known
 from verl_slurm.devcluster.conf import (
     ClusterLayout,
     ClusterOptions,
@@ -53,9 +56,6 @@ from verl_slurm.devcluster.processes import (
     node_log_name,
 )
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
-from verl_slurm.errors import ConfigError, SlurmRefused
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.process_birth import KnownProcess, boot_id, known
 
 __all__ = ["ClusterStatus", "DevCluster", "default_directory"]
 
@@ -68,10 +68,7 @@ _SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus")
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `status` answers.
-
-    Called by: cli.devcluster, tests.
-    """
+    """What `status` answers."""
 
     running: bool
     """slurmctld and munged of ours are alive."""
@@ -97,10 +94,7 @@ def default_directory() -> Path:
 
 
 class DevCluster:
-    """One embedded cluster, named by its directory.
-
-    Called by: cli.devcluster, the demo, tests/conftest.py.
-    """
+    """One embedded cluster, named by its directory."""
 
     def __init__(self, directory: Path | str | None = None) -> None:
         chosen = default_directory() if directory is None else Path(directory)

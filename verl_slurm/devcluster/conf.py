@@ -40,10 +40,7 @@ _Seconds = Annotated[int, msgspec.Meta(ge=0, le=3600)]
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user or a test may choose.
-
-    Called by: cli.devcluster, tests, cluster.py.
-    """
+    """What a user or a test may choose."""
 
     nodes: _NodeCount = 4
     cpus_per_node: _NodeCount = 2

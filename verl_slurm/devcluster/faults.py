@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
+from verl_slurm.base.errors import NotFound, SlurmRefused
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import PREEMPTIBLE, URGENT, node_names
 from verl_slurm.devcluster.processes import end_all, list_members
 from verl_slurm.devcluster.state import ClusterState, locked, read_state
-from verl_slurm.errors import NotFound, SlurmRefused
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
@@ -30,10 +30,7 @@ _POLL_S = 0.05
 
 
 class Preemption(msgspec.Struct, frozen=True, kw_only=True):
-    """A preemption under way.
-
-    Called by: cli.devcluster, tests, the demo.
-    """
+    """A preemption under way."""
 
     job_id: int
     urgent_job_id: int
@@ -46,10 +43,7 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A node without power.
-
-    Called by: cli.devcluster, tests.
-    """
+    """A node without power."""
 
     node: str
     killed: list[int]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from verl_slurm.errors import SlurmMissing
+from verl_slurm.base.errors import SlurmMissing
 
 __all__ = ["EXTRA_PATH", "find_programs", "free_ports", "real_gpus", "slurm_version", "user_name"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verl_slurm.process_birth import KnownProcess, known
+from verl_slurm.base.processes import KnownProcess, known
 
 __all__ = ["Daemons", "end_all", "find_daemons", "list_members", "node_log_name"]
 

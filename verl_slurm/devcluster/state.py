@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.errors import UNREADABLE, VerlSlurmError
+from verl_slurm.base.files import write_file
+from verl_slurm.base.processes import boot_id
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.errors import UNREADABLE, VerlSlurmError
-from verl_slurm.files import write_file
-from verl_slurm.process_birth import boot_id
 
 __all__ = ["ClusterState", "locked", "read_state", "write_state"]
 

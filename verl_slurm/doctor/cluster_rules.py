@@ -23,7 +23,7 @@ __all__ = ["judge_cluster", "judge_deadlines", "kill_wait_s"]
 _OLDEST = (22, 5)
 _LEAST_JOB_AGE_S = 60
 _END_OF_STEP = "the end of a step and a save"
-"""A guest saves nowhere else (`guest.reach`)."""
+"""A guest saves nowhere else (`loops.reach`)."""
 _SMALL_STEPS = "keep checkpoint.every_steps small (verl: verl.trainer.save_freq), and steps short"
 
 
@@ -46,10 +46,7 @@ def judge_cluster(
 def judge_deadlines(
     conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
 ) -> list[Finding]:
-    """Whether a save fits between a warning and the end, at a preemption and at the time limit.
-
-    Called by: submit.submission too, before anything is queued.
-    """
+    """Whether a save fits between a warning and the end, at a preemption and at the time limit."""
     return [_preemption(conf, partition, config, save), _time_limit(conf, config, save)]
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.files import write_file
 from verl_slurm.doctor.node_probe import ClockServer, ask_clock, look_at_node
-from verl_slurm.files import write_file
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ _CLOCK_PATIENCE_S = 30.0
 
 
 def main(argv: list[str]) -> int:
-    """See the module. Called by: the batch script of `fire_drill`, and by itself on every node."""
+    """See the module."""
     role, directory = argv[0], Path(argv[1])
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)

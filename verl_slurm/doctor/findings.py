@@ -14,10 +14,7 @@ _ORDER: tuple[Verdict, ...] = ("good", "warning", "bad")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at.
-
-    Called by: cli.doctor, submit.submission.
-    """
+    """One thing that was looked at."""
 
     topic: str
     verdict: Verdict

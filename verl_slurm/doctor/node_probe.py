@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.files import write_file
 from verl_slurm.doctor.places import PlaceReport, probe_place
-from verl_slurm.files import write_file
 
 __all__ = ["ClockServer", "NodeReport", "ask_clock", "look_at_node"]
 
@@ -30,7 +30,7 @@ _LOCAL_BYTES = 16 << 20
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One node. Called by: drill_job, node_rules."""
+    """One node."""
 
     node: str
     python: str
@@ -74,10 +74,7 @@ def _version(name: str) -> str:
 
 
 class ClockServer:
-    """Node 0's: one answer of eight bytes, the time, to each connection. Publishes `HOST PORT` in a file.
-
-    Called by: drill_job.
-    """
+    """Node 0's: one answer of eight bytes, the time, to each connection. Publishes `HOST PORT` in a file."""
 
     def __init__(self, address: Path, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

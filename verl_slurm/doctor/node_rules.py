@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from verl_slurm.base.one_line import counted
 from verl_slurm.doctor.findings import Finding, bad, good, warn
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.places import judge_place
-from verl_slurm.one_line import counted
 
 __all__ = ["DrillRecord", "judge_drill", "judge_nodes"]
 
@@ -93,10 +93,7 @@ def _alike(topic: str, said: dict[str, str]) -> Finding:
 
 
 class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen in a fire drill. Times are seconds after the event named; None: it never came.
-
-    Called by: fire_drill.
-    """
+    """What was seen in a fire drill. Times are seconds after the event named; None: it never came."""
 
     how: str
     """`requeue` or `preemption by PARTITION`: what ended the job's first life."""

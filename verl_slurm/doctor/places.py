@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.files import open_new, rename
+from verl_slurm.base.mounts import file_system
 from verl_slurm.doctor.findings import Finding, bad, good, warn
-from verl_slurm.files import open_new, rename
-from verl_slurm.mounts import file_system
 
 __all__ = ["PlaceReport", "judge_place", "probe_place"]
 
@@ -28,10 +28,7 @@ _MEMORY = ("tmpfs", "ramfs")
 
 
 class PlaceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of one place.
-
-    Called by: cli.doctor, node_probe.
-    """
+    """What was seen of one place."""
 
     path: str
     problem: str = ""

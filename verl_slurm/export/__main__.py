@@ -1,8 +1,8 @@
 """The part of `verl-slurm export` that needs torch: fills a directory that somebody else makes and renames.
 
 `python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR --staging DIR ...`, started by
-`checkpoint.export`, which has verified the checkpoint; D is the digest of the manifest that it verified, so that
-no other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once,
+`checkpoint.inspect.export`, which has verified the checkpoint; D is the digest of the manifest that it verified, so
+that no other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once,
 `{"done": n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or
 `{"error": {...}, "exit_code": n}`. When nobody reads them any more, the process dies of it.
 """
@@ -19,9 +19,9 @@ import msgspec
 import torch
 from transformers.utils import logging as hf_logging
 
-from verl_slurm.checkpoint.run_keys import keys_for
-from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
+from verl_slurm.checkpoint.store.run_keys import keys_for
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.export.hf import plan_shards, write_hf
 from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout
 from verl_slurm.export.model_dir import take_small_files
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the words that `checkpoint.export` starts this with."""
+    """Of the words that `checkpoint.inspect.export` starts this with."""
     words = argparse.ArgumentParser(prog="verl_slurm.export", description=__doc__.splitlines()[0])
     for name in ("checkpoint", "model", "staging"):
         words.add_argument(f"--{name}", type=Path, required=True)

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from verl_slurm.errors import SchemaMismatch
+from verl_slurm.base.errors import SchemaMismatch
 from verl_slurm.export.skeleton import Role, Skeleton
 from verl_slurm.export.source import Source, cast_bytes
 
@@ -60,7 +60,7 @@ FILES: dict[str, dict[str, str]] = {
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """One role's part of scheduler.json, as `trainer.schedule` writes it."""
+    """One role's part of scheduler.json, as `trainer.objective.schedule` writes it."""
 
     schedule: str
     warmup_steps: int

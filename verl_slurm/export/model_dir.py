@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
-from verl_slurm.checkpoint.tree import open_below, open_directory
-from verl_slurm.errors import UNREADABLE, DataError
+from verl_slurm.base.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
+from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.checkpoint.store.tree import open_below, open_directory
 
 __all__ = ["TOKENIZER_FILES", "take_small_files"]
 

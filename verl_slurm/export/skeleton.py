@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_slurm.bounded import read_model_config
-from verl_slurm.bounded_work import bounded_work
+from verl_slurm.base.bounded import read_model_config
+from verl_slurm.base.bounded_work import bounded_work
+from verl_slurm.base.errors import DataError
 from verl_slurm.causal_lm import ValueModel
-from verl_slurm.checkpoint.tensor_index import TensorEntry
-from verl_slurm.dcp.tensors import model_tensors
-from verl_slurm.errors import DataError
+from verl_slurm.checkpoint.format.tensor_index import TensorEntry
+from verl_slurm.save.ranks.tensors import model_tensors
 
 __all__ = ["Role", "Skeleton", "build_skeleton", "check_fit"]
 

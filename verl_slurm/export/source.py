@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verl_slurm.checkpoint.reader import CheckpointReader
-from verl_slurm.checkpoint.tensor_index import INDEX, TensorEntry
-from verl_slurm.dcp.loader import WholeReader
-from verl_slurm.keys import Keyring
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorEntry
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.save.ranks.loader import WholeReader
 
 __all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
 
@@ -46,7 +46,7 @@ def groups_of(entries: Mapping[str, TensorEntry], limit_bytes: int) -> Iterator[
 
 @dataclass
 class Source:
-    """Called by: export.hf, export.layouts.
+    """
 
     Attributes:
         directory: a verified checkpoint.

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 
 __all__ = ["KINDS", "Event", "Other", "kind_of"]  # and each kind: see `KINDS`
 
@@ -218,7 +218,7 @@ class Crash(Event):
     loud: ClassVar[bool] = True
     detail: str = ""
     kind: str = "crash"
-    """crash, hang, node or stranger (`verl_slurm_daemon.model.FailureKind`)."""
+    """crash, hang, node or stranger (`verl_slurm_daemon.decide.model.FailureKind`)."""
     node: str | None = None
     crashes: Int = 0
     """Of this kind, in this attempt, since the last verified save."""

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from verl_slurm.bounded import JOURNAL, RECORD, TooMuch, check_json, open_regular
-from verl_slurm.errors import UNREADABLE
-from verl_slurm.files import append_line
+from verl_slurm.base.bounded import JOURNAL, RECORD, TooMuch, check_json, open_regular
+from verl_slurm.base.errors import UNREADABLE
+from verl_slurm.base.files import append_line
+from verl_slurm.base.one_line import json_line
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import DECODER, Event, Other, kind_of
-from verl_slurm.one_line import json_line
-from verl_slurm.paths import RunPaths
 
 __all__ = ["append_event", "now", "parse_event", "read_events", "read_last_events", "to_json"]
 

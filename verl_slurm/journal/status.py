@@ -5,9 +5,9 @@ from typing import Any, get_origin
 
 import msgspec
 
-from verl_slurm.bounded import SMALL, decode_json, read_regular
-from verl_slurm.errors import UNREADABLE
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.bounded import SMALL, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE
+from verl_slurm.base.paths import RunPaths
 
 __all__ = ["Status", "read_status"]
 
@@ -16,7 +16,7 @@ class Status(msgspec.Struct, kw_only=True):
     """The snapshot. Steps count from 0: `step` are done."""
 
     state: str = "starting"
-    """`verl_slurm_daemon.states.State`."""
+    """`verl_slurm_daemon.decide.states.State`."""
     job_id: str = ""
     epoch: int = 0
     generation: int = 0

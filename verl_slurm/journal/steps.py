@@ -17,10 +17,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from verl_slurm.bounded import TooMuch, open_regular
-from verl_slurm.errors import UNREADABLE
-from verl_slurm.files import append_line
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.errors import UNREADABLE
+from verl_slurm.base.files import append_line
+from verl_slurm.base.paths import RunPaths
 
 __all__ = ["StepRow", "append_step", "last_steps", "step_seconds"]
 
@@ -57,8 +57,6 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
     """The newest row of each of the last `count` steps, oldest first. No file, no rows.
 
     What an earlier life had done beyond the newest line's step is no part of the run any more.
-
-    Called by: cli.runs.
     """
     rows: list[StepRow] = []
     for line in _from_the_end(paths):
@@ -72,10 +70,7 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
 
 
 def step_seconds(paths: RunPaths) -> Iterator[tuple[int, float]]:
-    """(step, seconds it took), of every line in its order, those of steps done again included. No file, none.
-
-    Called by: verl_slurm_daemon.lead_metrics.
-    """
+    """(step, seconds it took), of every line in its order, those of steps done again included. No file, none."""
     try:
         with os.fdopen(open_regular(paths.steps), "rb") as file:
             while line := file.readline(_LINE):

@@ -6,15 +6,15 @@ A process of its own, because the command line that wants it must not import tor
 import sys
 from pathlib import Path
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.quickstart.builtin import resolve_data, resolve_model
 
 __all__ = ["main"]
 
 
 def main(argv: list[str]) -> int:
-    """Called by: submit.inputs."""
+    """"""
     if len(argv) != 3 or argv[0] not in ("model", "data"):
         sys.stderr.write("usage: python -m verl_slurm.quickstart model|data SPEC CACHE\n")
         return ExitCode.USAGE

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 
 __all__ = ["resolve_data", "resolve_model"]
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from verl_slurm.errors import DataError
+from verl_slurm.base.errors import DataError
 from verl_slurm.quickstart.install import build_once
 
 __all__ = ["build_data", "sums"]

@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_slurm.errors import DataError
-from verl_slurm.files import fsync_path, private_dir, rename
+from verl_slurm.base.errors import DataError
+from verl_slurm.base.files import fsync_path, private_dir, rename
 
 __all__ = ["build_once"]
 

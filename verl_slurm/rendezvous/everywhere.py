@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
-from verl_slurm.files import read_private
+from verl_slurm.base.files import read_private
 from verl_slurm.rendezvous.install import after_import, install_on_import, node_of, unknown_version
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine

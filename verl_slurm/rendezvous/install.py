@@ -22,9 +22,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
 
-from verl_slurm.errors import ConfigError, VerlSlurmError, WireError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.files import read_private
+from verl_slurm.base.errors import ConfigError, VerlSlurmError, WireError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import read_private
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 __all__ = ["after_import", "install", "install_on_import", "node_of", "unknown_version"]

@@ -1,4 +1,4 @@
-"""torch's `Store` over the line to this node's agent: the keys are the lead's (`verl_slurm_daemon.rank_store`).
+"""torch's `Store` over the line to this node's agent: the keys are the lead's (`verl_slurm_daemon.link.rank_store`).
 
 torch calls these methods from Python and, through pybind11, from threads of C++; `StoreLine` may be used from any.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 from verl_slurm.wire.messages import MAX_KEY, MAX_VALUE, StoreAnswer, StoreCall
 from verl_slurm.wire.store_line import StoreLine
 

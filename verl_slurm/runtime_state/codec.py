@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.container import (
     HEAD_BYTES,
     Blob,
@@ -32,7 +32,7 @@ def encode(state: RuntimeState) -> bytes:
     Raises:
         ValueError: an array name or dtype the format does not know, or more than its limits allow.
 
-    Called by: dcp.saver, on every rank.
+    Runs on every rank.
     """
     header = StateHeader(
         version=RUNTIME_STATE_VERSION,
@@ -67,8 +67,6 @@ def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
 
     Raises:
         CheckpointCorrupt: it is not whole, not canonical, too large, or of another version.
-
-    Called by: dcp.loader, with a file of a verified checkpoint.
     """
     header, groups = unpack(data, StateHeader, where=where)
     _check(header, where)

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import msgspec
 import numpy as np
 
-from verl_slurm.errors import CheckpointCorrupt
+from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.format import (
     CHUNK_ITEMS,
     DTYPES,

@@ -189,10 +189,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
-    """All that one rank needs to go on inside a step, besides weights and optimizers.
-
-    Called by: trainer.state (fills and uses it), dcp (saves and loads it through `codec`).
-    """
+    """All that one rank needs to go on inside a step, besides weights and optimizers."""
 
     rank: int
     world_size: int

@@ -23,10 +23,10 @@ from typing import Self
 
 import numpy as np
 
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.files import fsync_path, private_dir, write_file
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.files import fsync_path, private_dir, write_file
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.container import pack, specify, unpack
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
 from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
@@ -56,7 +56,7 @@ class Ledger:
 
     Opening an existing segment (a restart within the epoch) cuts its torn tail and appends behind it.
 
-    Called by: trainer, once a rank; `append` after every generated micro-batch, `settle` after the last of a step.
+    Runs once per rank.
 
     Raises:
         SegmentHeld: another process holds this segment and does not end.
@@ -247,7 +247,7 @@ def load(
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
         KeyRefused: a record is sealed, and there is no key or another one; with a `report`, too.
 
-    Called by: trainer, on every rank at the start.
+    Runs on every rank.
     """
     rollouts: dict[Key, Arrays] = {}
     for key, arrays in records(paths, from_step=from_step, wanted=wanted, report=report, keys=keys):
@@ -290,7 +290,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     Args:
         before_step: `step` of the oldest checkpoint that is kept.
 
-    Called by: trainer rank 0, after a checkpoint was verified and older ones pruned.
+    Runs on rank 0.
     """
     removed = []
     for epoch, rank, path in segments(paths):

@@ -24,10 +24,10 @@ from typing import Annotated
 
 import msgspec
 
-from verl_slurm.errors import UNREADABLE, CheckpointCorrupt
-from verl_slurm.files import append_line, rename
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.base.files import append_line, rename
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.sealing import open_record, seal_record
 
 __all__ = ["Sample", "StepSamples", "append_samples", "clipped", "read_samples"]

@@ -18,8 +18,8 @@ With a key configured a record that is not sealed counts as damage: whoever can 
 import secrets
 import struct
 
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused
-from verl_slurm.keys import Keyring, MasterKey, Secret
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
+from verl_slurm.base.keys import Keyring, MasterKey, Secret
 
 __all__ = ["OVERHEAD_BYTES", "open_record", "seal_record"]
 
@@ -36,10 +36,7 @@ Place = tuple[int, int, int, int]
 
 
 def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
-    """`payload` as it is written.
-
-    Called by: `Ledger.append`.
-    """
+    """`payload` as it is written."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     salt = secrets.token_bytes(_SALT_BYTES)
@@ -57,8 +54,6 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
     Raises:
         KeyRefused: there is no key, or it was sealed with another one.
         CheckpointCorrupt: it is not what was sealed there; or not sealed, where it has to be.
-
-    Called by: `ledger.records`.
     """
     if not sealed:
         if keys is None:

@@ -5,7 +5,7 @@ import re
 import stat
 from pathlib import Path
 
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 
 __all__ = ["owner", "segments"]
 
@@ -13,17 +13,14 @@ _SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 
 
 def owner(path: Path) -> tuple[int, int]:
-    """Epoch and rank of a segment that `segments` found. Called by: ledger."""
+    """Epoch and rank of a segment that `segments` found."""
     match = _SEGMENT.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
 def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
-    """(epoch, rank, path) of every segment, oldest epoch first. Other names are no segments.
-
-    Called by: ledger.
-    """
+    """(epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
     try:
         entries = list(os.scandir(paths.ledger))
     except FileNotFoundError:

@@ -4,8 +4,8 @@ import fcntl
 import time
 from pathlib import Path
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
 
 __all__ = ["SegmentHeld", "lock_segment"]
 
@@ -27,8 +27,6 @@ def lock_segment(fd: int, path: Path) -> None:
 
     Raises:
         SegmentHeld: another process holds it and does not end.
-
-    Called by: Ledger.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while True:

@@ -16,8 +16,6 @@ class BackgroundSync:
     """Makes a file durable behind its writer's back; at most one fdatasync is under way.
 
     Its thread is made with the first `begin`, and ends with this object. Not for several threads at a time.
-
-    Called by: ledger.
     """
 
     def __init__(self) -> None:

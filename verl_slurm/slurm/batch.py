@@ -12,8 +12,8 @@ Three choices of the batch script carry the design (measured, Slurm 22.05 and 24
 import re
 from collections.abc import Mapping
 
+from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.search_path import clean_environment
 
 __all__ = [
     "batch_script",
@@ -85,7 +85,7 @@ def sbatch_options(config: RunConfig) -> list[str]:
 
 
 def batch_script(config: RunConfig) -> str:
-    """Which of `sbatch/` goes with these options. Called by: cli.submit."""
+    """Which of `sbatch/` goes with these options."""
     if config.slurm.container is not None:
         return f"{config.slurm.container.runtime}.sbatch"
     return "single_node.sbatch" if config.distributed.nodes == 1 else "multi_node.sbatch"

@@ -69,10 +69,7 @@ WARNING_SLACK_S = 60
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What is happening to the job, and what shows it.
-
-    Called by: the lead, which writes it into events.jsonl before it acts.
-    """
+    """What is happening to the job, and what shows it."""
 
     kind: CauseKind
     """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
 from verl_slurm.slurm.expedite import names_expedite, offered
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
@@ -63,8 +63,6 @@ class SlurmClient:
     Args:
         env: the environment of the commands (SLURM_CONF chooses the cluster); None: this process's.
         timeout_s: deadline of one command.
-
-    Called by: the lead, cli (through `asyncio.run`), devcluster.faults.
     """
 
     def __init__(self, env: Mapping[str, str] | None = None, *, timeout_s: float = 8.0) -> None:
@@ -286,8 +284,6 @@ class SlurmClient:
         Raises:
             SlurmRefused: sbatch said no; the error quotes its last line.
             SlurmMissing: no answer; it may have been queued all the same.
-
-        Called by: devcluster.faults, submit.fire_drill, the daemon's successor.
         """
         done = await self.run(["sbatch", "--parsable", *words])
         number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`

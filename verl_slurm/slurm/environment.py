@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.errors import SlurmMissing
+from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.slurm.commands import NAME, NODE_LIST
 
 __all__ = ["SlurmJob"]
@@ -21,10 +21,7 @@ _MOST_COMPONENTS = 128
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The job that this process is in.
-
-    Called by: the lead, the agents, the submit floor's batch process.
-    """
+    """The job that this process is in."""
 
     job_id: int
     restart_count: int

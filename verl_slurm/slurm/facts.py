@@ -30,10 +30,7 @@ _REASONS_FAILED = frozenset(
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as slurmctld sees it now.
-
-    Called by: cause.py, client.py, the lead, cli status.
-    """
+    """One job as slurmctld sees it now."""
 
     job_id: int
     name: str
@@ -122,10 +119,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One node.
-
-    Called by: the lead (where to reach an agent), status.
-    """
+    """One node."""
 
     name: str
     addr: str
@@ -136,10 +130,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartitionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition.
-
-    Called by: submit.preflight.
-    """
+    """One partition."""
 
     name: str
     state: str

@@ -34,10 +34,7 @@ class _Answer(msgspec.Struct):
 
 
 def ended_as(text: str, job_id: int) -> str | None:
-    """The end among the job's states; None: not one that is known, or no such answer.
-
-    Called by: SlurmClient.job.
-    """
+    """The end among the job's states; None: not one that is known, or no such answer."""
     try:
         answer = msgspec.json.decode(text, type=_Answer)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

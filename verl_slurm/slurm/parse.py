@@ -11,7 +11,7 @@ time; the usual local `2026-11-21T00:42:58` is understood too. All datetimes her
 import re
 from datetime import UTC, datetime
 
-from verl_slurm.errors import NotFound, SlurmMissing
+from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
 __all__ = [

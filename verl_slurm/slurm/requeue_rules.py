@@ -12,10 +12,7 @@ __all__ = ["RequeueOutcome", "is_answer", "refuse_requeue"]
 
 
 class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a wish to requeue, as read back from Slurm.
-
-    Called by: the lead's journal and exit code.
-    """
+    """What became of a wish to requeue, as read back from Slurm."""
 
     kind: Literal["requeued", "already_requeued", "cancelled", "forbidden", "refused", "unconfirmed"]
     """`requeued`: by us. `already_requeued`: Slurm or somebody was first. `cancelled`: the user has ended the

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from verl_slurm.errors import SlurmMissing
+from verl_slurm.base.errors import SlurmMissing
 
 __all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command"]
 
@@ -28,10 +28,7 @@ _BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True):
-    """A command that ended by itself.
-
-    Called by: SlurmClient, devcluster.faults.
-    """
+    """A command that ended by itself."""
 
     exit_code: int
     stdout: str

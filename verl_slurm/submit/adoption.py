@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError
-from verl_slurm.paths import RunPaths
+from verl_slurm.runs.record import require_run
 from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.submit.record import require_run
 from verl_slurm.submit.submission import carry_out, only_submitter, plan_submission, refuse_living
 
 __all__ = ["hold_run", "plan_run"]
@@ -25,8 +25,6 @@ def plan_run(target: Path, overrides: Sequence[str] = ()) -> SubmissionPlan:
     Raises:
         ConfigError: its loop is not verl's; or an existing run and overrides, which `submit` is for.
         NotFound, DataError, PermissionRefused, NoRoom, Fenced: `submission.plan_submission`.
-
-    Called by: cli.adopt.
     """
     # As for a run that is only prepared: what Slurm thinks of it is asked when it is submitted.
     plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False)
@@ -49,8 +47,6 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
 
     Raises:
         Fenced: it has a job, or somebody else holds it.
-
-    Called by: cli.adopt.
     """
     paths = RunPaths(plan.run_dir)
     if plan.new_run:

@@ -19,8 +19,6 @@ class BecomeLead:
 
     Args:
         run_dir: the run directory, absolute.
-
-    Called by: submitit, on the first node.
     """
 
     def __init__(self, run_dir: str) -> None:

@@ -19,15 +19,15 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.base.errors import SlurmMissing
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import SlurmMissing
-from verl_slurm.paths import RunPaths
 from verl_slurm.slurm.batch import sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.submit.checks.slurm_verdict import refusal
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
-from verl_slurm.submit.slurm_verdict import refusal
 
 __all__ = ["local_command", "main", "render_script", "submit_job"]
 

@@ -13,10 +13,7 @@ Cluster = Literal["slurm", "local"]
 
 
 class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is decided before anything is made.
-
-    Called by: submission, executor.
-    """
+    """All that is decided before anything is made."""
 
     config: RunConfig
     """Paths absolute; builtin: names already replaced, except in a dry run."""

@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.reward_spec import parse_reward
-from verl_slurm.errors import ConfigError
 
 __all__ = ["Places", "given_keys"]
 

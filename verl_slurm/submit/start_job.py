@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.files import require_own
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.files import require_own
 
 __all__ = ["main"]
 

@@ -17,33 +17,32 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.bounded import FINGERPRINT, read_regular
-from verl_slurm.checkpoint import fingerprint as prints
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.trained_with import trained_with
+from verl_slurm.base.bounded import FINGERPRINT, read_regular
+from verl_slurm.base.errors import DatasetDrift, Fenced, NotFound
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.packages import require_packages
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.trained_with import trained_with
 from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import DatasetDrift, Fenced, NotFound
-from verl_slurm.files import private_dir, write_file
+from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
-from verl_slurm.one_line import counted
-from verl_slurm.packages import require_packages
-from verl_slurm.paths import RunPaths
-from verl_slurm.submit.deadlines import check_deadlines
-from verl_slurm.submit.executor import render_script, submit_job
-from verl_slurm.submit.gpus import gpu_note
-from verl_slurm.submit.guests import check_guest
-from verl_slurm.submit.inputs import absolute, build_builtins, built_before
-from verl_slurm.submit.liveness import job_state, settle
-from verl_slurm.submit.model_families import check_family
-from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.submit.preflight import (
+from verl_slurm.runs.liveness import job_state, settle
+from verl_slurm.runs.record import has_begun, has_ended, last_job, steps_done
+from verl_slurm.submit.checks.deadlines import check_deadlines
+from verl_slurm.submit.checks.gpus import gpu_note
+from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before
+from verl_slurm.submit.checks.loops import check_guest
+from verl_slurm.submit.checks.model_families import check_family
+from verl_slurm.submit.checks.preflight import (
     check_inputs,
     check_keys,
     check_metrics_port,
@@ -55,25 +54,23 @@ from verl_slurm.submit.preflight import (
     choose_cluster,
     source_note,
 )
-from verl_slurm.submit.record import has_begun, has_ended, last_job, steps_done
+from verl_slurm.submit.checks.room import check_room, frozen_to_come
+from verl_slurm.submit.checks.slurm_verdict import judge_script
+from verl_slurm.submit.checks.verl import check_verl
+from verl_slurm.submit.executor import render_script, submit_job
+from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.relative_paths import Places, given_keys
-from verl_slurm.submit.room import check_room, frozen_to_come
-from verl_slurm.submit.slurm_verdict import judge_script
-from verl_slurm.submit.verl_checks import check_verl
 
 __all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_submission", "refuse_living"]
 
 Confirm = Callable[[prints.Drift], bool]
 
 _BY_LENGTH = ("linear", "cosine", "wsd")
-"""Schedules that end with the run (trainer/schedule.py)."""
+"""Schedules that end with the run (trainer/objective/schedule.py)."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
-
-    Called by: cli.submit.
-    """
+    """What came of it."""
 
     run_dir: str
     cluster: str
@@ -264,7 +261,7 @@ def carry_out(
 
 
 def refuse_living(paths: RunPaths) -> None:
-    """Raises Fenced where the run has a job. Called by: plan_submission, adoption."""
+    """Raises Fenced where the run has a job."""
     try:
         job = last_job(paths)
     except NotFound:
@@ -289,8 +286,6 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
 
     Raises:
         DatasetDrift: the data has changed and nobody confirmed.
-
-    Called by: cli.submit, for a dry run.
     """
     if plan.begun:
         _confirmed_drift(plan, data_root(plan.config), confirm_drift)
@@ -394,7 +389,7 @@ def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
 
 @contextmanager
 def only_submitter(paths: RunPaths) -> Iterator[None]:
-    """Two `submit`s of one run at once would queue two jobs. Called by: carry_out, adoption."""
+    """Two `submit`s of one run at once would queue two jobs."""
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

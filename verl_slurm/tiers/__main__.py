@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.fetch import fetch_newest
 from verl_slurm.tiers.mover import lower_priority, sync
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from verl_slurm.checkpoint.format import FileEntry
+from verl_slurm.checkpoint.format.specification import FileEntry
 
 __all__ = ["Backend", "ObjectInfo", "Source"]
 
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 class Backend(Protocol):
-    """See the module. Called by: transfer, census, mover, fetch."""
+    """See the module."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose key begins with `prefix`, in any order; uploads under way are none."""

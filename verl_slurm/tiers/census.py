@@ -7,18 +7,18 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.bounded import RECORD, decode_json, read_regular
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from verl_slurm.checkpoint.manifest import parse
-from verl_slurm.checkpoint.signature import signature_problem
-from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.config.tier_checks import LOCAL_TIER
+from verl_slurm.base.bounded import RECORD, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, SchemaMismatch, VerlSlurmError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import parse
+from verl_slurm.checkpoint.format.signature import signature_problem
+from verl_slurm.checkpoint.format.specification import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.checks.tiers import LOCAL_TIER
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, SchemaMismatch, VerlSlurmError
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend, ObjectInfo
 from verl_slurm.tiers.layout import TierRecord, TierRecords, checkpoint_prefix, parse_key
 from verl_slurm.tiers.plan import TierCopy, TierState
@@ -52,7 +52,7 @@ class OpenTier:
 
 @dataclass
 class Memory:
-    """`RUN/control/tiers.json`: read once, written after every change (a few KB). Called by: mover, cli, fetch."""
+    """`RUN/control/tiers.json`: read once, written after every change (a few KB)."""
 
     paths: RunPaths
     records: dict[str, dict[str, TierRecord]] = field(default_factory=dict)
@@ -217,8 +217,6 @@ def survey(
 
     Args:
         keys: where given, what is not signed with one of them is refused.
-
-    Called by: mover, fetch, cli.
     """
     states = [local_state(paths, memory, keys)]
     for tier in tiers:

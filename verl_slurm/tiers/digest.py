@@ -1,23 +1,20 @@
 """Tells whether a stream of bytes has the digest that a manifest entry says.
 
-The digest is that of `checkpoint.chunks`: of the content, or of its 4 MiB chunks' digests. The first chunk that does
-not match says so at once: of a terabyte, no more is fetched than up to the damage.
+The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests. The first chunk that
+does not match says so at once: of a terabyte, no more is fetched than up to the damage.
 """
 
 import hashlib
 from collections.abc import Iterable
 
-from verl_slurm.checkpoint.chunks import leaf_count, leaf_problem
-from verl_slurm.checkpoint.format import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.store.chunks import leaf_count, leaf_problem
 
 __all__ = ["ContentCheck", "check_blocks"]
 
 
 class ContentCheck:
-    """Takes the bytes of one file in order, in blocks of any size, and says what is wrong with them.
-
-    Called by: transfer, fetch, backends.
-    """
+    """Takes the bytes of one file in order, in blocks of any size, and says what is wrong with them."""
 
     def __init__(self, entry: FileEntry) -> None:
         self._entry, self._size, self._chunk = entry, 0, 0

@@ -12,21 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_slurm.checkpoint.fill import fill, set_aside_copies
-from verl_slurm.checkpoint.format import MANIFEST, FileEntry, Manifest
-from verl_slurm.checkpoint.free_space import room_for
-from verl_slurm.checkpoint.manifest import checkpoint_order, parse
-from verl_slurm.checkpoint.quarantine import move_to_quarantine
-from verl_slurm.checkpoint.signature import authenticate
-from verl_slurm.checkpoint.storage import need_of_next
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
+from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
+from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.storage import need_of_next
+from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse
+from verl_slurm.checkpoint.format.signature import authenticate
+from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest
+from verl_slurm.checkpoint.store.fill import fill, set_aside_copies
+from verl_slurm.checkpoint.store.free_space import room_for
+from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
-from verl_slurm.files import fsync_path, private_dir, rename, write_file, write_new
 from verl_slurm.journal.events import TierFailed, TierFetched
 from verl_slurm.journal.files import append_event
-from verl_slurm.keys import Keyring, load_keys
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import Memory, OpenTier, survey
 from verl_slurm.tiers.digest import ContentCheck
@@ -69,8 +69,6 @@ def fetch(
         CheckpointCorrupt: none of those that have it gives back what its manifest says.
         TierError: they stopped answering.
         KeyRefused: it is not signed with a key of the run; and PermissionRefused: `keys.load_keys`.
-
-    Called by: cli (`fetch-back`).
     """
     if checkpoint_order(name) is None:
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
@@ -96,8 +94,6 @@ def fetch_newest(
     Raises:
         TierError: nothing was found, but a tier that once had a checkpoint of this run does not answer: to begin
             afresh would throw that away.
-
-    Called by: a start without a checkpoint of its own that verifies (`choose_resume`'s `from_tiers`).
     """
     keys = load_keys(config.checkpoint.encryption)
     opened = open_tiers(paths, config) if tiers is None else tiers

@@ -20,8 +20,8 @@ neither read nor removed: keys are matched whole, and every path by the manifest
 manifest.json is written LAST, after every object it names has been read back (or its checksum compared, `verify:
 checksum`), and only where none is there yet (S3: `If-None-Match: *`). So:
 
-- where the run has a key, a manifest that is not signed with it (`checkpoint/signature.py`) is neither copied into a
-  tier nor out of one, vouches for nothing there, and is never removed for that reason;
+- where the run has a key, a manifest that is not signed with it (`checkpoint/format/signature.py`) is neither copied
+  into a tier nor out of one, vouches for nothing there, and is never removed for that reason;
 - a checkpoint without a manifest does not exist in that tier;
 - one with a manifest was whole and verified in that tier when it was committed;
 - whoever dies in between leaves objects without a manifest. The next pass goes on where it broke off: objects that
@@ -51,9 +51,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from verl_slurm.checkpoint.format import MANIFEST, path_problem
-from verl_slurm.checkpoint.manifest import checkpoint_order
-from verl_slurm.run_id import RUN_ID
+from verl_slurm.base.run_id import RUN_ID
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.specification import MANIFEST, path_problem
 
 __all__ = [
     "TierRecord",

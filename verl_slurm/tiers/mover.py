@@ -16,16 +16,16 @@ from datetime import UTC, datetime
 
 import psutil
 
-from verl_slurm.checkpoint.manifest import parse
-from verl_slurm.checkpoint.verify import read_manifest, verify
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, PermissionRefused, TierError, VerlSlurmError
+from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import parse
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.checks.tiers import LOCAL_TIER
 from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tier_checks import LOCAL_TIER
-from verl_slurm.errors import CheckpointCorrupt, KeyRefused, PermissionRefused, TierError, VerlSlurmError
 from verl_slurm.journal.events import TierCopied, TierFailed, TierRemoved, TierUnreachable
 from verl_slurm.journal.files import append_event
-from verl_slurm.keys import Keyring, load_keys
-from verl_slurm.paths import RunPaths
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import Memory, OpenTier, local_stamp, record_of, signature_word, survey
 from verl_slurm.tiers.layout import TierRecord, checkpoint_prefix, manifest_key, parse_key

@@ -20,8 +20,8 @@ from typing import Any
 
 import botocore.exceptions
 
-from verl_slurm.checkpoint.format import FileEntry
-from verl_slurm.errors import CheckpointCorrupt, TierError
+from verl_slurm.base.errors import CheckpointCorrupt, TierError
+from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.tiers.backend import Source
 from verl_slurm.tiers.digest import ContentCheck
 
@@ -54,7 +54,7 @@ def require_content(key: str, problem: str) -> None:
 
 
 class MultipartUpload:
-    """One object's upload, once through. Called by: S3Backend.put.
+    """One object's upload, once through.
 
     Args:
         size: bytes a part.
@@ -181,7 +181,7 @@ class MultipartUpload:
 
 
 def abort_uploads(client: Any, bucket: str, prefix: str, keep: tuple[str, ...]) -> int:
-    """Give up the uploads below `prefix` but not below `keep`; returns how many. Called by: S3Backend.forget."""
+    """Give up the uploads below `prefix` but not below `keep`; returns how many."""
     count = 0
     for upload in list(_uploads(client, bucket, prefix)):
         if upload["Key"].startswith(keep):

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 
+from verl_slurm.base.errors import ConfigError, TierError, VerlSlurmError
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.config.checks.tiers import is_s3
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.config.tier_checks import is_s3
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import ConfigError, TierError, VerlSlurmError
-from verl_slurm.files import private_dir
-from verl_slurm.paths import RunPaths
-from verl_slurm.run_id import run_id
 from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.layout import run_prefix
@@ -27,8 +27,6 @@ def open_backend(tier: TierConfig) -> Backend:
 
     Raises:
         ConfigError: its plug-in, or boto3, is not installed.
-
-    Called by: open_tiers.
     """
     if tier.kind.startswith("plugin:"):
         name = tier.kind.partition(":")[2]
@@ -55,10 +53,7 @@ def open_backend(tier: TierConfig) -> Backend:
 
 
 def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
-    """The configured tiers, nearest first. One that cannot be opened is in it, with the reason.
-
-    Called by: mover, fetch, cli.
-    """
+    """The configured tiers, nearest first. One that cannot be opened is in it, with the reason."""
     if not config.tiers:
         return []
     number = run_id(paths)

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
-from verl_slurm.checkpoint.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 
 __all__ = ["Action", "TierCopy", "TierState", "last_good", "newest_first", "plan_tiers"]
 
 Kind = Literal["copy", "drop", "keep", "skip"]
 """copy: make it whole and verified there. drop: remove it there. keep: it is there and stays. skip: it is not there and
-need not be. The words of `checkpoint.retention`, which decides for the run's own directory."""
+need not be. The words of `checkpoint.decide.retention`, which decides for the run's own directory."""
 
 _Rank = tuple[int, int, int]
 
@@ -116,7 +116,7 @@ def last_good(states: Sequence[TierState]) -> str | None:
 
 
 def newest_first(states: Sequence[TierState]) -> list[str]:
-    """What could be brought back from these tiers. Called by: fetch."""
+    """What could be brought back from these tiers."""
     names = {copy.name for state in states if state.reachable for copy in state.copies if copy.usable}
     ranks = _ranks(states)
     return sorted(names, key=lambda name: ranks[name], reverse=True)
@@ -128,8 +128,6 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
     Args:
         states: all tiers, tier 0 first, then as the config lists them.
         now: the present time, with a zone.
-
-    Called by: mover, cli.
     """
     ranks = _ranks(states)
     names = sorted(ranks, key=lambda name: ranks[name], reverse=True)

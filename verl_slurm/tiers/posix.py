@@ -5,7 +5,7 @@ fsynced, renamed, and its directory fsynced; an attempt that broke off is contin
 bytes are read back from the medium in the end (`holds`) and thrown away if they do not match.
 
 `path` itself is never made: where a disk is not mounted, its mount point would fill the root file system instead.
-What POSIX, NFS and Lustre promise and do not promise: `verl_slurm.files`.
+What POSIX, NFS and Lustre promise and do not promise: `verl_slurm.base.files`.
 """
 
 import errno
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.checkpoint.chunks import Reading, read_checked
-from verl_slurm.checkpoint.format import FileEntry
-from verl_slurm.checkpoint.tree import list_tree, open_below, open_directory
+from verl_slurm.base.errors import TierError
+from verl_slurm.base.files import fsync_path, private_dir, rename, write_new
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checkpoint.store.chunks import Reading, read_checked
+from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import TierError
-from verl_slurm.files import fsync_path, private_dir, rename, write_new
 from verl_slurm.tiers.backend import ObjectInfo, Source
 
 __all__ = ["PosixBackend"]
@@ -33,7 +33,7 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.E
 
 
 class PosixBackend:
-    """See the module, and `backend.Backend` for what each method promises. Called by: backend.open_backend."""
+    """See the module, and `backend.Backend` for what each method promises."""
 
     def __init__(self, tier: TierConfig) -> None:
         assert tier.path is not None, "config.tier_checks"
@@ -83,7 +83,7 @@ class PosixBackend:
                 sent = _continue(fd, source)
                 os.fsync(fd)  # noqa: TID251 - of a file that is not new: an interrupted transfer goes on
             except OSError:
-                # A second fsync would lie about these pages (`verl_slurm.files`): begin anew next time.
+                # A second fsync would lie about these pages (`verl_slurm.base.files`): begin anew next time.
                 part.unlink(missing_ok=True)
                 raise
             finally:

@@ -18,10 +18,10 @@ import boto3
 import botocore.exceptions
 from botocore.config import Config
 
-from verl_slurm.checkpoint.format import FileEntry
-from verl_slurm.config.tier_checks import endpoint_problem
+from verl_slurm.base.errors import TierError
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.config.checks.tiers import endpoint_problem
 from verl_slurm.config.tiers import TierConfig
-from verl_slurm.errors import TierError
 from verl_slurm.tiers.backend import ObjectInfo, Source
 from verl_slurm.tiers.digest import check_blocks
 from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size, require_content
@@ -42,7 +42,7 @@ _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 
 
 class S3Backend:
-    """See the module, and `backend.Backend` for what each method promises. Called by: backend.open_backend.
+    """See the module, and `backend.Backend` for what each method promises.
 
     Args:
         attempts: of each request; tests lower it, since botocore's pauses cannot be.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import botocore.exceptions
 import urllib3.exceptions
 
-from verl_slurm.errors import TierError
+from verl_slurm.base.errors import TierError
 
 __all__ = ["BROKEN", "MOST_BODY_BYTES", "MOST_KEYS", "BoundedClient"]
 

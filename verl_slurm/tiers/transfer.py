@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from verl_slurm.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
-from verl_slurm.checkpoint.manifest import parse
-from verl_slurm.checkpoint.signature import authenticate, signature_problem
-from verl_slurm.checkpoint.tree import open_below, open_directory
-from verl_slurm.errors import CheckpointCorrupt, TierError
-from verl_slurm.keys import Keyring
+from verl_slurm.base.errors import CheckpointCorrupt, TierError
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.manifest import parse
+from verl_slurm.checkpoint.format.signature import authenticate, signature_problem
+from verl_slurm.checkpoint.format.specification import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.tiers.backend import Backend, Source
 from verl_slurm.tiers.digest import ContentCheck
 from verl_slurm.tiers.layout import checkpoint_prefix, manifest_key, object_key
@@ -26,7 +26,7 @@ _BLOCK = 4 << 20
 
 
 class Origin(Protocol):
-    """Where a checkpoint is copied from. Called by: copy_checkpoint, fetch."""
+    """Where a checkpoint is copied from."""
 
     def manifest(self) -> bytes:
         """The bytes of its manifest.json, not yet parsed."""
@@ -236,8 +236,6 @@ def verify_copy(
 
     Raises:
         TierError: the tier did not answer: that says nothing about the checkpoint.
-
-    Called by: mover (before a removal, and for what was never read back), copy_checkpoint, fetch.
     """
     key = manifest_key(run, name)
     info = backend.stat(key)

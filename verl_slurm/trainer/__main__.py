@@ -11,16 +11,16 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.guest.session import Session
-from verl_slurm.paths import RunPaths
-from verl_slurm.restarts import restart_may_help, underlying
-from verl_slurm.trainer import console
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.restarts import restart_may_help, underlying
+from verl_slurm.loops.session import Session
+from verl_slurm.trainer.measures import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.environment import CONTROL_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE, STACKS_SIGNAL
 from verl_slurm.wire.lifeline import die_with_launcher
-from verl_slurm.wire.messages import STACKS_SIGNAL, RankStarted
+from verl_slurm.wire.messages import RankStarted
 
 __all__ = ["main", "run_and_leave"]
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(line: RankLine, rank: int, error: VerlSlurmError) -> None:
-    from verl_slurm.trainer.python_reward import RewardRaised
+    from verl_slurm.trainer.reward.python import RewardRaised
 
     session = Session(line, rank=rank, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, RewardRaised):

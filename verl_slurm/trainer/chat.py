@@ -5,9 +5,9 @@ from collections.abc import Callable
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from verl_slurm.errors import DataError
-from verl_slurm.prompts.chat_template import no_conversations, no_template
-from verl_slurm.prompts.rows import Prompt
+from verl_slurm.base.errors import DataError
+from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
+from verl_slurm.dataset.prompts.rows import Prompt
 
 __all__ = ["as_text", "plain_text"]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from verl_slurm.base.errors import DataError
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.errors import DataError
-from verl_slurm.one_line import counted
-from verl_slurm.prompts.directory import Content, prompts_below
-from verl_slurm.prompts.rows import Prompt
+from verl_slurm.dataset.prompts.directory import Content, prompts_below
+from verl_slurm.dataset.prompts.rows import Prompt
 from verl_slurm.trainer.chat import as_text, plain_text
-from verl_slurm.trainer.counter_rng import Purpose, permutation
+from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
 from verl_slurm.trainer.split import Row, Sides, drop_shared, first_by_digest, split_by_digest
 
 __all__ = ["Batch", "PromptData", "Recorded", "load_tokenizer", "read_sides"]

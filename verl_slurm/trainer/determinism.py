@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 
 __all__ = ["explaining", "settle", "warned_only"]
 
@@ -22,7 +22,7 @@ _NO_KERNEL = "does not have a deterministic implementation"
 
 
 def settle(device: torch.device, *, deterministic: bool) -> None:
-    """Before the first work on `device`, once a process. Called by: trainer.place.
+    """Before the first work on `device`, once a process.
 
     Raises:
         ConfigError: the environment has cuBLAS do otherwise.

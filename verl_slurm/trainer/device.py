@@ -9,11 +9,11 @@ import os
 
 import torch
 
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import ConfigError, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.paths import RunPaths
-from verl_slurm.trainer.orchestration import began_on_gpus
+from verl_slurm.trainer.state.orchestration import began_on_gpus
 
 __all__ = ["DeviceLost", "choose_device"]
 
@@ -25,7 +25,7 @@ class DeviceLost(VerlSlurmError):
 
 
 def choose_device(config: RunConfig, local_rank: int) -> torch.device:
-    """The device of a rank. Called by: trainer.place.
+    """The device of a rank.
 
     Args:
         local_rank: among the ranks of this node.

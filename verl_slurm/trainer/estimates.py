@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.trainer.advantages import (
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.objective.advantages import (
     gae,
     group_advantages,
     masked_moments,
@@ -15,7 +16,6 @@ from verl_slurm.trainer.advantages import (
     token_rewards,
     whiten,
 )
-from verl_slurm.trainer.data import Batch
 
 __all__ = ["estimate"]
 
@@ -39,8 +39,6 @@ def estimate(
 
     Returns:
         advantages float32 [N, T]; with a critic whitened over all ranks, and returns float32 [N, T].
-
-    Called by: trainer.step.
     """
     train = config.train
     kl = token_kl(

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.config.metric_names import EVAL_PREFIX
-from verl_slurm.dcp import rng
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.trainer.counter_rng import Purpose
+from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch, PromptData
-from verl_slurm.trainer.engines import RolloutEngine
-from verl_slurm.trainer.rewards import Reward, decode_responses
+from verl_slurm.trainer.objective.counter_rng import Purpose
+from verl_slurm.trainer.reward.scoring import Reward, decode_responses
+from verl_slurm.trainer.rollout.engines import RolloutEngine
 
 __all__ = ["Evaluator", "num_pieces"]
 
@@ -40,7 +40,7 @@ class Evaluator:
         temperature: 0: greedy.
         ranks: all that have a sampler; rank r of N has every N-th micro-batch from r on.
 
-    Called by: trainer.step, on every rank.
+    Runs on every rank.
     """
 
     def __init__(

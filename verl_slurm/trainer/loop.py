@@ -12,26 +12,26 @@ from functools import partial
 
 import msgspec
 
-from verl_slurm.checkpoint.best import Best, is_new_best
-from verl_slurm.checkpoint.components import partial_domains
-from verl_slurm.checkpoint.notice import Notice
+from verl_slurm.base.errors import Fenced, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.checkpoint.decide.best import Best, is_new_best
+from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.checkpoint.format.components import partial_domains
 from verl_slurm.config.metric_names import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import RanksFailed
-from verl_slurm.dcp.saver import SavedCheckpoint
-from verl_slurm.errors import Fenced, VerlSlurmError
-from verl_slurm.exit_codes import ExitCode
-from verl_slurm.reward_plan import RewardRequest
-from verl_slurm.save_path.handle import SaverDied
+from verl_slurm.save.ranks.collective import RanksFailed
+from verl_slurm.save.ranks.saver import SavedCheckpoint
+from verl_slurm.save.writer.handle import SaverDied
+from verl_slurm.trainer.measures.timings import step_costs
 from verl_slurm.trainer.pace import Pace
-from verl_slurm.trainer.position import Position, StepShape, after, safe_point
 from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.reward_swap import RewardSwap
+from verl_slurm.trainer.reward.swap import RewardSwap
 from verl_slurm.trainer.saving import Checkpointer
-from verl_slurm.trainer.state import TrainState
+from verl_slurm.trainer.state.position import Position, StepShape, after, safe_point
+from verl_slurm.trainer.state.train_state import TrainState
 from verl_slurm.trainer.step import Learner
-from verl_slurm.trainer.timings import step_costs
 from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.reward_plan import RewardRequest
 from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["Ending", "FinalSaveFailed", "Loop", "SaverLost"]
@@ -57,7 +57,7 @@ class SaverLost(VerlSlurmError):
 
 
 class Loop:
-    """Drives one rank from where its state stands to the end. Called by: trainer.__main__.
+    """Drives one rank from where its state stands to the end.
 
     Args:
         saved_as: the checkpoint that `state` was loaded from, empty for a fresh start. A save asked for

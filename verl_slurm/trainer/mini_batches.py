@@ -26,9 +26,9 @@ from torch import Tensor
 
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig, TrainConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.trainer.counter_rng import Purpose, permutation
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
 
 __all__ = ["Deal", "MiniBatches", "trained_columns"]
 
@@ -47,8 +47,7 @@ def trained_columns(train: TrainConfig) -> tuple[str, ...]:
 class Deal:
     """Who has sampled and who trains on which response of a step. Pure; the same on every rank.
 
-    A row is a response, counted over all ranks in the order of sample ids. Called by: trainer.step through
-    `MiniBatches`.
+    A row is a response, counted over all ranks in the order of sample ids.
     """
 
     order: Rows
@@ -102,7 +101,7 @@ class MiniBatches:
         batch: this rank's rows as they were sampled, all of a step, on the CPU; at least `trained_columns`. Kept, not
             copied, where there is one rank; with more, what the others need of it is sent, and nothing of it is kept.
 
-    Called by: trainer.step, once a step.
+    Runs once per step.
     """
 
     def __init__(self, config: RunConfig, step: int, batch: Mapping[str, Tensor], ranks: Collective) -> None:

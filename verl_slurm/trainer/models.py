@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.causal_lm import ValueModel, accepted
 from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.config.schema import Attention, DistributedConfig
-from verl_slurm.errors import ConfigError, DataError
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.gradients import clip_over_grid
 from verl_slurm.trainer.parallel.grid import Grid
@@ -51,10 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Models:
-    """The networks of a run.
-
-    Called by: trainer.step, trainer.saving, trainer.setup.
-    """
+    """The networks of a run."""
 
     actor: nn.Module
     critic: nn.Module | None

@@ -1,6 +1,6 @@
 """When this run saves, and what it has to say about its storage: measures, agrees, and asks the pure decisions.
 
-`checkpoint/cadence.py` says when; here is what it is told. What a clock measured is rank 0's alone: it plans the
+`checkpoint/decide/cadence.py` says when; here is what it is told. What a clock measured is rank 0's alone: it plans the
 interval and all ranks take its number, because a save that some ranks begin and others do not never ends. Nothing
 here draws a random number or touches the state.
 """
@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from verl_slurm.checkpoint.best import Best, is_new_best
-from verl_slurm.checkpoint.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
-from verl_slurm.checkpoint.notice import Notice
-from verl_slurm.checkpoint.storage import need_of_next
-from verl_slurm.checkpoint.storage_watch import StorageWatch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best, is_new_best
+from verl_slurm.checkpoint.decide.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
+from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.checkpoint.decide.storage import need_of_next
+from verl_slurm.checkpoint.store.storage_watch import StorageWatch
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.interruptions import (
@@ -26,10 +26,10 @@ from verl_slurm.journal.folds.interruptions import (
     mean_time_between,
 )
 from verl_slurm.journal.folds.saves import measured_saves
-from verl_slurm.paths import RunPaths
-from verl_slurm.trainer.cost import CostMeter
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.trainer.measures.cost import CostMeter
 from verl_slurm.trainer.report import Reporter
-from verl_slurm.trainer.state import TrainState
+from verl_slurm.trainer.state.train_state import TrainState
 
 __all__ = ["Pace"]
 
@@ -48,7 +48,7 @@ class Pace:
         state_bytes: about how large the first checkpoint will be.
         clock: monotonic seconds.
 
-    Called by: trainer.loop, on every rank at every position.
+    Runs on every rank at every position.
     """
 
     def __init__(

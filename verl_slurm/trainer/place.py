@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import ConfigError
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import determinism
 from verl_slurm.trainer.device import choose_device
 
@@ -70,7 +70,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     determinism.settle(device, deterministic=config.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (dcp.rng)
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (save.ranks.rng)
         dist.init_process_group("cpu:gloo,cuda:nccl")
         group = dist.new_group(backend="gloo")
     else:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_slurm.checkpoint.notice import Notice
+from verl_slurm.checkpoint.decide.notice import Notice
 from verl_slurm.config.metric_names import EVAL_PREFIX
-from verl_slurm.dcp.saver import SavedCheckpoint
-from verl_slurm.guest.session import Session
-from verl_slurm.trainer import console
-from verl_slurm.trainer.position import Position
+from verl_slurm.loops.session import Session
+from verl_slurm.save.ranks.saver import SavedCheckpoint
+from verl_slurm.trainer.measures import console
+from verl_slurm.trainer.state.position import Position
 from verl_slurm.wire.messages import MAX_NOTICE, Progress, SavedOnNodes
 
 if TYPE_CHECKING:

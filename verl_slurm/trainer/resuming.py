@@ -8,31 +8,31 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.checkpoint.components import require_full, require_same_models
-from verl_slurm.checkpoint.format import Manifest
-from verl_slurm.checkpoint.reader import CheckpointReader
-from verl_slurm.checkpoint.schema import check_schema, current_schema, read_schema
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.format.components import require_full, require_same_models
+from verl_slurm.checkpoint.format.schema import check_schema, current_schema, read_schema
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.layout import require_same_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp import rng
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.loader import load_tensors, read_runtime_state
-from verl_slurm.dcp.tensors import Tensors
-from verl_slurm.errors import UNREADABLE, CheckpointCorrupt, ConfigError, DataError
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
-from verl_slurm.trainer import console
-from verl_slurm.trainer.orchestration import topology_of
+from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.loader import load_tensors, read_runtime_state
+from verl_slurm.save.ranks.tensors import Tensors
+from verl_slurm.trainer.measures import console
+from verl_slurm.trainer.objective.schedule import schedule_record
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.places import leaders
-from verl_slurm.trainer.position import Position, StepShape, first_generation, rollout_offset
-from verl_slurm.trainer.resharding import reshard
-from verl_slurm.trainer.schedule import schedule_record
-from verl_slurm.trainer.state import Buffers, TrainState, restore_state
+from verl_slurm.trainer.state.orchestration import topology_of
+from verl_slurm.trainer.state.position import Position, StepShape, first_generation, rollout_offset
+from verl_slurm.trainer.state.resharding import reshard
+from verl_slurm.trainer.state.train_state import Buffers, TrainState, restore_state
 
 __all__ = [
     "check_manifest",
@@ -75,7 +75,7 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
 def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
     """Check every byte of a checkpoint before it is opened, its layout, and with keys who made it.
 
-    Called by: trainer.setup, rank 0, where no daemon has done so.
+    Runs on rank 0.
 
     Raises:
         KeyRefused: it needs a key that is not there.
@@ -117,7 +117,7 @@ def check_manifest(
     require_same_models(manifest, config, directory)
     if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
-    # The reward may be replaced while a run goes on: `trainer.reward_start` knows which one it must be.
+    # The reward may be replaced while a run goes on: `trainer.reward.start` knows which one it must be.
     roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
@@ -212,9 +212,9 @@ def load_replay(
 
     Damage in the journal costs only time: what was in it is sampled again, the same.
 
-    Where rollouts of the running step were once refused (`trainer.sampler_gap`), those that `state` holds may be the
-    same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been sampled
-    since is in the journal.
+    Where rollouts of the running step were once refused (`trainer.rollout.sampler_gap`), those that `state` holds may
+    be the same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been
+    sampled since is in the journal.
 
     Args:
         dp_rank: None: another rank of the replica looks for this one.

@@ -7,32 +7,32 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
-from verl_slurm.bounded import DATA_FILES, read_regular
-from verl_slurm.checkpoint.apply import apply_prune
-from verl_slurm.checkpoint.best import Best, metrics_of
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.components import Components
-from verl_slurm.checkpoint.format import SCHEMA_VERSION
-from verl_slurm.checkpoint.retention import ASSURED_KEPT, plan_prune
-from verl_slurm.checkpoint.schema import SchemaVersion, render_schema
-from verl_slurm.checkpoint.verify import verify
+from verl_slurm.base.bounded import DATA_FILES, read_regular
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best, metrics_of
+from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
+from verl_slurm.checkpoint.format.components import Components
+from verl_slurm.checkpoint.format.schema import SchemaVersion, render_schema
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp.collective import Collective, RanksFailed
-from verl_slurm.dcp.saver import CheckpointSaver, Contents, SavedCheckpoint
-from verl_slurm.dcp.tensors import Tensors, model_tensors, optimizer_tensors
-from verl_slurm.fence import require_epoch
-from verl_slurm.keys import Keyring
-from verl_slurm.paths import RunPaths
 from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.trainer import console
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, SavedCheckpoint
+from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
+from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.models import Models
-from verl_slurm.trainer.position import StepShape, rollout_offset
-from verl_slurm.trainer.reward_state import reward_record
-from verl_slurm.trainer.schedule import schedule_record
-from verl_slurm.trainer.state import TrainState, capture_state
+from verl_slurm.trainer.objective.schedule import schedule_record
+from verl_slurm.trainer.state.position import StepShape, rollout_offset
+from verl_slurm.trainer.state.reward_state import reward_record
+from verl_slurm.trainer.state.train_state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
 
 __all__ = ["Checkpointer", "live_tensors"]
@@ -55,7 +55,7 @@ class Checkpointer:
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
         keys: what keeps older ones from being removed must be signed with one of them.
 
-    Called by: trainer.loop, on every rank.
+    Runs on every rank.
     """
 
     def __init__(

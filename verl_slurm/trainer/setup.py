@@ -14,41 +14,38 @@ from pathlib import Path
 import msgspec
 import torch
 
-from verl_slurm.checkpoint.fingerprint import Fingerprint, check_dataset, fingerprint
-from verl_slurm.checkpoint.fingerprint import read as read_fingerprint
-from verl_slurm.checkpoint.format import Manifest
-from verl_slurm.checkpoint.frozen import read_back_others, store_frozen
-from verl_slurm.checkpoint.local_copy import local_directory, this_node
-from verl_slurm.checkpoint.schema import current_schema
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.files import require_safe_way
+from verl_slurm.base.keys import load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.schema import current_schema
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.store.frozen import read_back_others, store_frozen
+from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dcp import rng
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.dcp.saver import CheckpointSaver, LocalPlace, Provenance
-from verl_slurm.errors import VerlSlurmError
-from verl_slurm.fence import require_epoch
-from verl_slurm.files import require_safe_way
-from verl_slurm.guest.session import Session
+from verl_slurm.dataset.fingerprint.record import Fingerprint, check_dataset, fingerprint
+from verl_slurm.dataset.fingerprint.record import read as read_fingerprint
+from verl_slurm.dataset.prompts.chat_template import read_template
+from verl_slurm.dataset.prompts.choice import SUFFIXES
+from verl_slurm.dataset.prompts.directory import Content
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.saves import measured_saves
-from verl_slurm.keys import load_keys
-from verl_slurm.paths import RunPaths
-from verl_slurm.prompts.chat_template import read_template
-from verl_slurm.prompts.choice import SUFFIXES
-from verl_slurm.prompts.directory import Content
+from verl_slurm.loops.session import Session
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.trainer import console
+from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance
 from verl_slurm.trainer.data import PromptData, load_tokenizer
-from verl_slurm.trainer.engines import build_engine
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
+from verl_slurm.trainer.measures import console
+from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.models import Models, build_models
-from verl_slurm.trainer.optimizers import build_optimizers
-from verl_slurm.trainer.orchestration import check_or_write, describe, moved, topology_of
+from verl_slurm.trainer.objective.optimizers import build_optimizers
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.parallel.grid import make_grid
-from verl_slurm.trainer.pinned_model import pinned_model
-from verl_slurm.trainer.position import StepShape
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
     check_manifest,
@@ -58,14 +55,17 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
-from verl_slurm.trainer.reward_start import start_reward
-from verl_slurm.trainer.reward_swap import LiveReward, RewardSwap
-from verl_slurm.trainer.rewards import build_reward
-from verl_slurm.trainer.samples import SampleLog
+from verl_slurm.trainer.reward.scoring import build_reward
+from verl_slurm.trainer.reward.start import start_reward
+from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
+from verl_slurm.trainer.rollout.engines import build_engine
+from verl_slurm.trainer.rollout.samples import SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
-from verl_slurm.trainer.state import fresh_state
+from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
+from verl_slurm.trainer.state.pinned_model import pinned_model
+from verl_slurm.trainer.state.position import StepShape
+from verl_slurm.trainer.state.train_state import fresh_state
 from verl_slurm.trainer.step import Learner
-from verl_slurm.trainer.stopwatch import GpuMemory
 from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.messages import Topic
 from verl_slurm.wire.stopping import Stopper

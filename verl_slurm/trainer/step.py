@@ -12,21 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from verl_slurm.base.errors import RolloutMismatch
+from verl_slurm.config.checks.rollout import sampling_dtype
 from verl_slurm.config.roles import Role
-from verl_slurm.config.rollout_checks import sampling_dtype
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.errors import RolloutMismatch
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.trainer.advantages import token_kl
-from verl_slurm.trainer.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.data import Batch, PromptData
-from verl_slurm.trainer.engines import RolloutEngine
 from verl_slurm.trainer.estimates import estimate
 from verl_slurm.trainer.evaluation import Evaluator
-from verl_slurm.trainer.journaling import record, settle, take_back
-from verl_slurm.trainer.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
-from verl_slurm.trainer.measures import step_measures
+from verl_slurm.trainer.measures.communication import COMMUNICATION, watch_collectives
+from verl_slurm.trainer.measures.metrics import step_measures
+from verl_slurm.trainer.measures.stopwatch import Stopwatch, memory_bytes
 from verl_slurm.trainer.mini_batches import MiniBatches
 from verl_slurm.trainer.models import (
     Models,
@@ -38,16 +35,19 @@ from verl_slurm.trainer.models import (
     run_passes,
     values,
 )
+from verl_slurm.trainer.objective.advantages import token_kl
+from verl_slurm.trainer.objective.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
+from verl_slurm.trainer.objective.schedule import base_rates, learning_rate
 from verl_slurm.trainer.parallel.gradients import require_finite
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.replica import Replica
-from verl_slurm.trainer.position import StepShape, rollout_offset
-from verl_slurm.trainer.rewards import Reward, decode_responses
-from verl_slurm.trainer.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
-from verl_slurm.trainer.samples import SampleLog
-from verl_slurm.trainer.schedule import base_rates, learning_rate
-from verl_slurm.trainer.state import TrainState, stacked, to_batch, update_metrics
-from verl_slurm.trainer.stopwatch import Stopwatch, memory_bytes
+from verl_slurm.trainer.reward.scoring import Reward, decode_responses
+from verl_slurm.trainer.rollout.engines import RolloutEngine
+from verl_slurm.trainer.rollout.ledger_writing import record, settle, take_back
+from verl_slurm.trainer.rollout.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
+from verl_slurm.trainer.rollout.samples import SampleLog
+from verl_slurm.trainer.state.position import StepShape, rollout_offset
+from verl_slurm.trainer.state.train_state import TrainState, stacked, to_batch, update_metrics
 
 __all__ = ["Learner", "Optimizers"]
 
@@ -55,7 +55,7 @@ _Terms = tuple[Tensor, Mapping[str, Tensor]]
 """A loss that carries a gradient, and metrics."""
 
 Optimizers = dict[Role, Optimizer]
-"""The AdamW of each model that trains. Called by: trainer.setup, trainer.saving."""
+"""The AdamW of each model that trains."""
 
 
 class Learner:
@@ -66,8 +66,6 @@ class Learner:
         ledger: takes each fresh micro-batch.
         evaluator: None: this run is never evaluated.
         samples: None: another rank keeps them.
-
-    Called by: trainer.loop.
     """
 
     def __init__(

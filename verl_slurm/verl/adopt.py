@@ -4,7 +4,7 @@
 judge    every byte of every step is read where it lies (`shards`), the tracker beside them (`tracker`)
 plan     pure: which become checkpoints, and why each of the others does not
 adopt    newest first: the files that were judged are copied into RUN/work, the copy is read and judged again, hashed
-         and committed (`guest.tree`)
+         and committed (`checkpoint.store.loop_checkpoint`)
 repair   DIR's tracker points to the newest whole step, so that plain verl, too, resumes right
 ```
 
@@ -20,24 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from verl_slurm.checkpoint.commit import sweep
-from verl_slurm.checkpoint.format import guest_directory
-from verl_slurm.checkpoint.free_space import room_for
-from verl_slurm.checkpoint.info import CheckpointInfo
-from verl_slurm.checkpoint.retention import plan_prune
-from verl_slurm.checkpoint.storage import Need, Room, need_of_next
-from verl_slurm.checkpoint.verify import read_manifest
-from verl_slurm.errors import (
+from verl_slurm.base.errors import (
     CheckpointCorrupt,
     ConfigError,
     Fenced,
     NoRoom,
     VerlSlurmError,
 )
-from verl_slurm.fence import Epoch, read_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.guest.tree import GuestSave, SavedTree, commit_tree
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.fence import Epoch, read_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.retention import plan_prune
+from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.specification import guest_directory
+from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.free_space import room_for
+from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, SavedTree, commit_tree
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
 from verl_slurm.verl.resize import way_out
 from verl_slurm.verl.shards import Judged, judge_step
@@ -104,8 +104,6 @@ def plan_adoption(
         keep_last, keep_every: of the run's retention: what it would drop after its first save is not copied.
         take_all: copy it all the same.
         another: steps of which the run has a checkpoint with other files (`is_adopted`).
-
-    Called by: cli.adopt.
     """
     taken = {info.step: info for info in committed if not info.safe_point}
     fit = [one for one in judged if one.ok and not _misfit(one, entry, world_size)]
@@ -137,8 +135,6 @@ def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
 
     Raises:
         ConfigError: with the way out.
-
-    Called by: cli.adopt.
     """
     whole = [row for row in rows if row.choice != "broken"]
     if not whole or any(row.choice != "refused" for row in whole):
@@ -174,8 +170,6 @@ def adopt_steps(
         NoRoom: the copies would not fit.
         Fenced: the run was started meanwhile.
         OSError: the run's storage refused.
-
-    Called by: cli.adopt.
     """
     chosen = [row.judged for row in rows if row.choice == "adopt"]
     if not chosen:
@@ -293,7 +287,7 @@ def _as_info(one: Judged) -> CheckpointInfo:
 
 
 def is_adopted(paths: RunPaths, one: Judged) -> bool:
-    """Whether the run's checkpoint of this step has the same files, by their sizes. Called by: cli.adopt."""
+    """Whether the run's checkpoint of this step has the same files, by their sizes."""
     try:
         manifest = read_manifest(paths.checkpoint(one.step))
     except (OSError, VerlSlurmError):

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from verl_slurm.checkpoint.tree import open_below, open_directory
-from verl_slurm.errors import CheckpointCorrupt
-from verl_slurm.files import open_new
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.files import open_new
+from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.verl.shards import Identity, identity_of, trust_problem
 
 __all__ = ["How", "copy_files", "how_to_copy"]
@@ -45,8 +45,6 @@ def how_to_copy(source: Path, target: Path) -> How:
     Args:
         source: a directory with at least one file below it.
         target: a directory of ours that exists.
-
-    Called by: adopt, before it asks whether there is room.
     """
     probe = target / f".clone.{secrets.token_hex(8)}"
     try:
@@ -85,8 +83,6 @@ def copy_files(
     Raises:
         CheckpointCorrupt: a file is another than the one that was judged, or has changed since.
         OSError: a file cannot be read, written, or, with `link`, linked (EXDEV: another file system).
-
-    Called by: adopt.
     """
     target.mkdir(mode=0o700)
     for folder in sorted({name[:at] for name in files for at, char in enumerate(name) if char == "/"}):

@@ -13,10 +13,7 @@ _TRY_EVERY_S = 0.2
 
 
 def main(argv: list[str]) -> int:
-    """0: they are there. 1: with the reason on stderr.
-
-    Called by: `node`, on the first node.
-    """
+    """0: they are there. 1: with the reason on stderr."""
     import ray
     from ray.util.placement_group import placement_group
 

@@ -62,8 +62,6 @@ def inputs_of(entry: str, words: Mapping[str, Any]) -> list[Input]:
     Args:
         entry: `sft` or `ppo`.
         words: `RunConfig.verl`.
-
-    Called by: submit.verl_checks, submit.inputs.
     """
     wanted: list[tuple[Kind, str, str | None]] = [
         ("data", key, default) for key, default in _DEFAULTS[entry].items()
@@ -99,8 +97,6 @@ def bytes_per_parameter(entry: str, words: Mapping[str, Any]) -> int:
 
     float32 weights and AdamW's two moments; the weights alone where only an adapter trains (LoRA); and the bfloat16
     model that `save_contents: hf_model` adds.
-
-    Called by: submit.room.
     """
     policy = _POLICY[entry].removesuffix(".path")
     rank = said(words, f"{policy}.lora_rank")

@@ -5,17 +5,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.verl.releases import RELEASES, Entry, Release, require_usable
 
 __all__ = ["installed_verl", "require_installed"]
 
 
 def installed_verl() -> str | None:
-    """The version of verl in this Python, which is the job's; None: there is none. verl is not imported.
-
-    Called by: require_installed, verl.ppo, verl.sft.
-    """
+    """The version of verl in this Python, which is the job's; None: there is none. verl is not imported."""
     try:
         return importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:
@@ -37,8 +34,6 @@ def require_installed(entry: Entry, version: str | None) -> Release:
 
     Raises:
         ConfigError: there is none, or one that cannot be served.
-
-    Called by: submit.verl_checks, verl.node, verl.sft.
     """
     if version is None:
         pip = f"{sys.executable} -m pip install verl=={next(iter(RELEASES))}"

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_slurm.checkpoint.info import Problem
+from verl_slurm.checkpoint.format.info import Problem
 
 __all__ = ["Entry", "Layout", "missing_beside", "read_layout", "step_of"]
 
@@ -71,8 +71,6 @@ def read_layout(names: Collection[str]) -> Layout:
 
     Args:
         names: of its files, relative, `/` between.
-
-    Called by: shards.
     """
     shards: dict[str, dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
@@ -114,8 +112,6 @@ def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list
 
     Args:
         others: (name, layout) of the directory's other steps.
-
-    Called by: shards.
     """
     alike = [(name, o) for name, o in others if (o.entry, o.world_size) == (layout.entry, layout.world_size)]
     problems = []

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 
 __all__ = ["OwnSettings", "check_overrides", "hydra_words", "override_value"]
 
@@ -85,8 +85,6 @@ class _Override(msgspec.Struct, frozen=True):
 def hydra_words(section: Mapping[str, Any], words: Sequence[str], own: OwnSettings) -> list[str]:
     """The command line of `verl.trainer.main_ppo`: the user's settings, then those of this start.
 
-    Called by: `verl.node`.
-
     Raises:
         ConfigError: as `check_overrides`.
     """
@@ -114,8 +112,6 @@ def hydra_words(section: Mapping[str, Any], words: Sequence[str], own: OwnSettin
 def check_overrides(section: Mapping[str, Any], words: Sequence[str] = ()) -> list[_Override]:
     """The user's settings in order, each key once; what comes later counts.
 
-    Called by: `hydra_words`, and by the check of a config, before anything is queued.
-
     Raises:
         ConfigError: no override of Hydra's, a key that is not verl's to say, or what verl cannot do.
     """
@@ -131,10 +127,7 @@ def check_overrides(section: Mapping[str, Any], words: Sequence[str] = ()) -> li
 
 
 def override_value(section: Mapping[str, Any], words: Sequence[str], key: str) -> str | None:
-    """What the user says for `key`, as Hydra would print it; None: nothing.
-
-    Called by: `hydra_words`, and whoever must know a setting of verl's before verl runs.
-    """
+    """What the user says for `key`, as Hydra would print it; None: nothing."""
     values = [o.value for o in [*_of_section(section), *map(_of_word, words)] if o.key == key]
     return None if not values or values[-1] is None else values[-1].strip("'\"")
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl_slurm import rendezvous
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
 
 __all__ = ["object_store_bytes", "ray_argv", "ray_environment", "ray_token", "temp_fits"]
 
@@ -26,7 +26,7 @@ _STORE_SHARE = 0.3
 _LEAST_STORE = 80 << 20
 """Ray refuses less (75 MiB)."""
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
-_OUR_MODULE = "verl_slurm.verl.ppo"
+_OUR_MODULE = "verl_slurm.loops.verl_ppo"
 _BELOW_RAY = str(Path(rendezvous.__file__).with_name("below_ray"))
 
 
@@ -52,8 +52,6 @@ def ray_argv(
         cpus: cores that the job has here.
         store_bytes: of Ray's object store; None: Ray's own choice.
         free_port: on the head, for Ray's client server, which cannot be left out.
-
-    Called by: `node`.
     """
     argv = [python, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     argv += ["--log-color=false", f"--node-ip-address={own_address}", f"--temp-dir={temp}"]
@@ -80,8 +78,6 @@ def ray_environment(
         head: host:port of Ray's GCS.
         name: the run's.
         nodes: of the job.
-
-    Called by: `node`.
     """
     modules = [name for name in environ.get(_EXTERNAL, "").split(",") if name and name != _OUR_MODULE]
     ours = {
@@ -113,8 +109,6 @@ def ray_token(secret: str, epoch: int, generation: int) -> str:
 
     Args:
         secret: the lead's (`RUN/control/lead.json`), of which it tells nothing.
-
-    Called by: `node`.
     """
     message = f"ray {epoch} {generation}".encode()
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
@@ -126,8 +120,6 @@ def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
     Args:
         mem_mb: `slurm.mem_mb_per_node`; 0: the partition's default.
         shm_free: bytes free in /dev/shm, where it lies.
-
-    Called by: `node`.
     """
     if mem_mb == 0:
         return None
@@ -135,8 +127,5 @@ def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
 
 
 def temp_fits(temp: Path) -> bool:
-    """Whether Ray's sockets below `temp` have paths that a socket may have.
-
-    Called by: `node`.
-    """
+    """Whether Ray's sockets below `temp` have paths that a socket may have."""
     return len(str(temp).encode()) + _BELOW_TEMP <= _SOCKET_MOST

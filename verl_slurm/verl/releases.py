@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 
 __all__ = ["OLDEST", "RELEASES", "Release", "judge", "require_usable"]
 
@@ -58,10 +58,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 def judge(version: str, entry: Entry) -> Release:
-    """What verl-slurm knows of `version`.
-
-    Called by: submit's checks, where verl is installed on the login node; the trainers' entries.
-    """
+    """What verl-slurm knows of `version`."""
     how = RELEASES.get(version, {}).get(entry)
     if how is not None:
         return Release(version, entry, "run", f"verl {version} ({entry}) was run under verl-slurm: {how}")

@@ -25,7 +25,7 @@ def merge_command(step: Path, entry: str, target: str = "MODEL_DIR") -> str:
 
 
 def way_out(step: Path, entry: str, world_size: int | None) -> str:
-    """What a user can do, for an error's remedy. Called by: adopt, submit.verl_checks."""
+    """What a user can do, for an error's remedy."""
     model = "model.path" if entry == "sft" else "actor_rollout_ref.model.path"
     as_before = f"keep {world_size} ranks (distributed.dp_size={world_size}), or " if world_size else ""
     return (

@@ -23,14 +23,14 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.bounded import Limit, TooMuch, read_fd
-from verl_slurm.checkpoint.digest import num_threads
-from verl_slurm.checkpoint.format import MAX_FILES, path_problem
-from verl_slurm.checkpoint.info import Problem, ProblemKind
-from verl_slurm.checkpoint.safetensors_file import safetensors_problem
-from verl_slurm.checkpoint.tree import Entry, list_tree, open_below, open_directory
-from verl_slurm.errors import UNREADABLE
-from verl_slurm.one_line import printable
+from verl_slurm.base.bounded import Limit, TooMuch, read_fd
+from verl_slurm.base.digest import num_threads
+from verl_slurm.base.errors import UNREADABLE
+from verl_slurm.base.one_line import printable
+from verl_slurm.checkpoint.format.info import Problem, ProblemKind
+from verl_slurm.checkpoint.format.specification import MAX_FILES, path_problem
+from verl_slurm.checkpoint.store.safetensors_file import safetensors_problem
+from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 
@@ -107,8 +107,6 @@ def list_steps(directory: Path) -> list[Path]:
 
     Raises:
         OSError: the directory cannot be read.
-
-    Called by: judge_all, tracker, adopt.
     """
     found = [(step, name) for name in os.listdir(directory) if (step := step_of(name)) is not None]
     return [directory / name for _, name in sorted(found, reverse=True)]
@@ -138,8 +136,6 @@ def judge_all(
 
     Raises:
         OSError: `directory` cannot be read.
-
-    Called by: adopt, cli.adopt.
     """
     found = [judge_step(path, on_bytes=on_bytes, read_all=read_all) for path in list_steps(directory)]
     judged = []
@@ -156,10 +152,7 @@ def judge_step(
     on_bytes: OnBytes = lambda _: None,
     read_all: bool = True,
 ) -> Judged:
-    """Judge one `global_step_N`. Never raises for what it finds there, nor for what is not there.
-
-    Called by: judge_all, and adopt for the copy it has made.
-    """
+    """Judge one `global_step_N`. Never raises for what it finds there, nor for what is not there."""
     step = step_of(path.name)
     if step is None:
         raise ValueError(f"{path.name!r} is no global_step_N")

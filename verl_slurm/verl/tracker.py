@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from verl_slurm.files import write_file
-from verl_slurm.one_line import printable
+from verl_slurm.base.files import write_file
+from verl_slurm.base.one_line import printable
 from verl_slurm.verl.shards import Judged
 
 __all__ = [
@@ -66,10 +66,7 @@ def tracker_file(step: int) -> dict[str, bytes]:
 
 
 def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
-    """What is wrong with the tracker of `directory`, one that cannot be read included.
-
-    Called by: cli.adopt.
-    """
+    """What is wrong with the tracker of `directory`, one that cannot be read included."""
     try:
         return judge_tracker(read_tracker(directory), steps)
     except OSError as error:  # a link, a directory, another user's
@@ -99,8 +96,6 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
     Args:
         content: from `read_tracker`.
         steps: all of the directory, in any order.
-
-    Called by: look_at_tracker.
     """
     wanted = max((one.step for one in steps if one.ok), default=None)
     where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
@@ -141,8 +136,6 @@ def write_tracker(directory: Path, step: int) -> None:
     """Point the tracker at `step`, atomically and durably: verl finds the old content or the new.
 
     The mode of one that was there stays, so that whoever could read it still can.
-
-    Called by: adopt, and whoever lays out a directory for verl to resume from.
     """
     path = directory / TRACKER
     try:

@@ -52,7 +52,7 @@ class NoDaemon:
 
 
 class RankClient:
-    """The real line. Called by: `trainer.__main__`."""
+    """The real line."""
 
     def __init__(self, connection: socket.socket, page: ControlPage) -> None:
         self._socket, self._page = connection, page

@@ -9,7 +9,7 @@ import asyncio
 import resource
 from collections.abc import Callable
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 
 __all__ = ["REASONS", "ROW", "ConnectionLimits", "make_room"]
 

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_slurm.errors import WireError
-from verl_slurm.files import open_new
+from verl_slurm.base.errors import WireError
+from verl_slurm.base.files import open_new
 from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["PAGE_NAME", "ControlPage"]

@@ -1,8 +1,12 @@
-"""Environment variables that the run's own processes set for each other. What a user sets is in the configuration.
+"""Environment variables, and the signal, that the run's own processes use among themselves.
+
+What a user sets is in the configuration.
 
 The agent sets the first five for the launcher of a node's ranks, and they reach the ranks and what these start. The
 daemon's `ranks` adds what torchrun would give each rank (RANK, WORLD_SIZE, ...).
 """
+
+import signal
 
 __all__ = [
     "CONTROL_VARIABLE",
@@ -11,6 +15,7 @@ __all__ = [
     "LOCAL_RESTART_VARIABLE",
     "RESUME_VARIABLE",
     "RUN_VARIABLE",
+    "STACKS_SIGNAL",
 ]
 
 CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
@@ -30,3 +35,7 @@ RESUME_VARIABLE = "VERL_SLURM_RESUME"
 
 LOCAL_RESTART_VARIABLE = "VERL_SLURM_LOCAL_RESTART"
 """Without Slurm, what SLURM_RESTART_COUNT is with it. A lead sets it for the attempt that it becomes by exec."""
+
+STACKS_SIGNAL = signal.SIGRTMIN + 3
+"""A rank that gets it writes the stacks of all its threads into its log (`faulthandler`, in C, whichever thread holds
+the GIL). Slurm and launchers do not send this signal."""

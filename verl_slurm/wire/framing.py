@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from verl_slurm.errors import UNREADABLE, WireError
+from verl_slurm.base.errors import UNREADABLE, WireError
 
 __all__ = ["HELLO", "MAX_FRAME", "NONCE_BYTES", "PROOF_BYTES", "Framer", "proof", "ranks_key", "session_key"]
 
@@ -62,7 +62,7 @@ def ranks_key(token: bytes, epoch: int, generation: int) -> bytes:
 
 
 class Framer(Generic[M]):
-    """One connection's two directions. Called by: `verl_slurm_daemon.channel`.
+    """One connection's two directions.
 
     Args:
         key: the session key.

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.errors import KeyRefused, WireError
-from verl_slurm.files import read_private, write_file
+from verl_slurm.base.errors import KeyRefused, WireError
+from verl_slurm.base.files import read_private, write_file
 from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 
-from verl_slurm.errors import UNREADABLE, PermissionRefused, WireError
-from verl_slurm.files import read_private, write_file
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.errors import UNREADABLE, PermissionRefused, WireError
+from verl_slurm.base.files import read_private, write_file
+from verl_slurm.base.paths import RunPaths
 
 __all__ = ["LeadAddress", "read_lead_address", "remove_lead_address", "write_lead_address"]
 

@@ -43,7 +43,6 @@ The keys under which ranks find each other (torch's `Store`) go the same two way
 replaces `call` by a number of its own and puts the rank's back into the answer.
 """
 
-import signal
 from typing import Annotated, Literal
 
 import msgspec
@@ -54,7 +53,6 @@ __all__ = [
     "MAX_REASON",
     "MAX_STORY",
     "MAX_VALUE",
-    "STACKS_SIGNAL",
     "AgentReady",
     "DumpStacks",
     "Finished",
@@ -83,11 +81,6 @@ __all__ = [
     "ToAgent",
     "Topic",
 ]
-
-
-STACKS_SIGNAL = signal.SIGRTMIN + 3
-"""What makes a rank write down where all its threads are (`faulthandler`: in C, whoever holds the GIL). It is none of
-those that Slurm or a launcher send."""
 
 
 MAX_NOTICE = 2000
@@ -241,7 +234,7 @@ class Saved(_Message, frozen=True, kw_only=True):
     problem: str = ""
     """Not empty: degraded. Which medium does not have it, and why."""
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
-    """Why it was made, for people (`checkpoint.cadence`)."""
+    """Why it was made, for people (`checkpoint.decide.cadence`)."""
 
 
 class SavedOnNodes(_Message, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ import socket
 import struct
 from typing import NamedTuple
 
-from verl_slurm.errors import WireError
+from verl_slurm.base.errors import WireError
 
 __all__ = ["Peer", "peer_of", "require_our_agent"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.errors import UNREADABLE, WireError
+from verl_slurm.base.errors import UNREADABLE, WireError
 from verl_slurm.wire.framing import MAX_FRAME
 from verl_slurm.wire.messages import FromStoreClient, StoreAnswer
 from verl_slurm.wire.peer_credentials import require_our_agent

@@ -8,9 +8,9 @@ import torch
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.run_directory import all_domains, contents, make_saver, only_checkpoint
 from benchmarks.save.workload import Workload
-from verl_slurm.dcp.loader import load_tensors
-from verl_slurm.dcp.saver import CheckpointSaver, SavedCheckpoint
-from verl_slurm.dcp.tensors import initialise_adamw
+from verl_slurm.save.ranks.loader import load_tensors
+from verl_slurm.save.ranks.saver import CheckpointSaver, SavedCheckpoint
+from verl_slurm.save.ranks.tensors import initialise_adamw
 
 __all__ = ["Ours", "OursEager"]
 

@@ -23,7 +23,10 @@ import msgspec
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks are forked
 
-from verl_slurm.checkpoint.recover import choose_resume
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.schema import (
@@ -35,18 +38,15 @@ from verl_slurm.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from verl_slurm.dcp.boxes import local_part
-from verl_slurm.dcp.loader import read_whole
-from verl_slurm.fence import take_epoch
-from verl_slurm.files import private_dir, write_file
-from verl_slurm.paths import RunPaths
-from verl_slurm.reward_plan import ask_for_reward
+from verl_slurm.save.ranks.boxes import local_part
+from verl_slurm.save.ranks.loader import read_whole
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.reward_plan import ask_for_reward
 
 PROMPTS = 16
 TRAIN = TrainConfig(

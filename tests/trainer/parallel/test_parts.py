@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from verl_slurm.checkpoint.format import Topology
-from verl_slurm.dcp.collective import Collective
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.checkpoint.format.specification import Topology
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.models import load_causal_lm, load_critic
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.layers import recompute_layers

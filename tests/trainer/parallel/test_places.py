@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.trainer.parallel.places import (
     Place3,
     axis_groups,

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path
-from verl_slurm.checkpoint.catalog import list_checkpoints
-from verl_slurm.checkpoint.verify import verify
-from verl_slurm.dcp.compare import compare
-from verl_slurm.dcp.loader import read_whole
-from verl_slurm.paths import RunPaths
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.ledger import load
+from verl_slurm.save.ranks.compare import compare
+from verl_slurm.save.ranks.loader import read_whole
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
@@ -35,7 +35,7 @@ LIMITS = {"actor": 1e-4, "critic": 1e-5, "optimizer": 1e-6}
 # The rule, and what it is asked written down.
 COUNTING = """
 import os
-from verl_slurm.trainer.rewards import arithmetic
+from verl_slurm.trainer.reward.scoring import arithmetic
 
 def score(prompts, responses, answers):
     with open(__file__ + "." + os.environ["RANK"], "a") as asked:

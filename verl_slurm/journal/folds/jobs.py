@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.events import (
     CancelAsked,
     Cluster,

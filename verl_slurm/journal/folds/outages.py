@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from verl_slurm.exit_codes import ExitCode
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.events import (
     Cause,
     Crash,

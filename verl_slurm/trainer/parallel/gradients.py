@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_slurm.errors import Diverged
+from verl_slurm.base.errors import Diverged
 from verl_slurm.trainer.parallel.grid import Grid
 
 __all__ = ["clip_over_grid", "require_finite"]

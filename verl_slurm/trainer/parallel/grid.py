@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_slurm.checkpoint.format import Topology
-from verl_slurm.dcp.collective import Collective
+from verl_slurm.checkpoint.format.specification import Topology
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.parallel.places import Place3, data_groups, place_of, replica_groups, stage_groups
 
 __all__ = ["Grid", "make_grid"]
@@ -24,8 +24,6 @@ class Grid:
         data: the ranks with the same share of the model, over CPU; its `rank` is the data-parallel index.
         replica: the ranks that hold the model together, over CPU.
         stages: the ranks of the same dp and tp index, first stage first, over CPU.
-
-    Called by: trainer.setup makes it; trainer.step, trainer.models and trainer.parallel use it.
     """
 
     shape: Topology

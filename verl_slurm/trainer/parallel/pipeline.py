@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from verl_slurm.errors import ConfigError
+from verl_slurm.base.errors import ConfigError
 
 __all__ = ["Line", "LossOf", "Passage", "Stage", "cut_stage", "layers_of", "owner_of"]
 
@@ -109,8 +109,6 @@ class _Schedules:
 
 class Stage(nn.Module):
     """One rank's layers, the embedding where it is first, the norm and the head where it is last.
-
-    Called by: trainer.models, trainer.step, parallel.weights.
 
     Attributes:
         directory: name, shape and stage of every parameter of the whole model, in its order.

@@ -11,7 +11,7 @@ index alone, never from its global rank.
 
 from dataclasses import dataclass
 
-from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.format.specification import Topology
 
 __all__ = [
     "Place3",
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Place3:
-    """Indexes along the three axes, counted from 0. Called by: parallel.grid, trainer.orchestration."""
+    """Indexes along the three axes, counted from 0."""
 
     pp: int
     dp: int

@@ -27,7 +27,7 @@ __all__ = ["Replica", "Sampler", "decode_batch", "encode_batch"]
 
 
 class Sampler(Protocol):
-    """What samples (`trainer.engines.RolloutEngine`)."""
+    """What samples (`trainer.rollout.engines.RolloutEngine`)."""
 
     @property
     def collective(self) -> bool:
@@ -64,7 +64,7 @@ def decode_batch(data: bytes) -> Batch:
 class Replica:
     """The ranks of one data-parallel index. Every method is collective among them.
 
-    Called by: trainer.step, on every rank.
+    Runs on every rank.
     """
 
     def __init__(self, grid: Grid) -> None:

@@ -19,8 +19,6 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     One at a time, so that never more than one whole parameter exists beside the model; but a model of one FSDP2 group
     is gathered at once, as for a forward pass, and stays so: the passes that score what was sampled need the same
     weights. A stage's go to the others of its line by broadcast.
-
-    Called by: trainer.models (copy_weights), rollout engines.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:

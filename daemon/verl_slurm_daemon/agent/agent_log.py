@@ -1,0 +1,114 @@
+"""An agent's own log, `RUN/logs/epoch_000003.node_0001.agent.log`: what it saw and did when nobody was left to tell.
+
+What an agent prints goes through slurmstepd to srun, on the lead's node, and with that node it is gone. Here it is
+kept. Logging never hurts the agent: every error is swallowed (a full disk, a directory that is no longer ours), a line
+is one `write` without fsync, and from `detach` on a thread does even that, because storage that hangs must not
+hold up what the agent still has to do. `quiet_streams` does the same for what is printed.
+"""
+
+import io
+import os
+import queue
+import select
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from verl_slurm_daemon.log_line import log_line
+
+__all__ = ["AgentLog", "quiet_streams"]
+
+_MAX_LINES = 500
+"""Of one agent. It writes about ten; an operator's loop of signals must not fill a disk."""
+
+
+class AgentLog:
+    """
+
+    Args:
+        path: made 0600 at the first line; generations of one incarnation append to the same file.
+        who: whose lines these are, e.g. `3 node2`.
+    """
+
+    def __init__(self, path: Path, who: str) -> None:
+        self._path, self._who = path, who
+        self._fd: int | None = None
+        self._left, self._torn = _MAX_LINES, False
+        self._queue: queue.SimpleQueue[bytes | None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def say(self, event: str, *, loud: bool = False, **fields: Any) -> None:
+        """Write one line. Never raises; after `detach`, never waits."""
+        if self._left <= 0:
+            return
+        self._left -= 1
+        try:
+            line = log_line(self._who, event, fields, loud=loud)
+        except Exception as error:  # noqa: BLE001 - a fact that cannot be written is no reason to die
+            line = log_line(self._who, event, {"log": f"{type(error).__name__}"}, loud=loud)
+        data = line.encode("utf-8", "replace")
+        if self._queue is not None:
+            self._queue.put(data)
+        else:
+            self._write(data)
+
+    def detach(self) -> None:
+        """Let a thread write from now on. Not from the start: a launcher is forked by a process of one thread."""
+        if self._queue is not None:
+            return
+        pending: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._drain, args=(pending,), daemon=True, name="agent-log")
+        with suppress(RuntimeError):  # no thread to be had: then as before
+            thread.start()
+            self._queue, self._thread = pending, thread
+
+    def close(self, patience_s: float = 1.0) -> None:
+        """Wait, bounded, until all is written. The file stays open: the thread may still hang in it."""
+        if self._queue is not None and self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(patience_s)
+
+    def _drain(self, pending: "queue.SimpleQueue[bytes | None]") -> None:
+        while (data := pending.get()) is not None:
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if self._fd is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+                self._fd = os.open(self._path, flags, 0o600)
+            data = b"\n" + data if self._torn else data
+            self._torn = os.write(self._fd, data) != len(data)  # the next line begins a line of its own
+        except OSError:
+            return  # tried again with the next line
+
+
+class _Quiet(io.TextIOBase):
+    """A standard stream that can neither raise nor block: what does not fit into the pipe now is lost."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            data = memoryview(text.encode("utf-8", "replace"))
+            poll = select.poll()
+            poll.register(self._fd, select.POLLOUT)
+            # Where poll(2) says that a pipe can be written to, PIPE_BUF bytes fit.
+            while data and any(flags & select.POLLOUT for _, flags in poll.poll(0)):
+                data = data[os.write(self._fd, data[: select.PIPE_BUF]) :]
+        return len(text)
+
+
+def quiet_streams() -> None:
+    """Make printing harmless."""
+    sys.stdout, sys.stderr = _Quiet(1), _Quiet(2)

@@ -1,0 +1,64 @@
+"""One of the other hosts of a run without Slurm: an agent for each generation that the lead announces."""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+from verl_slurm.base.errors import VerlSlurmError, WireError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.prctl import become_subreaper
+from verl_slurm.config.load import load_own
+from verl_slurm.journal.events import Ended
+from verl_slurm.journal.files import read_events
+from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
+from verl_slurm_daemon.agent.node import Agent
+from verl_slurm_daemon.allocation.hostfile import check_hosts, find_host, read_hostfile
+
+__all__ = ["run_join"]
+
+_LOOK_S = 0.3
+"""The run directory may be on a network file system, which tells nobody of a change."""
+
+
+def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
+    """Take part in the run from the host `name`; returns how the run ended."""
+    become_subreaper()
+    paths = RunPaths(root)
+    config = load_own(paths.run_yaml)
+    hosts = read_hostfile(hostfile)
+    check_hosts(hosts, config)
+    place = find_host(hosts, name)
+    since = len(read_events(paths))
+    seen = (0, 0)
+    while True:
+        address = _address(paths)
+        if address is not None and address.generation > 0 and (address.epoch, address.generation) != seen:
+            seen = (address.epoch, address.generation)
+            with contextlib.suppress(
+                VerlSlurmError
+            ):  # the lead went away meanwhile: the next, or the end, will show
+                asyncio.run(_one_generation(paths, address.epoch, hosts[place].name, place))
+        ended = _ended(paths, since)
+        if ended is not None:
+            return ended
+        time.sleep(_LOOK_S)
+
+
+async def _one_generation(paths: RunPaths, epoch: int, node: str, place: int) -> None:
+    await Agent(paths, load_own(paths.run_yaml), epoch, node, place).run()
+
+
+def _address(paths: RunPaths) -> LeadAddress | None:
+    try:
+        return read_lead_address(paths)
+    except (OSError, WireError):
+        return None  # no lead now
+
+
+def _ended(paths: RunPaths, since: int) -> ExitCode | None:
+    for event in read_events(paths)[since:]:
+        if isinstance(event, Ended) and event.is_final:
+            return event.code
+    return None

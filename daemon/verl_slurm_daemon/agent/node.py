@@ -1,0 +1,402 @@
+"""One agent a node: starts the ranks of its node, relays between them and the lead, and leaves nothing behind.
+
+An agent lives for one generation. It holds no opinion: causes are the lead's to find. However its work ends, by the
+lead's word, by ranks that are done, by a lost link or an error of its own, it does the same: it kills what is below
+it, ends its link, and stays until it may leave (`leaving.py`), because a lead that was killed would end the job
+without a requeue, and nobody else is left to ask for one (`orphan.py`).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Coroutine, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl_slurm.base.errors import VerlSlurmError, WireError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.prctl import become_subreaper
+from verl_slurm.config.load import load_own
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.wire.environment import STACKS_SIGNAL
+from verl_slurm.wire.framing import ranks_key
+from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
+from verl_slurm.wire.messages import (
+    AgentReady,
+    DumpStacks,
+    FromRank,
+    Launch,
+    NodeExited,
+    RankStarted,
+    SaveRequest,
+    Shutdown,
+    SignalSeen,
+    StacksWritten,
+    StoreAnswer,
+    ToAgent,
+)
+from verl_slurm.wire.store_line import RANKS_KEY_NAME
+from verl_slurm_daemon.agent.agent_log import AgentLog
+from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
+from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket
+from verl_slurm_daemon.agent.store_socket import StoreSocket
+from verl_slurm_daemon.allocation.launcher import launcher_argv, launcher_env
+from verl_slurm_daemon.decide.leaving import Known
+from verl_slurm_daemon.link.channel import LeadLink, connect
+from verl_slurm_daemon.link.refusals import Refusals
+from verl_slurm_daemon.processes import child_setup, kill_tree, signal_ranks, tail
+from verl_slurm_daemon.reaping import bury_orphans
+from verl_slurm_daemon.signals import RELAYED, WARNINGS, listen
+
+if TYPE_CHECKING:
+    from verl_slurm_daemon.agent.metrics_page import AgentMetrics
+
+__all__ = ["run_agent"]
+
+T = TypeVar("T")
+
+_CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
+_STACKS_S = 1.0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
+"""Of the end of the ranks' log, where the cause of their end is looked for; of each line."""
+_STORE_PLACES = 16
+"""Connections to the ranks' store for each one that a rank may have to its agent."""
+_HEARD_S = 30.0
+"""A lead answers in a millisecond; one whose disk is busy may take a while."""
+
+
+class Agent:
+    """See the module."""
+
+    def __init__(self, paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int) -> None:
+        self._paths, self._config, self._epoch = paths, config, epoch
+        self._node, self._node_id = node, node_id
+        self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
+        self._launches: asyncio.Queue[Launch] = asyncio.Queue()
+        self._shutdown = asyncio.Event()
+        self._lead_lost = asyncio.Event()
+        self._warned = asyncio.Event()
+        self._address: LeadAddress | None = None
+        self._link: LeadLink | None = None
+        self._pids: set[int] = set()
+        self._rank_log = Path()
+        self._dumping: asyncio.Task[None] | None = None
+        self._ranks: RankSocket | None = None
+        self._store: StoreSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._early_signals: list[str] = []
+        self._metrics: AgentMetrics | None = None
+
+    async def run(self, failed: Exception | None = None) -> ExitCode:
+        """From the first try to reach the lead until this agent may leave; what breaks is told in the logs.
+
+        Args:
+            failed: there is nothing to begin, because of this.
+        """
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._note_error)
+        bury_orphans(loop)
+        job = slurm_job(dict(os.environ), self._log)
+        heard = RELAYED if job is None else WARNINGS
+        for number in heard:
+            listen(loop, number, partial(self._relay, signal.Signals(number).name))
+        # `__main__` blocked them, so that none was lost, or deadly, before there was somebody to hear it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
+        self._log.say("agent", pid=os.getpid(), node_id=self._node_id)
+        broken: ExitCode | None = None
+        try:
+            try:
+                await self._work(failed)
+            except Exception as error:  # noqa: BLE001 - nothing may keep it from seeing its node and its job off
+                broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
+                told = self._report(error)
+                if self._link is not None:  # else the lead would wait a minute for an agent that never comes
+                    self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
+            released = await self._leave(job)
+        finally:  # by Ctrl-C, too
+            self._clean_up()
+        code = broken or (ExitCode.OK if released else ExitCode.WIRE)
+        self._log.say("leaves", exit=code.name)
+        self._log.close()
+        return code
+
+    async def _work(self, failed: Exception | None) -> None:
+        """Until there is nothing left to do here; why, is for `leaving` to see."""
+        self._address = read_lead_address(self._paths)
+        # First of all: whatever breaks from here on, the lead is told.
+        self._link = link = await self._connect(self._address, failed)
+        self._tasks = [asyncio.create_task(self._listen(link))]
+        if failed is not None:
+            raise failed
+        places = 4 * self._config.distributed.ranks_per_node
+        refusals = Refusals(REASONS, self._tell_of_stranger)
+        self._ranks = RankSocket(self._from_rank, places, refusals)
+        self._store = StoreSocket(self._ranks.directory, link.send, _STORE_PLACES * places, refusals)
+        await self._store.open()
+        self._tasks.append(asyncio.create_task(self._ranks.serve()))
+        link.send(
+            AgentReady(
+                node=self._node,
+                node_id=self._node_id,
+                address=link.own_host,
+                free_port=_free_port(link.own_host),
+            )
+        )
+        await self._open_metrics(link.own_host, refusals.counts)
+        self._log.say("joined", lead=f"{self._address.host}:{self._address.port}")
+        for name in self._early_signals:
+            self._relay(name)
+        await self._live(link, self._ranks)
+
+    def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
+        self._log.say("stranger", loud=True, reason=reason, peer=peer, total=total)
+
+    async def _open_metrics(self, own_host: str, refused: Mapping[str, int]) -> None:
+        if self._config.observability.metrics_port is None:
+            return
+        from verl_slurm_daemon.agent import metrics_page as agent_metrics  # 2 MB, and only here
+
+        self._metrics = agent_metrics.AgentMetrics(
+            self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()
+        )
+        self._metrics.refused = refused
+        if problem := await self._metrics.open(own_host):
+            self._log.say("metrics", loud=True, problem=problem)
+
+    async def _connect(self, address: LeadAddress, failed: Exception | None) -> LeadLink:
+        """Try until the lead has a place for us: strangers may hold all of them for some seconds.
+
+        Args:
+            failed: all that there is to say, and worth one try.
+        """
+        for pause in (*_CONNECT_PAUSES_S, None):
+            try:
+                return await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                if failed is not None:
+                    raise failed from error
+                if pause is None or self._warned.is_set():
+                    raise WireError(
+                        "the lead cannot be reached",
+                        where=f"{address.host}:{address.port}",
+                        found=f"{type(error).__name__} {error}",
+                        remedy="are TCP connections between the job's nodes allowed?",
+                    ) from error
+                # Slurm's TERM means that there may soon be nobody to reach, nor anybody who tries.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._warned.wait(), pause)
+        raise AssertionError("unreachable")
+
+    async def _live(self, link: LeadLink, ranks: RankSocket) -> None:
+        launch = await self._first(self._launches.get())
+        if launch is None:
+            return
+        ranks.ranks = self._config.speakers_on(launch.node_rank)
+        assert self._address is not None
+        key = ranks_key(bytes.fromhex(self._address.token), launch.epoch, launch.generation)
+        write_file(ranks.directory / RANKS_KEY_NAME, key, durable=False)
+        log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
+        self._rank_log = log
+        with open(self._open_rank_log(log), "wb") as output:
+            launcher = await asyncio.create_subprocess_exec(
+                *launcher_argv(sys.executable, self._config, self._paths, launch, ranks.directory),
+                env=launcher_env(dict(os.environ), self._config, self._paths, launch, ranks.directory),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=child_setup,
+            )
+        self._log.say("launched", generation=launch.generation, launcher=launcher.pid)
+        exit_code = await self._first(launcher.wait())
+        if exit_code is None:
+            return
+        self._log.say("exited", code=exit_code)
+        await ranks.drain()
+        detail = "" if exit_code == 0 else _first_cause(tail(log, _TOLD_BYTES))
+        link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
+        # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
+        await self._first(asyncio.sleep(_HEARD_S))
+
+    async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `wanted`, or None where a shutdown or the loss of the lead comes first."""
+        task = asyncio.create_task(wanted)
+        ends = [asyncio.create_task(self._shutdown.wait()), asyncio.create_task(self._lead_lost.wait())]
+        await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
+
+    def _open_rank_log(self, path: Path) -> int:
+        """What the ranks say is worth less than what they do: without a place for it, it goes nowhere."""
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._log.say("no_rank_log", loud=True, error=f"{error}")
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"verl-slurmd: the ranks have no log: {error}\n")
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+    async def _leave(self, job: SlurmJob | None) -> bool:
+        """Kill what runs here, and stay until this agent may leave; whether the lead has let it go."""
+        self._kill_all()
+        for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
+            await asyncio.sleep(0)
+        known = Known(
+            in_slurm=job is not None,
+            released=self._shutdown.is_set(),
+            link_up=self._link is not None and not self._lead_lost.is_set(),
+            joined=self._link is not None,
+        )
+        if self._link is not None:
+            await self._link.close()  # a lead that lives sees it, and knows
+        self._log.detach()
+        senses = None
+        if job is not None:
+            paths, config, epoch = self._paths, self._config, self._epoch
+            senses = SlurmSenses(
+                job, config, paths, epoch=epoch, node_id=self._node_id, address=self._address
+            )
+        try:
+            verdict = await see_off(known, senses, self._node_id, self._log)
+            self._log.say("done", released=known.released, link_up=known.link_up, reason=verdict.reason)
+        except Exception as error:  # noqa: BLE001 - the node is still to be left clean
+            self._report(error)
+        return known.released
+
+    def _clean_up(self) -> None:
+        self._kill_all()
+        if self._metrics is not None:
+            self._metrics.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._store is not None:
+            self._store.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _kill_all(self) -> None:
+        try:
+            stubborn = kill_tree()
+        except Exception as error:  # noqa: BLE001 - /proc of a dying tree; the launcher dies with us anyway
+            self._log.say("kill", loud=True, error=f"{type(error).__name__}: {error}")
+            return
+        if stubborn:
+            self._log.say("kill", loud=True, do_not_die=stubborn)
+
+    def _report(self, error: Exception) -> str:
+        """Into this agent's log, and to whoever still reads what it prints; the line that says it."""
+        told = error.one_line() if isinstance(error, VerlSlurmError) else f"{type(error).__name__}: {error}"
+        places = traceback.extract_tb(error.__traceback__)
+        self._log.say("failed", loud=True, error=told, where=f"{places[-1].filename}:{places[-1].lineno}")
+        printed = told
+        if not isinstance(error, VerlSlurmError):
+            printed = "".join(traceback.format_exception(error)).rstrip()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"verl-slurmd: {printed}\n")
+        return told
+
+    def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What breaks in a callback or a task of its own, and ends nothing."""
+        error = context.get("exception")
+        what = f"{type(error).__name__}: {error}" if error is not None else ""
+        self._log.say("internal", loud=True, what=context.get("message"), error=what)
+
+    async def _listen(self, link: LeadLink) -> None:
+        try:
+            await link.messages(self._from_lead)
+            self._log.say("link", ended="by the other side")
+        except (OSError, VerlSlurmError) as error:
+            self._log.say("link", ended=f"{type(error).__name__}: {error}")
+        finally:
+            self._lead_lost.set()
+
+    def _from_lead(self, message: ToAgent) -> None:
+        match message:
+            case Launch():
+                self._launches.put_nowait(message)
+            case SaveRequest():
+                assert self._ranks is not None
+                self._ranks.page.post(message)
+            case StoreAnswer():
+                assert self._store is not None
+                self._store.answer(message)
+            case DumpStacks():
+                self._dumping = asyncio.create_task(self._dump_stacks())
+            case Shutdown():
+                self._log.say("shutdown")
+                self._shutdown.set()
+
+    async def _dump_stacks(self) -> None:
+        """Nothing tells when a rank has written its last line; what a second does not suffice for is not waited for."""
+        assert self._link is not None
+        signal_ranks(self._pids, STACKS_SIGNAL)
+        await asyncio.sleep(_STACKS_S)
+        self._link.send(StacksWritten(node=self._node, log=str(self._rank_log)))
+
+    def _from_rank(self, message: FromRank) -> None:
+        assert self._link is not None
+        if isinstance(message, RankStarted):
+            self._pids.add(message.pid)
+        self._link.send(message)
+        if self._metrics is not None:
+            self._metrics.heard(message)
+
+    def _relay(self, name: str) -> None:
+        self._log.say("signal", name=name)
+        if self._link is None:
+            self._early_signals.append(name)
+            if name == "SIGTERM":
+                self._warned.set()
+        else:
+            self._link.send(SignalSeen(node=self._node, signal=signal.Signals[name].value))
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_cause(text: str) -> str:
+    """The lines that say what happened; a launcher says its own after the rank's, and verl's processes warn of
+    errors that were none."""
+    lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "Warning" not in line]
+    errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
+    return "\n".join((errors or lines)[-6:])
+
+
+def run_agent(root: Path, epoch: int) -> ExitCode:
+    """The agent of this node, from start to end."""
+    become_subreaper()
+    # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    paths = RunPaths(root)
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node_id = int(os.environ.get("SLURM_NODEID") or 0)
+    return asyncio.run(_run(paths, epoch, node, node_id))
+
+
+async def _run(paths: RunPaths, epoch: int, node: str, node_id: int) -> ExitCode:
+    try:
+        config, failed = load_own(paths.run_yaml), None
+    except (OSError, VerlSlurmError) as error:
+        config, failed = RunConfig(), error
+    return await Agent(paths, config, epoch, node, node_id).run(failed)

@@ -1,0 +1,126 @@
+"""The agent's side of its ranks' line: a SEQPACKET socket and the control page in a private directory."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import UNREADABLE, WireError
+from verl_slurm.base.files import unsafe_on_the_way
+from verl_slurm.base.scratch import Scratch
+from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
+from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
+from verl_slurm.wire.messages import FromRank
+from verl_slurm.wire.peer_credentials import peer_of
+from verl_slurm_daemon.link.refusals import Refusals
+
+__all__ = ["REASONS", "RankSocket", "parse_packet"]
+
+REASONS = ("user", "crowded", "message", "rank")
+"""Why an agent does not listen: another user's process; all places are taken; not a rank's vocabulary; not a rank of
+this node, or another than this connection has spoken for."""
+
+
+_PREFIX = "verl-slurm-"
+_DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank)
+
+
+def parse_packet(packet: bytes) -> FromRank:
+    """The message of one packet.
+
+    Raises:
+        WireError: it is not of the ranks' vocabulary.
+    """
+    try:
+        return _DECODER.decode(packet)
+    except UNREADABLE as error:
+        raise WireError("a message is not of our vocabulary", where=str(error)) from error
+
+
+def _control_root() -> str:
+    """A node-local place; short, because a Unix socket's path may have 107 bytes (unix(7)) and a TMPDIR has more."""
+    usual = tempfile.gettempdir()
+    shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under a name that nobody can guess
+    for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
+        if not candidate or len(os.fsencode(candidate)) >= 60 or not os.access(candidate, os.W_OK | os.X_OK):
+            continue
+        # Whoever may write in a directory on the way can put another tree in the place of ours.
+        if unsafe_on_the_way(Path(candidate)) is None:
+            return candidate
+    return usual
+
+
+class RankSocket:
+    """Accepts this node's ranks and hands on what they say.
+
+    Args:
+        deliver: called with each message.
+        max_ranks: connections held at once; a rank uses one.
+        refusals: of `REASONS`; counts whom it does not listen to.
+
+    Attributes:
+        ranks: those of this node. None: they are not known yet, and nobody is listened to.
+    """
+
+    def __init__(
+        self, deliver: Callable[[FromRank], None], max_ranks: int, refusals: Refusals | None = None
+    ) -> None:
+        self.ranks: range | None = None
+        self._refusals = refusals or Refusals(REASONS, lambda *_: None)
+        self._scratch = Scratch(_PREFIX, _control_root())
+        self.directory = self._scratch.path
+        self.page = ControlPage.create(self.directory / PAGE_NAME)
+        self._deliver, self._max_ranks = deliver, max_ranks
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self.directory / SOCKET_NAME))
+        self._listener.listen(max_ranks)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            peer = peer_of(connection)
+            if not peer.is_ours or len(self._tasks) >= self._max_ranks:
+                self._refusals.add("crowded" if peer.is_ours else "user", str(peer))
+                connection.close()
+                continue
+            task = asyncio.create_task(self._listen(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        spoken_for: int | None = None
+        with connection, contextlib.suppress(ConnectionError):
+            connection.setblocking(False)
+            while packet := await loop.sock_recv(connection, MAX_MESSAGE):
+                try:
+                    message = parse_packet(packet)
+                except WireError as error:
+                    self._refusals.add("message", str(error.where))
+                    return  # this peer has nothing more to say to us
+                if message.rank not in (self.ranks or ()) or spoken_for not in (None, message.rank):
+                    self._refusals.add("rank", f"{type(message).__name__} of rank {message.rank}")
+                    return
+                spoken_for = message.rank
+                self._deliver(message)
+
+    async def drain(self) -> None:
+        """Wait, bounded, until every rank that has left has been heard to the end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._listener.close()
+        self.page.close()
+        self._scratch.close()

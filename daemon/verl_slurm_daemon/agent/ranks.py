@@ -1,0 +1,129 @@
+"""The launcher of one node's ranks: starts them, waits, and ends all of them soon after one has failed.
+
+It stands where torchrun would: its ranks get the same environment. It has no store, no listener, no restarts and no
+opinion: the agent started it with Slurm's warnings ignored, which its ranks inherit, and it dies with its agent. Its
+ranks die with it (`wire.lifeline`). Its exit code is 0 if each rank's was, else 1; what ended the first one that failed
+is its last line on stderr.
+
+    python -P -m verl_slurm_daemon.agent.ranks NODES NODE_RANK RANKS_PER_NODE [-m] PROGRAM ARGS...
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from verl_slurm.wire.environment import GENERATION_VARIABLE
+
+__all__ = ["main", "rank_environment"]
+
+NOWHERE = "verl-slurm.invalid"
+"""MASTER_ADDR, with port 0: some frameworks insist that there are such names. Nobody can listen or connect there
+(RFC 2606), so a program that goes past the run's own rendezvous fails instead of meeting strangers."""
+
+_GRACE_S = 1.0
+"""From the first rank's failure to SIGKILL for the others: for what they have to say of it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this node's ranks; 0 if all ended with 0."""
+    nodes, node_rank, here, *program = sys.argv[1:] if argv is None else argv
+    ranks: dict[int, int] = {}
+    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
+    try:
+        for local_rank in range(int(here)):
+            environ = rank_environment(os.environ, int(nodes), int(node_rank), int(here), local_rank)
+            # A session of its own: what a rank does to its process group is its own affair.
+            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+            ranks[process.pid] = local_rank
+    except OSError as error:  # no memory, no processes
+        _say(f"OSError: rank {int(node_rank) * int(here) + len(ranks)} was not started: {error}")
+        _kill(ranks)
+        return 1
+    return _watch(ranks, int(node_rank) * int(here))
+
+
+def _watch(ranks: dict[int, int], first: int) -> int:
+    """Until all have ended.
+
+    Args:
+        ranks: local rank by process id.
+        first: the rank of the first of them.
+    """
+    while ranks:
+        pid, status = os.wait()
+        local_rank = ranks.pop(pid, None)
+        code = os.waitstatus_to_exitcode(status)
+        if local_rank is None or code == 0:
+            continue
+        how = f"ended with exitcode {code}"
+        if code < 0:
+            how = f"was ended by Signal {-code} ({signal.Signals(-code).name})"
+        _end(ranks)
+        _say(f"rank {first + local_rank} (local rank {local_rank}, pid {pid}) {how}")
+        return 1
+    return 0
+
+
+def _end(ranks: dict[int, int]) -> None:
+    """Let the others end by themselves for `_GRACE_S`, and kill who does not."""
+    until = time.monotonic() + _GRACE_S
+    while ranks and time.monotonic() < until:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            ranks.pop(pid, None)
+        else:
+            time.sleep(0.01)  # there is no wait() with a time limit that needs neither signals nor threads
+    _kill(ranks)
+
+
+def _kill(ranks: dict[int, int]) -> None:
+    for pid in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    for pid in ranks:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def rank_environment(
+    environ: Mapping[str, str], nodes: int, node_rank: int, here: int, local_rank: int
+) -> dict[str, str]:
+    """What torchrun gives a rank. Lightning, accelerate and transformers know a launcher by these names."""
+    rank, world = node_rank * here + local_rank, nodes * here
+    ours = {
+        "LOCAL_RANK": local_rank,
+        "RANK": rank,
+        "GROUP_RANK": node_rank,
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": here,
+        "WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": NOWHERE,
+        "MASTER_PORT": 0,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": environ.get(GENERATION_VARIABLE, "verl-slurm"),
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's own handler would connect, and never listen
+        "TORCH_GLOO_LAZY_INIT": 0,  # a group's connections are checked when it is built
+    }
+    unless_said = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if here > 1:
+        unless_said["OMP_NUM_THREADS"] = "1"
+    if nodes == 1:
+        unless_said["GLOO_SOCKET_IFNAME"] = "lo"
+    return unless_said | dict(environ) | {name: str(value) for name, value in ours.items()}
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"verl-slurm: {text}\n".encode(errors="replace"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Without Slurm: this machine, or the hosts of a hostfile. Two `Allocation`s."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from typing import Literal
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import Epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import KnownProcess
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
+from verl_slurm_daemon.allocation.contract import Outlook
+from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
+
+__all__ = ["HostfileAllocation", "LocalAllocation"]
+
+
+class LocalAllocation:
+    """No Slurm: the "nodes" are agents on this machine, and a requeue is a new life of this very process.
+
+    Signals stand for Slurm's events, so that the same path can be tried on a laptop: SIGUSR2 is a preemption with
+    `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
+    """
+
+    PREEMPTION_GRACE_S = 30.0
+    CANCEL_GRACE_S = 10.0
+    cluster: Literal["slurm", "local"] = "local"
+
+    def __init__(self, config: RunConfig, paths: RunPaths) -> None:
+        self.job_id = os.environ.get("SUBMITIT_LOCAL_JOB_ID") or f"local-{os.getpid()}"
+        self.restart = int(os.environ.get(LOCAL_RESTART_VARIABLE) or 0)
+        self._config, self._paths = config, paths
+
+    async def address(self) -> str:
+        return "127.0.0.1"
+
+    async def cause(self, trigger: str) -> CauseKnown:
+        signal = trigger.split(" ", 1)[0]
+        if signal == "SIGUSR2":
+            return CauseKnown("preemption", f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
+        if signal in ("SIGTERM", "SIGINT"):
+            return CauseKnown("cancel", f"{trigger}; no Slurm", self.CANCEL_GRACE_S)
+        if signal == "SIGUSR1":
+            return CauseKnown("operator", f"{trigger}; no Slurm", None)
+        return CauseKnown("unknown", f"{trigger}; no Slurm", None)
+
+    async def outlook(self) -> Outlook:
+        return Outlook(answered=True)
+
+    async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
+        await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
+        return RequeueAnswered(
+            ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
+        )
+
+    async def hasten(self, clean: bool) -> None:
+        """Nothing to do: it starts at once."""
+
+    async def withdraw(self) -> str:
+        return ""
+
+    async def cancelled_before(self) -> str:
+        return ""
+
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        return ""  # there are no others
+
+    async def still_alive(self, owner: Epoch) -> str:
+        if owner.host != socket.gethostname() or owner.pid == os.getpid():
+            return ""
+        lives = KnownProcess(owner.pid, owner.born).is_running()
+        return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
+
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        nodes = range(self._config.distributed.nodes)
+        return [await self._start(argv, node, f"local{node}") for node in nodes]
+
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        """Nothing to do: there is no requeue to ask for."""
+
+    async def _start(self, argv: list[str], node: int, name: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": name},
+            start_new_session=True,
+        )
+
+
+class HostfileAllocation(LocalAllocation):
+    """Several machines without Slurm: as `LocalAllocation`, but the other hosts' agents come by themselves."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, host: str) -> None:
+        super().__init__(config, paths)
+        self._host = host
+
+    async def address(self) -> str:
+        return self._host
+
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        return [await self._start(argv, 0, self._host)]

@@ -1,0 +1,36 @@
+"""Whether a run is done: then a start has nothing to do, and starts no ranks. Pure.
+
+Slurm may start a job again that has ended well (23.02 to 25.11 do so after a preemption, docs/slurm-versions.md), and
+the tasks of a chain follow one another whatever became of the run.
+"""
+
+from collections.abc import Sequence
+
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.jobs import loop_ended_with
+
+__all__ = ["nothing_left"]
+
+
+def nothing_left(
+    config: RunConfig, manifest: Manifest | None, events: Sequence[Event], job_id: str, array: str | None
+) -> str:
+    """Why nothing is left to do behind this checkpoint; empty: something is.
+
+    How long a guest's loop is, its own program says, which may have been changed. So it counts as done where this very
+    job, or an earlier task of its array, has ended well with this checkpoint, and no new submission came since.
+
+    Args:
+        manifest: of the checkpoint to resume from, verified; None: there is none.
+        array: the array that `job_id` is a task of.
+    """
+    if manifest is None:
+        return ""
+    if not config.trainer.is_guest:
+        whole = manifest.safe_point == 0 and manifest.step >= config.train.steps
+        return f"all {config.train.steps} steps are done: {manifest.name}" if whole else ""
+    if loop_ended_with(events, manifest.name, job_id, array):
+        return f"the loop has ended with {manifest.name}"
+    return ""

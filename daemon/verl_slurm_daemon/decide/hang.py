@@ -1,0 +1,122 @@
+"""When is silence a hang? Pure: told of safe points and of the time, says when too much of it has passed.
+
+The pace is the run's own: the longest that any rank has needed from one safe point to the next, in this generation. A
+rank that needs `factor` times that is hung, but none is before `floor_s`: the first evaluation, a compilation or a
+slow disk may take longer than anything before. Until a rank's first safe point (models are loaded, communicators
+made, the ledger replayed) there is no pace, and `load_s` counts. It counts, too, from the start of a save to the next
+safe point: training may have to wait there for the save before, and at the end for the last one, as long as storage
+takes. Such a wait is no pace either.
+
+When all are done their processes have `floor_s` to end: communicators that are taken down may hang, too.
+
+Ranks wait for one another in collectives, so where one hangs all fall silent soon. The others wait for the one that has
+passed the fewest safe points. Where several have, nobody can tell from here who hangs and who waits: the stacks do.
+"""
+
+from dataclasses import dataclass, field
+
+__all__ = ["HangWatch", "Silence"]
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Ranks, silent for too long."""
+
+    ranks: tuple[int, ...]
+    """Those with the fewest safe points. One: the others wait for it. Several: one of them hangs."""
+    seconds: float
+    limit_s: float
+    longest_s: float
+    safe_points: int
+    """They have passed so many; the foremost rank: `foremost`."""
+    foremost: int
+    done: bool = False
+    """All ranks are, and their processes do not end."""
+
+    @property
+    def words(self) -> str:
+        if self.done:
+            return f"all ranks are done since {self.seconds:.0f} s, and their processes do not end"
+        pace = f"the longest before was {self.longest_s:.1f} s" if self.longest_s else "and none before"
+        limit = f"({pace}, limit {self.limit_s:.0f} s)"
+        if len(self.ranks) == 1:
+            where = f"it is at its safe point {self.safe_points}, the foremost rank at {self.foremost}"
+            return f"rank {self.ranks[0]} has passed no safe point for {self.seconds:.0f} s {limit}; {where}"
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        where = f"all of them are at safe point {self.safe_points}: the stacks tell which one hangs"
+        return f"ranks {shown} have passed no safe point for {self.seconds:.0f} s {limit}; {where}"
+
+
+@dataclass
+class _Rank:
+    at: float
+    safe_points: int = 0
+    saves: bool = False
+    trains: bool = False
+    """It is past loading: what it needs from here on is pace."""
+
+
+@dataclass
+class HangWatch:
+    """One generation's. Times are monotonic seconds."""
+
+    factor: float
+    floor_s: float
+    load_s: float
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _longest_s: float = 0.0
+    _done_at: float | None = None
+
+    def started(self, rank: int, now: float) -> None:
+        """It has spoken for the first time."""
+        self._ranks[rank] = _Rank(now)
+
+    def passed(self, rank: int, safe_points: int, now: float) -> None:
+        """A safe point; several at once count as one. None yet: its loop begins (a guest's, whose first step counts as
+        pace: it may have one safe point in ten minutes, and the second step is no faster)."""
+        before = self._ranks.get(rank)
+        if before is not None and before.trains and not before.saves:
+            self._longest_s = max(self._longest_s, now - before.at)
+        self._ranks[rank] = _Rank(now, safe_points, trains=True)
+
+    def saves(self, rank: int, now: float) -> None:
+        """It begins a save, and may wait for storage before its next safe point."""
+        before = self._ranks.get(rank)
+        self._ranks[rank] = _Rank(now, before.safe_points if before else 0, saves=True)
+
+    def finished(self, rank: int, now: float) -> None:
+        """Nothing more is to be expected of it but its end."""
+        self._ranks.pop(rank, None)
+        self._done_at = now
+
+    def limit_s(self, rank: int) -> float:
+        """So long may this rank be silent now."""
+        known = self._ranks.get(rank)
+        if known is None or not known.safe_points:
+            return self.load_s
+        by_pace = max(self.floor_s, self.factor * self._longest_s)
+        return max(by_pace, self.load_s) if known.saves else by_pace
+
+    def next_look_s(self, now: float) -> float:
+        """Seconds until the first of them could be hung. At most `floor_s`: a rank that loads now may by then train,
+        and have a shorter limit."""
+        dues = [known.at + self.limit_s(rank) - now for rank, known in self._ranks.items()]
+        return max(min([*dues, self.floor_s]), 0.0)
+
+    def silence(self, now: float) -> Silence | None:
+        """Those that are behind, if any rank has been silent for too long."""
+        if not self._ranks and self._done_at is not None and now - self._done_at >= self.floor_s:
+            return Silence((), now - self._done_at, self.floor_s, self._longest_s, 0, 0, done=True)
+        if not any(now - known.at >= self.limit_s(rank) for rank, known in self._ranks.items()):
+            return None
+        fewest = min(known.safe_points for known in self._ranks.values())
+        behind = {rank: known for rank, known in self._ranks.items() if known.safe_points == fewest}
+        first = min(behind, key=lambda rank: (behind[rank].at, rank))
+        return Silence(
+            ranks=tuple(sorted(behind)),
+            seconds=now - behind[first].at,
+            limit_s=self.limit_s(first),
+            longest_s=self._longest_s,
+            safe_points=fewest,
+            foremost=max(known.safe_points for known in self._ranks.values()),
+        )

@@ -1,0 +1,116 @@
+"""What a lead knows while it decides: data for `policy.decide`, and nothing that acts."""
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from verl_slurm.wire.messages import Refused, SavedOnNodes
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.states import State
+
+__all__ = ["Decision", "FailureKind", "Intent", "Limits", "Model", "suspects"]
+
+_ENOUGH_TO_BLAME = 2
+
+
+class Intent(StrEnum):
+    """What is to happen when the ranks are gone."""
+
+    REQUEUE = "requeue"
+    CANCELLED = "cancelled"
+    ALREADY_REQUEUED = "already requeued"
+
+
+FailureKind = Literal["crash", "hang", "node", "stranger"]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The patience that the user configured (`DaemonConfig`)."""
+
+    crash_budget: int
+    backoff_s: float
+    no_progress_limit: int
+    hang_budget: int = 2
+    node_budget: int = 2
+    stranger_budget: int = 4
+
+    def budget(self, kind: FailureKind) -> int:
+        """Restarts in place after such failures."""
+        budgets: dict[FailureKind, int] = {
+            "crash": self.crash_budget,
+            "hang": self.hang_budget,
+            "node": self.node_budget,
+            "stranger": self.stranger_budget,
+        }
+        return budgets[kind]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """All that a decision may depend on."""
+
+    limits: Limits
+    state: State = State.STARTING
+    world_size: int = 0
+    generation: int = 0
+    crashes: int = 0
+    """Failures of all kinds in this allocation, since the last checkpoint that verified."""
+    failed: tuple[tuple[FailureKind, str], ...] = ()
+    """The same one by one: kind, and the node that was behind it (empty: nobody knows)."""
+    failure_kind: FailureKind = "crash"
+    failure_node: str = ""
+    fruitless: int = 0
+    """Crashed generations in a row that sampled nothing new: what the back-off grows with."""
+    strangers: int = 0
+    """Starts in a row, of all incarnations, that met strangers and had sampled nothing new."""
+    request_id: int = 0
+    intent: Intent | None = None
+    cause: str = ""
+    asking: bool = False
+    ask_again: str = ""
+    """What arrived while Slurm was being asked: its answer may be older than that."""
+    started: bool = False
+    """A rank of this generation has spoken."""
+    finished: frozenset[int] = frozenset()
+    unverified: str = ""
+    """The newest checkpoint whose read-back has not been heard of."""
+    lost: str = ""
+    """What came of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
+    came: frozenset[int] = frozenset()
+    """The ranks that have come to the save before the end."""
+    wrote: frozenset[int] = frozenset()
+    """Those of them whose own part of it is durable."""
+    on_nodes: SavedOnNodes | None = None
+    """What the nodes' disks have of the save before the end, when shared storage has not, yet."""
+    failure: str = ""
+    """Why the present generation is being taken down; empty: it is not."""
+    refusal: Refused | None = None
+    """What the trainer of the present generation will not do, however often it is started."""
+    step_gone: bool = True
+    fresh: bool = False
+    """This generation has sampled a rollout of its own: it is past everything that was replayed."""
+    requeue: inputs.RequeueAnswered | None = None
+    delay_s: int | None = None
+    """Seconds that the next start is to wait; None: as the user configured it."""
+    step: int = 0
+    """Whole steps done, as the ranks say."""
+    raised: str = ""
+    """Where the user's code raised last, and what; empty: it has not, or new rollouts came since."""
+
+    @property
+    def saves_unbounded(self) -> bool:
+        """The one save before the end that has no deadline: of a requeue that was wished for."""
+        return self.state is State.SAVING and self.cause == "operator_requeue"
+
+
+class Decision(msgspec.Struct, frozen=True):
+    model: Model
+    actions: tuple[act.Action, ...] = ()
+
+
+def suspects(failed: tuple[tuple[FailureKind, str], ...]) -> tuple[str, ...]:
+    """The node that was behind all of several failures. A program that is wrong fails on any node: with one failure,
+    or with several on different nodes, no node is to blame."""
+    nodes = {node for _, node in failed}
+    return tuple(nodes) if len(failed) >= _ENOUGH_TO_BLAME and len(nodes) == 1 and nodes != {""} else ()

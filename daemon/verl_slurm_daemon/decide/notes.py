@@ -1,0 +1,70 @@
+"""What the journal is told of saves: pure, and the one place that says when a save has one copy only."""
+
+from verl_slurm.journal import events as ev
+from verl_slurm.wire.messages import Saved, SavedOnNodes
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide.model import Model
+from verl_slurm_daemon.decide.states import State
+
+__all__ = ["given_up", "kept_note", "late_ranks", "saved_notes"]
+
+_MOST_NAMED = 8
+
+
+def saved_notes(message: Saved) -> tuple[act.Note, ...]:
+    """A save that is done; with which medium does not have it, if one has not."""
+    saved = ev.Saved(
+        message.name,
+        seconds=round(message.seconds, 3),
+        num_bytes=message.num_bytes,
+        emergency=message.request_id > 0,
+        reason=message.reason,
+        on_shared=message.on_shared,
+    )
+    missing = (act.Note(ev.OneCopy(message.name, message.problem)),)
+    return (act.Note(saved), *(missing if message.problem else ()))
+
+
+def kept_note(message: SavedOnNodes) -> act.Note:
+    """Said at once: should the daemon be killed next, a person still reads where the work is."""
+    reason = f"{message.name} is on the nodes' disks, read back; shared storage is still being written"
+    return act.Note(ev.SecondCopy(reason, message.name))
+
+
+def late_ranks(model: Model) -> str:
+    """For whom the save before the end still waits; empty: for no rank."""
+    if model.state is not State.SAVING:
+        return ""
+    absent, writing = frozenset(range(model.world_size)) - model.came, model.came - model.wrote
+    late, what = (absent, "not come to it") if absent else (writing, "not written its part")
+    if not late:
+        return ""
+    named = ", ".join(str(rank) for rank in sorted(late)[:_MOST_NAMED])
+    more = f" and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+    return f": rank {named}{more} has {what}"
+
+
+def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:
+    """The answer when the save before the end is waited for no longer.
+
+    Args:
+        kept: what the nodes' disks have of it, read back; None: nothing.
+        state: in CHECKING, shared storage has it as well, and nobody has read it there.
+        reason: why nobody waits.
+    """
+    if kept is None:
+        return (act.Note(ev.Degraded(reason)),)
+    if state is State.CHECKING:
+        return (act.Note(ev.OneCopy(kept.name, f"read back on the nodes' disks; {reason}")),)
+    return saved_notes(
+        Saved(
+            rank=kept.rank,
+            request_id=kept.request_id,
+            name=kept.name,
+            seconds=kept.seconds,
+            num_bytes=kept.num_bytes,
+            on_shared=False,
+            problem=f"not on shared storage: it was still being written; {reason}",
+            reason="the job ends",
+        )
+    )

@@ -1,0 +1,466 @@
+"""What a lead does about what happens: one pure function from (model, event) to (model, actions).
+
+No clock, no process, no Slurm and no file in here; whatever these know arrives in an event. So every line of
+the table of causes is a unit test, and a journal can be replayed through the same function.
+
+Three rules stand above the rest:
+
+1. A cancel is final. It turns any intention to requeue into an intention to leave, in every state in which the
+   requeue has not been asked for yet; and `effects` reads the job's state once more before it asks.
+2. The requeue is asked for before the deadline whether or not the save is done: a run without a fresh
+   checkpoint loses a little (the ledger keeps the rollouts), a job that Slurm has ended loses its place.
+3. All ranks done is the end, whatever was asked for in between.
+"""
+
+from typing import assert_never
+
+import msgspec
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.journal import events as ev
+from verl_slurm.wire.messages import (
+    Finished,
+    FromRank,
+    Notice,
+    PartSaved,
+    Progress,
+    RankStarted,
+    Refused,
+    Saved,
+    SavedOnNodes,
+    SaveFailed,
+    SaveStarted,
+    Stopped,
+)
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.model import Decision, FailureKind, Intent, Model, suspects
+from verl_slurm_daemon.decide.notes import given_up, kept_note, late_ranks, saved_notes
+from verl_slurm_daemon.decide.states import NEXT, State
+
+__all__ = ["decide"]
+
+_EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
+_MOST_DOUBLINGS = 6
+_MOST_FAILED_STARTS = 24
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
+"""Of starts that storage stopped, and of jobs that strangers kept from starting: the second one waits 30 s, then
+60, ...: the last of 24 begins 18 hours later."""
+_STRANGER_DELAY_S = 5
+"""In place, after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
+_BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
+_TRAINING = (State.LAUNCHING, State.RUNNING)
+
+
+def decide(model: Model, event: inputs.Input) -> Decision:
+    """What follows from `event`.
+
+    Raises:
+        AssertionError: the policy made a transition that `states.NEXT` does not have: our bug.
+    """
+    decision = _decide(model, event)
+    after = decision.model.state
+    assert after is model.state or after in NEXT[model.state], f"{model.state} -> {after} on {event}"
+    return decision
+
+
+def _decide(model: Model, event: inputs.Input) -> Decision:
+    match event:
+        case inputs.Ready(world_size, strangers):
+            return _launch(msgspec.structs.replace(model, world_size=world_size, strangers=strangers))
+        case inputs.Over(exit_code, reason):
+            return _exit(model, exit_code, reason)
+        case inputs.AllDone(name, detail):
+            return _on_all_done(model, name, detail)
+        case inputs.StartFailed():
+            return _on_start_failed(model, event)
+        case inputs.SignalArrived(signal, where):
+            return _on_signal(model, signal, where)
+        case inputs.CauseKnown():
+            return _on_cause(msgspec.structs.replace(model, asking=False), event)
+        case inputs.RankSaid(message):
+            return _on_rank(model, message)
+        case inputs.NodeFailed(node, detail, lost):
+            told = f"node {node}: {detail}" if node else detail
+            return _on_failure(model, told, "node" if lost else "crash", node)
+        case inputs.StrangerFound(node, detail):
+            return _on_stranger(model, node, detail)
+        case inputs.Hung(generation, node, detail):
+            if generation == model.generation and model.saves_unbounded:
+                return _give_up(model, detail)
+            if generation != model.generation or model.state not in _TRAINING:
+                return Decision(model)  # any other save before the end has its own deadline
+            if _all_finished(model):  # their work is done, and counts; only their processes do not end
+                warning = act.Note(ev.Warned("hang", detail))
+                return Decision(model, (warning, act.TakeDown(True)))
+            return _on_failure(model, detail, "hang", node)
+        case inputs.RunLost(owner):
+            return _on_run_lost(model, owner)
+        case inputs.StartTimedOut(generation):
+            if model.state is State.LAUNCHING and generation == model.generation and not model.started:
+                return _on_failure(model, "the ranks did not start in time")
+            return Decision(model)
+        case inputs.GenerationEnded(exit_code):
+            return _on_generation_ended(model, exit_code)
+        case inputs.Verified():
+            return _on_verified(model, event)
+        case inputs.SaveDeadline():
+            if model.state in (State.SAVING, State.CHECKING):
+                why = f"the deadline is near and the save is not verified{late_ranks(model)}"
+                return _give_up(model, why)
+            return Decision(model)
+        case inputs.BackoffOver(stuck):
+            return _on_backoff_over(model, stuck)
+        case inputs.RequeueAnswered():
+            return _maybe_exit(msgspec.structs.replace(model, requeue=event))
+        case _:
+            assert_never(event)
+
+
+def _launch(model: Model, *notes: act.Note) -> Decision:
+    generation = model.generation + 1
+    after = msgspec.structs.replace(
+        model,
+        state=State.LAUNCHING,
+        generation=generation,
+        finished=frozenset(),
+        failure="",
+        failure_kind="crash",
+        failure_node="",
+        lost="",
+        refusal=None,
+        step_gone=False,
+        fresh=False,
+        started=False,
+    )
+    return Decision(after, (*notes, act.StartGeneration(generation)))
+
+
+def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
+    """Another node, or a later hour, may do. Each such start in a row waits twice as long as the one before, so that
+    storage which is away for a night costs a few minutes of the allocation and not the run."""
+    note = act.Note(ev.StartFailed(event.detail, event.before))
+    if event.before >= _MOST_FAILED_STARTS:
+        reason = f"{event.before + 1} starts in a row could not begin: {event.detail}"
+        ended = _exit(model, event.exit_code, reason)
+        return Decision(ended.model, (note, *ended.actions))
+    delay_s = min(_FIRST_DELAY_S << (event.before - 1), _LONGEST_DELAY_S) if event.before else None
+    intent = model.intent or Intent.REQUEUE
+    cause = model.cause or "start"
+    return _leave(msgspec.structs.replace(model, intent=intent, cause=cause, delay_s=delay_s), note)
+
+
+def _on_all_done(model: Model, name: str, detail: str) -> Decision:
+    """No rank was started. A cancel, or a requeue that Slurm has taken, that came meanwhile is kept."""
+    note = act.Note(ev.Done(name, detail))
+    model = msgspec.structs.replace(model, step_gone=True)
+    after = _exit(model, ExitCode.OK, detail) if model.state is State.LAUNCHING else _maybe_exit(model)
+    return Decision(after.model, (note, *after.actions))
+
+
+def _on_run_lost(model: Model, owner: str) -> Decision:
+    """Down with the ranks, as if one of them had been refused: what they do counts for nothing. Where they are not gone
+    when it is said again (srun may wait for a node that is lost), this lead leaves without them."""
+    lost = model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED
+    reason = f"a newer incarnation owns the run: {owner}"
+    if model.state is State.ENDED:
+        return Decision(model)
+    if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):
+        return _exit(model, ExitCode.FENCED, reason)
+    refusal = Refused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
+    after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
+    return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
+
+
+def _on_signal(model: Model, signal: str, where: str) -> Decision:
+    # Slurm signals every step of a job at once; one question answers them all. Once the ranks were asked to
+    # stop, only the lead's own signals can bring news: a cancel in the middle of the save, or of the requeue.
+    stale = model.state not in (*_TRAINING, State.PAUSED) and where != "lead"
+    if model.state is State.ENDED or stale:
+        return Decision(model)
+    trigger = f"{signal} to {where}"
+    if model.asking:
+        return Decision(msgspec.structs.replace(model, ask_again=trigger) if where == "lead" else model)
+    return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(trigger),))
+
+
+def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
+    again = model.ask_again
+    decision = _act_on_cause(msgspec.structs.replace(model, asking=bool(again), ask_again=""), event)
+    return Decision(decision.model, (*decision.actions, act.AskCause(again))) if again else decision
+
+
+def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
+    if event.kind == "none" or (model.state is State.LEAVING and event.kind != "cancel"):
+        return Decision(model)  # on the way out: the requeue's own TERM, a preemption of what leaves anyway
+    left = None if event.seconds_left is None else round(event.seconds_left, 1)
+    note = act.Note(ev.Cause(event.kind, event.evidence, left))
+    match event.kind:
+        case "unknown" | "operator":  # Slurm may be away: a save can only help, whatever it is
+            return _operator_save(model, note)
+        case "suspended":
+            return Decision(model, (note,))
+        case "preemption" | "time_limit" | "failed" | "operator_requeue":
+            intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
+        case "cancel":
+            intent = Intent.CANCELLED
+        case "requeued" | "node_lost":
+            intent = Intent.ALREADY_REQUEUED
+        case _:
+            assert_never(event.kind)
+    known = event.kind == model.cause and model.state in (State.SAVING, State.CHECKING)
+    notes = () if known else (note,)  # Slurm sends CONT and USR1: one story is enough
+    model = msgspec.structs.replace(model, intent=intent, cause=event.kind)
+    if model.state in _BEFORE_RANKS or (
+        model.state is State.RUNNING and event.kind in ("node_lost", "failed")
+    ):
+        return _leave(model, note)  # nobody there who could save
+    if model.state is State.RUNNING:
+        request_id = model.request_id + 1
+        model = msgspec.structs.replace(
+            model, state=State.SAVING, request_id=request_id, came=frozenset(), wrote=frozenset()
+        )
+        request = act.SaveRequest(request_id=request_id, stop=True, seconds_left=event.seconds_left)
+        return Decision(model, (note, request))
+    if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
+        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
+    exit_now = _maybe_exit(model)
+    return Decision(exit_now.model, (*notes, *exit_now.actions))
+
+
+def _operator_save(model: Model, note: act.Note) -> Decision:
+    if model.state is not State.RUNNING:
+        return Decision(model, (note, act.Note(ev.Ignored(f"no save while {model.state}"))))
+    request_id = model.request_id + 1
+    after = msgspec.structs.replace(model, request_id=request_id)
+    return Decision(after, (note, act.SaveRequest(request_id=request_id, stop=False)))
+
+
+def _on_rank(model: Model, message: FromRank) -> Decision:
+    match message:
+        case RankStarted():
+            return Decision(msgspec.structs.replace(model, started=True))
+        case Stopped():
+            return Decision(model)
+        case SaveStarted() | PartSaved():
+            return Decision(_further(model, message))
+        case Progress():
+            return _on_progress(model, message)
+        case SavedOnNodes():
+            if model.state is not State.SAVING or message.request_id != model.request_id:
+                return Decision(model)
+            return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
+        case Saved():
+            if message.request_id > model.request_id:  # nobody asked that
+                return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
+            notes = saved_notes(message)
+            if not message.on_shared:
+                # The ranks have read it back where it is; there is nothing here that we could read.
+                if model.state is State.SAVING and message.request_id == model.request_id:
+                    return _leave(model, *notes)
+                return Decision(model, notes)
+            actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
+            if model.state is State.CHECKING and model.unverified and message.request_id != model.request_id:
+                return Decision(model, actions)  # late; what is waited for is the answer that came before it
+            model = msgspec.structs.replace(model, unverified=message.name, lost="")
+            if model.state is State.SAVING and message.request_id == model.request_id:
+                return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
+            return Decision(model, actions)
+        case SaveFailed():
+            note = act.Note(ev.SaveFailed(message.reason, message.rank))
+            if model.state is State.SAVING and message.request_id == model.request_id:
+                return _leave(model, note)
+            return Decision(model, (note,))
+        case Notice():
+            form = ev.Warned if message.loud else ev.Notice
+            return Decision(model, (act.Note(form(message.topic, message.text)),))
+        case Refused():
+            return _on_refused(model, message)
+        case Finished():
+            return Decision(msgspec.structs.replace(model, finished=model.finished | {message.rank}))
+        case _:
+            assert_never(message)
+
+
+def _on_refused(model: Model, message: Refused) -> Decision:
+    """What another start would not change ends the run. User code that raised after it had worked is started once more,
+    since what it asks may answer again; the same exception at the same place, with nothing new in between, is final."""
+    note = act.Note(ev.Refused(message.reason, message.rank))
+    if model.state not in _TRAINING:
+        return Decision(model, (note,))
+    if message.place and model.failure:
+        return Decision(model)  # other ranks raise as well
+    worked = message.worked or model.step > 0
+    if message.place and worked and (message.place != model.raised or model.fresh):
+        after = msgspec.structs.replace(model, failure=message.reason, raised=message.place)
+        return Decision(after, (act.TakeDown(),))
+    model = msgspec.structs.replace(model, failure=message.reason, refusal=message)
+    return Decision(model, (note, act.TakeDown()))
+
+
+def _further(model: Model, message: SaveStarted | PartSaved) -> Model:
+    """How far a rank has got with the save before the end."""
+    if model.state is not State.SAVING or message.request_id != model.request_id:
+        return model
+    if isinstance(message, SaveStarted):
+        return msgspec.structs.replace(model, came=model.came | {message.rank})
+    return msgspec.structs.replace(model, wrote=model.wrote | {message.rank})
+
+
+def _on_progress(model: Model, message: Progress) -> Decision:
+    where = (message.step, message.phase, message.index)
+    notes = []
+    model = msgspec.structs.replace(model, step=message.step)
+    if model.state is State.LAUNCHING:
+        model = msgspec.structs.replace(model, state=State.RUNNING)
+        notes.append(act.Note(ev.Training(*where)))
+    if message.new_rollouts > 0 and not model.fresh:
+        model = msgspec.structs.replace(model, fresh=True)
+        notes.append(act.Note(ev.FirstRollout(*where)))
+    return Decision(model, tuple(notes))
+
+
+def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
+    """A node is dead, or silent. The others are taken down too: ranks cannot go on without one another."""
+    if model.state not in (*_TRAINING, State.SAVING) or model.failure or _all_finished(model):
+        return Decision(model)
+    after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
+    if kind == "hang":
+        return Decision(after, (act.Note(ev.Hang(detail, node)), act.TakeDown(stacks=True)))
+    return Decision(after, (act.TakeDown(),))
+
+
+def _on_stranger(model: Model, node: str, detail: str) -> Decision:
+    """The start is lost. What the ranks say of it, before or after, follows from that and is not its fault."""
+    refused = model.refusal is not None and not model.refusal.place
+    if model.state not in (*_TRAINING, State.SAVING) or refused or _all_finished(model):
+        return Decision(model)
+    after = msgspec.structs.replace(
+        model, failure=detail, failure_kind="stranger", failure_node=node, refusal=None
+    )
+    return Decision(after, () if model.failure else (act.TakeDown(),))
+
+
+def _on_generation_ended(model: Model, exit_code: int) -> Decision:
+    model = msgspec.structs.replace(model, step_gone=True)
+    if model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED:
+        return _exit(model, ExitCode.FENCED, model.refusal.reason)
+    if _all_finished(model) and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
+        if model.unverified:  # done is done only when the last checkpoint has been read back
+            return Decision(msgspec.structs.replace(model, state=State.CHECKING))
+        return _on_end(model)
+    match model.state:
+        case State.LAUNCHING | State.RUNNING:
+            return _on_crash(model, model.failure or f"the step ended with {exit_code}")
+        case State.SAVING:
+            return _give_up(model, model.failure or "the ranks left before the save")
+        case State.CHECKING:
+            return Decision(model)
+        case _:
+            return _maybe_exit(model)
+
+
+def _on_crash(model: Model, detail: str) -> Decision:
+    if model.refusal is not None:  # trying again would change nothing
+        code = next((c for c in ExitCode if c == model.refusal.exit_code), ExitCode.INTERNAL)
+        return _exit(model, code, model.refusal.reason)
+    if model.intent is not None:  # Slurm wants the nodes, or the user the end: not in this job
+        return _leave(model)
+    kind, node = model.failure_kind, model.failure_node
+    failed = (*model.failed, (kind, node))
+    of_kind, budget = sum(1 for k, _ in failed if k == kind), model.limits.budget(kind)
+    note = act.Note(ev.Crash(detail, kind, node or None, of_kind, budget))
+    model = msgspec.structs.replace(model, crashes=len(failed), failed=failed)
+    if kind == "stranger":
+        return _after_stranger(model, of_kind, note)
+    fruitless = 0 if model.fresh else model.fruitless + 1
+    model = msgspec.structs.replace(model, fruitless=fruitless)
+    if of_kind > budget:
+        return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause=kind), note)
+    pause = act.Pause(model.limits.backoff_s * 2 ** min(fruitless, _MOST_DOUBLINGS))
+    return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
+
+
+def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
+    """Wait longer each time: some minutes in place, then without the nodes, up to an hour at a time. A run that meets
+    nothing else for most of a day ends, with a report: it would queue for weeks, and train on no day of them."""
+    starts = 1 if model.fresh else model.strangers + 1
+    model = msgspec.structs.replace(model, strangers=starts)
+    budget = model.limits.stranger_budget
+    if of_kind <= budget:
+        pause = act.Pause(float(_STRANGER_DELAY_S << (of_kind - 1)))
+        return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
+    jobs = max(starts // (budget + 1), 1)
+    if jobs > _MOST_FAILED_STARTS:
+        ended = _exit(model, ExitCode.NO_PROGRESS, f"{starts} starts in a row met strangers: {model.failure}")
+        return Decision(ended.model, (note, *ended.actions))
+    delay_s = min(_FIRST_DELAY_S << (jobs - 1), _LONGEST_DELAY_S)
+    return _leave(
+        msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="stranger", delay_s=delay_s), note
+    )
+
+
+def _on_backoff_over(model: Model, stuck: int) -> Decision:
+    if model.state is not State.PAUSED:
+        return Decision(model)
+    if stuck >= model.limits.no_progress_limit:
+        return _exit(model, ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new")
+    return _launch(model)
+
+
+def _on_verified(model: Model, event: inputs.Verified) -> Decision:
+    found = ev.Verified if event.good else ev.Pruned if event.pruned else ev.Corrupt
+    note = act.Note(found(event.name, event.detail))
+    if event.good:
+        model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0)
+    if event.name != model.unverified:
+        return Decision(model, (note,))
+    lost = "" if event.good else "pruned" if event.pruned else "corrupt"
+    model = msgspec.structs.replace(model, unverified="", lost=lost)
+    if model.state is State.CHECKING and not _all_finished(model):
+        return _leave(model, note)
+    # Where all are done, their end is the next event.
+    after = _on_end(model) if model.state is State.CHECKING and model.step_gone else Decision(model)
+    return Decision(after.model, (note, *after.actions))
+
+
+def _on_end(model: Model) -> Decision:
+    done = _exit(model, ExitCode.OK, "all steps are done")
+    return _on_crash(model, f"the last save is {model.lost}") if model.lost else done
+
+
+def _leave(model: Model, *notes: act.Note) -> Decision:
+    """Take the step down and, where that is the intent, ask for the requeue at the same time."""
+    actions: list[act.Action] = list(notes)
+    if model.intent is Intent.REQUEUE:
+        actions.append(act.Requeue(suspects(model.failed), model.delay_s))
+    if not model.step_gone:
+        actions.append(act.TakeDown())
+    after = msgspec.structs.replace(model, state=State.LEAVING)
+    exit_now = _maybe_exit(after)
+    return Decision(exit_now.model, (*actions, *exit_now.actions))
+
+
+def _give_up(model: Model, reason: str) -> Decision:
+    """Leave without waiting for the save any longer."""
+    kept = model.on_nodes
+    ours = kept if kept is not None and kept.request_id == model.request_id else None
+    return _leave(model, *given_up(ours, model.state, reason))
+
+
+def _maybe_exit(model: Model) -> Decision:
+    if model.state is not State.LEAVING or not model.step_gone:
+        return Decision(model)
+    if model.intent in _EXIT_OF:
+        return _exit(model, _EXIT_OF[model.intent], f"{model.cause}: {model.intent}")
+    if model.requeue is None:
+        return Decision(model)
+    return _exit(model, model.requeue.exit_code, model.requeue.detail)
+
+
+def _exit(model: Model, code: ExitCode, reason: str) -> Decision:
+    return Decision(msgspec.structs.replace(model, state=State.ENDED), (act.Exit(code, reason),))
+
+
+def _all_finished(model: Model) -> bool:
+    return model.world_size > 0 and len(model.finished) == model.world_size

@@ -1,0 +1,1 @@
+"""The lead: one per job. `decide.policy` decides, `effects` acts."""

@@ -1,0 +1,464 @@
+"""The only file in which a lead acts: starts steps, talks to agents, asks Slurm, reads checkpoints back.
+
+Every effect runs as a task of its own and reports by an event; none is waited for in the loop, so a hanging
+`scontrol` or a slow disk never delays the next decision.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, assert_never
+
+import msgspec
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.trained_with import note_trained_with, trained_with
+from verl_slurm.config.changes import refuse_changes
+from verl_slurm.config.load import load_own
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.folds.saves import on_nodes_alone
+from verl_slurm.wire.connection_limits import REASONS
+from verl_slurm.wire.lead_file import LeadAddress, remove_lead_address, write_lead_address
+from verl_slurm.wire.messages import (
+    AgentReady,
+    DumpStacks,
+    FromAgent,
+    FromRank,
+    Launch,
+    NodeExited,
+    Shutdown,
+    SignalSeen,
+    StacksWritten,
+    StoreAnswer,
+    StoreCall,
+    StrangerMet,
+)
+from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.launcher import agent_argv
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.completion import nothing_left
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.pace_watch import PaceWatch
+from verl_slurm_daemon.lead.requeueing import requeue
+from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back
+from verl_slurm_daemon.lead.scrubbing import scrub_forever
+from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, parts_since
+from verl_slurm_daemon.lead.tier_child import TierMover
+from verl_slurm_daemon.link.channel import AgentLink, serve
+from verl_slurm_daemon.link.rank_store import RankStore
+from verl_slurm_daemon.link.refusals import Refusals
+
+__all__ = ["Effects"]
+
+_GOODBYE_S = 5.0
+"""From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
+_AGENTS_READY_S = 60.0
+"""From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
+_STEP_ENDS_S = 2.0
+"""From the end of the first agent to that of srun, where srun is what ends."""
+_STACKS_S = 5.0
+"""For all agents' word that stacks are written; each takes a second."""
+
+
+class Effects:
+    """The hands of one lead.
+
+    Args:
+        post: where events go.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        allocation: Allocation,
+        journal: Journal,
+        epoch: int,
+        post: Callable[[inputs.Input], None],
+    ) -> None:
+        self._paths, self._config, self._allocation = paths, config, allocation
+        self._journal, self._epoch, self._post = journal, epoch, post
+        self._keys: Keyring | None = None
+        self._generation, self._leaving = 0, asyncio.Event()
+        self._links: dict[str, AgentLink] = {}
+        self._ready: dict[str, AgentReady] = {}
+        self._all_ready = asyncio.Event()
+        self._pace = PaceWatch(config.daemon)  # each generation has its own
+        self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
+        self._listeners: set[asyncio.Task[None]] = set()
+        self._store = RankStore()
+        self._step: list[asyncio.subprocess.Process] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._address: LeadAddress | None = None
+        self._mover = TierMover(paths, config, journal)
+        self.refusals = Refusals(REASONS, self._tell_of_stranger)
+        self.exit: tuple[ExitCode, str] | None = None
+        self.left_clean = True
+        """The newest step ended by itself; a node that hangs may keep the job for a while where it did not."""
+
+    async def open(self) -> None:
+        """Read the key, where one is configured; listen for agents; have checkpoints moved to their tiers.
+
+        Raises:
+            KeyRefused, PermissionRefused: `keys.load_keys`.
+        """
+        self._keys = load_keys(self._config.checkpoint.encryption)
+        self._spawn(self._mover.run())
+        token = secrets.token_bytes(32)
+        # Twice the agents: each may ask over a second connection whether we live (`orphan`).
+        links = 2 * self._config.distributed.nodes + 4
+        host = await self._allocation.address()
+        self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals.add)
+        self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
+        write_lead_address(self._paths, self._address)
+        checkpoint = self._config.checkpoint
+        self._spawn(
+            scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home, self._keys)
+        )
+
+    def _announce(self, generation: int) -> None:
+        """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""
+        if self._address is not None:
+            self._address = msgspec.structs.replace(self._address, generation=generation)
+            write_lead_address(self._paths, self._address)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        remove_lead_address(self._paths, self._epoch)
+
+    def perform(self, action: act.Action) -> None:
+        match action:
+            case act.Note(event):
+                self._journal.write(event)
+            case act.StartGeneration(generation):
+                self._spawn(self._run_generation(generation))
+            case act.AskCause(trigger):
+                self._spawn(self._ask_cause(trigger))
+            case act.SaveRequest():
+                self._request_save(action)
+            case act.ArmDeadline(seconds_left):
+                self._arm(seconds_left)
+            case act.Verify(name):
+                self._spawn(self._verify(name))
+            case act.TakeDown(stacks):
+                self._spawn(self._take_down(stacks=stacks))
+            case act.Pause(seconds):
+                self._spawn(self._pause(seconds))
+            case act.Requeue(avoid, delay_s):
+                self._spawn(self._requeue(avoid, delay_s))
+            case act.Exit(code, reason):
+                self.exit = (code, reason)
+            case _:
+                assert_never(action)
+
+    def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
+        self._journal.write(ev.Stranger(reason, peer, total))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # An effect that breaks must not leave the lead waiting for its event for ever.
+            self._journal.write(ev.Internal(f"{type(error).__name__}: {error}"))
+            if self.exit is None:
+                code = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
+                self.exit = (code, str(error))
+                self._post(inputs.SignalArrived("internal", "effects"))
+
+    # ---- a generation, from start to end
+
+    async def _run_generation(self, generation: int) -> None:
+        self._generation, self._leaving = generation, asyncio.Event()
+        self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
+        self.left_clean = True
+        self._all_ready = asyncio.Event()
+        self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
+        self._store.close()
+        self._store = RankStore()
+        try:
+            point = await self._begin(generation)
+        except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
+            self._journal.write(ev.Internal(f"the step was not started: {error}"))
+            point = inputs.GenerationEnded(1)
+        except VerlSlurmError as error:
+            point = inputs.Over(error.exit_code, str(error))
+        if not isinstance(point, ResumePoint):
+            self._post(point)
+            return
+        if self._leaving.is_set():
+            self._spawn(self._take_down())
+        self._spawn(self._launch_when_ready(generation, point))
+        watch = asyncio.create_task(self._watch_pace(generation))
+        codes = [await process.wait() for process in self._step]
+        watch.cancel()
+        # srun may have died alone: no rank lives on beside the next generation's
+        for link in self._links.values():
+            link.send(Shutdown())
+        if self._listeners:  # what the agents said last is still in the sockets
+            await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
+        for link in self._links.values():
+            link.close()
+        self._post(inputs.GenerationEnded(max(codes, key=abs)))
+
+    async def _begin(
+        self, generation: int
+    ) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone | inputs.Over:
+        """Choose where to resume and start the step with the agents; else why it was not started.
+
+        Raises:
+            OSError, VerlSlurmError: nothing was started.
+        """
+        point = await self._resume_point()
+        await asyncio.to_thread(self._require_unchanged, point)
+        array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
+        done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
+        if not done:
+            self._journal.write(ev.Restart(generation, point.name or None, point.progress))
+        self._paths.resume_once.unlink(missing_ok=True)
+        if done:
+            return inputs.AllDone(point.name, done)
+        if self._leaving.is_set():  # a cancel came while we looked
+            return inputs.GenerationEnded(0)
+        self._announce(generation)
+        self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
+        return point
+
+    def _require_unchanged(self, point: ResumePoint) -> None:
+        """What the ranks will read is what the run has trained with so far, as far as that matters.
+
+        Raises:
+            ConfigError: it is not; the keys and their values are named.
+        """
+        now = load_own(self._paths.run_yaml)
+        newest = self._paths.checkpoints / point.name if point.name else None
+        former = trained_with(self._paths, now, newest, self._keys) if point.begun else None
+        if former is not None:
+            refuse_changes(former, now, self._paths.root, steps_done=point.steps_done)
+        note_trained_with(self._paths, now)
+
+    async def _watch_pace(self, generation: int) -> None:
+        node, detail = await self._pace.hang()
+        self._post(inputs.Hung(generation, node, detail))
+
+    async def _resume_point(self) -> ResumePoint:
+        checkpoint = self._config.checkpoint
+        find = partial(find_resume_point, self._paths, checkpoint.resume_from, self._epoch, self._keys)
+        told: list[str] = []
+        if checkpoint.local_dir and not self._paths.resume_once.exists():
+            # What the nodes hold is newer than what lies in a tier: it comes home first.
+            point = await asyncio.to_thread(find)
+            told += point.reasons
+            await self._bring_home(point.name)
+        has_tiers = bool(self._config.tiers)
+        point = await asyncio.to_thread(find, has_tiers)
+        if checkpoint.local_dir:
+            present = os.listdir(self._paths.checkpoints)
+            alone = on_nodes_alone(read_events(self._paths), present, parts_since(self._paths))
+            told += [left_behind(name, nodes) for name, nodes in alone.items()]
+        for line in dict.fromkeys([*told, *point.reasons]):
+            self._journal.write(ev.Resume(line))
+        return point
+
+    async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
+        try:
+            async with asyncio.timeout(_AGENTS_READY_S):
+                await self._all_ready.wait()
+        except TimeoutError:
+            if generation == self._generation:
+                self._post(inputs.StartTimedOut(generation))
+            return
+        self._allocation.keep_step(self._step)
+        if self._leaving.is_set():
+            return
+        nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
+        for node_rank, ready in enumerate(nodes):
+            self._links[ready.node].send(
+                Launch(
+                    generation=generation,
+                    epoch=self._epoch,
+                    node_rank=node_rank,
+                    master_addr=nodes[0].address,
+                    master_port=nodes[0].free_port,
+                    resume=point.name,
+                )
+            )
+        await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
+        if generation == self._generation:
+            self._post(inputs.StartTimedOut(generation))
+
+    async def _on_link(self, link: AgentLink) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._listeners.add(task)
+        node = ""
+        said_goodbye = False
+        store = self._store  # an agent lives for one generation, and so do the keys of its ranks
+
+        def deliver(message: FromAgent) -> None:
+            nonlocal node, said_goodbye
+            match message:
+                case AgentReady():
+                    node = message.node
+                    self._links[node], self._ready[node] = link, message
+                    if len(self._ready) == self._config.distributed.nodes:
+                        self._all_ready.set()
+                case SignalSeen():
+                    self._post(
+                        inputs.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}")
+                    )
+                case NodeExited():
+                    said_goodbye = True
+                    # The agent waits for it, for we might be gone; without its driver, all of Ray waits for nothing.
+                    for heard in self._links.values() if self._config.trainer.on_ray else (link,):
+                        heard.send(Shutdown())
+                    if message.exit_code != 0:
+                        self._post(
+                            inputs.NodeFailed(message.node, message.detail or f"exit {message.exit_code}")
+                        )
+                case StoreCall():
+                    store.call(message, link.send)
+                case StrangerMet():
+                    self._journal.write(ev.Stranger("ranks", message.peers, node=node, rank=message.rank))
+                    # Before the answer, for which the rank waits: its end, and its peers' words on it, come after.
+                    self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
+                    link.send(StoreAnswer(call=message.call, outcome="ok"))
+                case StacksWritten():
+                    self._stacks.put_nowait(message)
+                case _:
+                    rank_message: FromRank = message
+                    self._pace.hear(node, rank_message)
+                    self._post(inputs.RankSaid(rank_message))
+
+        try:
+            await link.messages(deliver)
+        except (OSError, VerlSlurmError) as error:
+            self._journal.write(ev.Link(node, str(error)))
+        if node and not said_goodbye:
+            detail = "the agent is gone without a word"
+            if await self._fell_with_the_step():
+                nodes = self._config.distributed.nodes
+                absent = nodes - len(self._ready)
+                node, detail = "", f"the step ended while {absent} of {nodes} agents had not come"
+            self._post(inputs.NodeFailed(node, detail, lost=True))
+
+    async def _fell_with_the_step(self) -> bool:
+        """Whether an agent is gone because its step did not come up as a whole: srun ends the agents that run when a
+        node cannot be reached (24.11). Then nothing speaks against the agent's own node."""
+        if self._all_ready.is_set() or not self._step:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STEP_ENDS_S):
+                await asyncio.gather(*(process.wait() for process in self._step))
+        return all(process.returncode is not None for process in self._step)
+
+    async def _write_stacks(self) -> None:
+        """Have all ranks say where they stand, and wait for it, bounded: a node that is dead says nothing."""
+        for link in self._links.values():
+            link.send(DumpStacks())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STACKS_S):
+                for _ in range(len(self._links)):  # more may join meanwhile
+                    written = await self._stacks.get()
+                    self._journal.write(ev.Stacks(written.node, written.log))
+
+    async def _take_down(self, *, stacks: bool = False) -> None:
+        if stacks:
+            generation = self._generation
+            await self._write_stacks()
+            if generation != self._generation:
+                return  # it ended by itself meanwhile: what runs now is the next one
+        self._leaving.set()
+        step = self._step
+        for link in self._links.values():
+            link.send(Shutdown())
+        for end in (None, signal.SIGTERM, signal.SIGKILL):
+            alive = [process for process in step if process.returncode is None]
+            if not alive:
+                return
+            for process in alive:
+                if end is not None:
+                    self.left_clean = False
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(end)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await asyncio.gather(*(process.wait() for process in alive))
+
+    # ---- saves
+
+    def _request_save(self, request: act.SaveRequest) -> None:
+        left = request.seconds_left
+        for link in self._links.values():
+            link.send(request)
+        if left is not None:
+            self._arm(left)
+            self._mover.interrupt()
+        seconds_left = left and round(left, 1)  # written down last: a disk may be slow, and the time runs
+        self._journal.write(ev.Save(request.stop, request.request_id, seconds_left))
+
+    def _arm(self, seconds_left: float) -> None:
+        seconds = max(0.0, seconds_left - self._config.daemon.save_margin_s)
+        asyncio.get_running_loop().call_later(seconds, self._post, inputs.SaveDeadline())
+
+    async def _verify(self, name: str) -> None:
+        found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        if not found.good and not found.pruned and self._config.checkpoint.local_dir:
+            self._journal.write(ev.Corrupt(name, found.detail))
+            if await self._bring_home(""):
+                found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        self._post(inputs.Verified(name, found.good, found.detail, found.pruned))
+        if found.good:
+            self._mover.wake()
+
+    async def _bring_home(self, after: str) -> bool:
+        """Have every node send what shared storage lacks; whether anything came of it."""
+        argv = bring_home_argv(sys.executable, self._paths, self._epoch, after)
+        try:
+            step = await self._allocation.start_step(argv)
+            codes = [await process.wait() for process in step]
+            lines = await asyncio.to_thread(collect, self._paths, self._epoch, self._keys)
+        except OSError as error:
+            lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
+        for line in lines:
+            self._journal.write(ev.SecondCopy(line))
+        if any(codes):
+            problem = f"a node could not send its part (exit {max(codes, key=abs)})"
+            self._journal.write(ev.SecondCopy(problem))
+        return bool(lines)
+
+    # ---- the scheduler
+
+    async def _ask_cause(self, trigger: str) -> None:
+        self._post(await self._allocation.cause(trigger))
+
+    async def _requeue(self, avoid: tuple[str, ...], delay_s: int | None) -> None:
+        self._post(
+            await requeue(self._allocation, self._config.daemon, self._paths, self._journal, avoid, delay_s)
+        )
+
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)  # the back-off itself
+        stuck = 0
+        with contextlib.suppress(OSError):  # storage may be better by now; if not, we are here again soon
+            stuck = stuck_restarts(read_events(self._paths))
+        self._post(inputs.BackoffOver(stuck))

@@ -1,0 +1,376 @@
+"""One lead a job: gathers what happens, lets the policy decide, and has it done. The order of a life, top to bottom.
+
+1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not let it is
+   waited for, and then the start has failed (`start.py`).
+2. The data set is held against its fingerprint, starts without progress are counted.
+3. Generations, until the policy says `Exit`.
+4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is written down.
+   Where this was a requeue outside Slurm, the next life begins in this process.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from verl_slurm.base.errors import Fenced, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.config.roles import data_root
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.record import check_dataset
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
+from verl_slurm.journal.status import Status, read_status
+from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
+from verl_slurm.wire.messages import Progress, Saved
+from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.local import LocalAllocation
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.policy import decide
+from verl_slurm_daemon.decide.states import State
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.effects import Effects
+from verl_slurm_daemon.lead.prestarted_threads import keep_threads
+from verl_slurm_daemon.lead.start import PAUSES_S, SIGNALS, prepare, say_again, start_failed
+from verl_slurm_daemon.reaping import bury_orphans
+from verl_slurm_daemon.signals import listen
+
+if TYPE_CHECKING:
+    from verl_slurm_daemon.lead.metrics_page import LeadMetrics
+
+__all__ = ["run_lead"]
+
+_STATUS_EVERY_S = 1.0
+_FENCE_EVERY_S = 2.0
+_LOOK_AGAIN_S = 300.0
+"""Where the job has no limit."""
+_LOOK_SOON_S = 15.0
+"""Where Slurm did not answer, or the end is near and nothing came of it."""
+
+
+class Lead:
+    """See the module.
+
+    Args:
+        failed: why this start can only ask for another one (`start.prepare`).
+    """
+
+    def __init__(
+        self, paths: RunPaths, config: RunConfig, allocation: Allocation, failed: OSError | None = None
+    ) -> None:
+        self._paths, self._config, self._allocation = paths, config, allocation
+        self._failed = failed
+        self._events: asyncio.Queue[inputs.Input] = asyncio.Queue()
+        limits = Limits(
+            crash_budget=config.daemon.crash_budget,
+            backoff_s=config.daemon.backoff_s,
+            no_progress_limit=config.daemon.no_progress_limit,
+            hang_budget=config.daemon.hang_budget,
+            node_budget=config.daemon.node_budget,
+        )
+        self._model = Model(limits)
+        steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
+        self._status = Status(job_id=allocation.job_id, steps=steps, restarts=allocation.restart)
+        self._status_due = 0.0
+        self._outages = Outages()
+        self._metrics: LeadMetrics | None = None
+        if config.observability.metrics_port is not None:
+            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, and only here
+
+            self._metrics = lead_metrics.LeadMetrics(paths, config, self._status, lead_metrics.steady_clock())
+
+    async def run(self) -> ExitCode:
+        loop = asyncio.get_running_loop()
+        keep_threads(loop)
+        bury_orphans(loop)
+        for number in SIGNALS:
+            name = signal.Signals(number).name
+            listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
+        # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            mine = await self._take_run()
+        except VerlSlurmError:
+            await self._allocation.withdraw()
+            raise
+        epoch = 0 if mine is None else mine.epoch  # 0 owns nothing
+        job_id = self._allocation.job_id
+        journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
+        effects = Effects(
+            self._paths, self._config, self._allocation, journal, epoch, self._events.put_nowait
+        )
+        try:
+            if mine is not None:
+                await self._begins(mine, journal, effects)
+            code, reason = await self._live(journal, effects)
+        except VerlSlurmError as error:
+            code, reason = error.exit_code, str(error)
+        finally:
+            await effects.close()
+            if self._metrics is not None:
+                self._metrics.close()
+        await self._end(mine, journal, code, reason, clean=effects.left_clean)
+        return code
+
+    async def _take_run(self) -> Epoch | None:
+        """The run made ours; None: storage does not let us, and how is in `self._failed`.
+
+        Raises:
+            Fenced: another incarnation has it, and lives.
+            CheckpointCorrupt: its owner cannot be told.
+        """
+        for pause in () if self._failed else (*PAUSES_S, None):
+            try:
+                former = await self._refuse_if_owned()
+                return take_epoch(
+                    self._paths,
+                    after=former,  # two leads that both found it over: one of them gets it
+                    job_id=self._allocation.job_id,
+                    restart=self._allocation.restart,
+                    cluster=self._allocation.cluster,
+                )
+            except OSError as error:
+                self._failed = error
+                if pause is None or not self._events.empty():
+                    break
+                say_again(error, pause)
+                await asyncio.sleep(pause)
+                self._failed = None
+        return None
+
+    async def _begins(self, mine: Epoch, journal: Journal, effects: Effects) -> None:
+        """Say that the run is ours from here on."""
+        if self._metrics is not None:
+            await self._metrics.read_back()
+            self._metrics.refused = effects.refusals.counts
+        status = self._status
+        status.epoch, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
+        status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
+        self._take_over()
+        journal.write(
+            ev.Started(
+                "slurm" if mine.cluster == "slurm" else "local",
+                mine.host,
+                mine.restart,
+                nodes=os.environ.get("SLURM_JOB_NODELIST", mine.host),
+                pid=mine.pid,
+                array=os.environ.get("SLURM_ARRAY_JOB_ID"),
+            )
+        )
+
+    async def _end(
+        self, mine: Epoch | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
+    ) -> None:
+        """What is to become of the job, and the last word.
+
+        Where Slurm did not take the requeue (24), it may still start the job again by itself, and that is welcome.
+        """
+        if code is ExitCode.REQUEUED:
+            await self._allocation.hasten(clean)
+        elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
+            journal.write(ev.Notice("Slurm", said))
+        try:
+            ours = mine is None or read_epoch(self._paths) == mine
+        except OSError:  # it cannot be told; the epoch is in the line
+            ours = True
+        if ours:
+            self._status.state = State.ENDED
+            last = self._status.last_checkpoint or None
+            journal.write(ev.Ended(int(code), code.name, reason, last))
+            journal.status(self._status)
+        else:  # the run goes on without us; its end is not ours to announce
+            journal.write(ev.Fenced(int(code), reason))
+
+    def _take_over(self) -> None:
+        """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
+        with suppress(OSError):  # it informs, nothing depends on it
+            former = read_status(self._paths)
+            self._status.step = max(former.get("step", 0), 0)
+            self._outages = Outages(read_events(self._paths))
+
+    def _journaled(self, event: ev.Event) -> None:
+        if self._metrics is not None:
+            self._metrics.journaled(event)
+        status = self._status
+        if isinstance(event, ev.Restart):  # it may have gone back: then so has the run
+            status.last_checkpoint = event.resume or ""
+            status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
+            status.phase = ""
+        self._outages.feed(event)
+        if each := self._outages.each:
+            status.interruptions, status.interrupted_s = len(each), self._outages.seconds
+            status.last_interruption = msgspec.to_builtins(each[-1])
+
+    async def _refuse_if_owned(self) -> Epoch | None:
+        """The run's former owner, which is over.
+
+        Raises:
+            Fenced: it is not.
+        """
+        owner = read_epoch(self._paths)
+        alive = "" if owner is None else await self._allocation.still_alive(owner)
+        if alive:
+            raise Fenced(
+                "another job works on this run",
+                where=self._paths.root,
+                found=alive,
+                remedy=f"wait for it, or verl-slurm cancel {self._paths.root}",
+            )
+        return owner
+
+    async def _live(self, journal: Journal, effects: Effects) -> tuple[ExitCode, str]:
+        self._events.put_nowait(await self._first_event(journal, effects))
+        tasks = [asyncio.create_task(self._watch_the_clock()), asyncio.create_task(self._watch_the_fence())]
+        try:
+            while effects.exit is None:
+                event = await self._events.get()
+                decision = decide(self._model, event)
+                self._model = decision.model
+                self._note(event, journal)
+                for action in decision.actions:
+                    effects.perform(action)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return effects.exit
+
+    async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
+        if self._failed is not None:
+            return start_failed(self._paths, self._allocation, self._failed)
+        try:
+            if cancelled := await self._allocation.cancelled_before():
+                return inputs.Over(ExitCode.CANCELLED, cancelled)
+            stuck = stuck_restarts(read_events(self._paths))
+            if stuck >= self._config.daemon.no_progress_limit:
+                journal.write(ev.Held(stuck, "every start crashed at the same place"))
+                return inputs.Over(
+                    ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
+                )
+            return await self._begin(journal, effects)
+        except OSError as error:
+            return start_failed(self._paths, self._allocation, error)
+
+    async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
+        """What has to hold before a rank may start.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        notices: list[str] = []
+        root = data_root(self._config)
+        if root is not None:
+            await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
+        for text in notices:
+            journal.write(ev.Notice("data", text))
+        await effects.open()
+        if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
+            journal.write(ev.Warned("metrics", problem))
+        return inputs.Ready(self._config.speakers, stranger_restarts(read_events(self._paths)))
+
+    async def _watch_the_fence(self) -> None:
+        """Whether the run is still ours, asked while nothing else happens: a lead may wait for srun."""
+        while self._status.epoch:
+            await asyncio.sleep(_FENCE_EVERY_S)
+            try:
+                owner = await asyncio.to_thread(read_epoch, self._paths)
+            except (OSError, VerlSlurmError):
+                continue
+            if owner is not None and owner.epoch > self._status.epoch:
+                self._events.put_nowait(
+                    inputs.RunLost(f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}")
+                )
+
+    async def _watch_the_clock(self) -> None:
+        """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""
+        lead_s = self._config.slurm.signal_lead_s
+        while True:
+            outlook = await self._allocation.outlook()
+            left = outlook.seconds_left
+            near = outlook.preempted or (left is not None and left <= lead_s)
+            model = self._model
+            listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
+            if near and listens:
+                self._events.put_nowait(inputs.SignalArrived("TIMER", "lead"))
+            # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
+            if not outlook.answered or near:
+                await asyncio.sleep(_LOOK_SOON_S)
+            else:
+                await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
+
+    def _note(self, event: inputs.Input, journal: Journal) -> None:
+        """Keep the snapshot for `verl-slurm status`."""
+        status, model = self._status, self._model
+        if self._metrics is not None and isinstance(event, inputs.RankSaid):
+            self._metrics.heard(event.message)
+        changed = status.state != model.state or status.generation != model.generation
+        status.state, status.generation, status.cause = model.state, model.generation, model.cause
+        match event:
+            case inputs.RankSaid(Progress() as message) if message.rank == 0:
+                changed = changed or message.phase != status.phase
+                status.step, status.phase, status.index = message.step, message.phase, message.index
+                status.steps = message.total or status.steps
+                status.metrics = message.metrics or status.metrics
+            case inputs.RankSaid(Saved() as message):
+                changed = True
+            case inputs.AllDone(name, _):
+                status.last_checkpoint, status.step = name, (checkpoint_order(name) or (0, 0))[0]
+            case inputs.Verified(name, good, _) if good:
+                status.last_checkpoint, changed = name, True
+                status.last_checkpoint_time = status.updated
+        now = asyncio.get_running_loop().time()
+        if changed or now >= self._status_due:
+            self._status_due = now + _STATUS_EVERY_S
+            journal.status(status)
+
+
+def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
+    """The lead of this job, from start to end. Leaves the process by itself: see `_leave`.
+
+    Args:
+        hostfile: the hosts of a run without Slurm; this is the first of them.
+    """
+    paths = RunPaths(root)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
+    try:
+        ground = prepare(paths, hostfile)
+    except VerlSlurmError:
+        if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
+            asyncio.run(SlurmAllocation(job, RunConfig(), paths).withdraw())
+        raise
+    lead = Lead(paths, *ground)
+
+    async def live() -> NoReturn:
+        _leave(await lead.run(), ground.allocation)
+
+    asyncio.run(live())
+    raise AssertionError("unreachable")
+
+
+def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
+    """Out at once, from inside the loop: it would wait for a read-back in a thread, while the requeue's delay runs.
+
+    Outside Slurm the next life begins here. Signals are blocked until it listens: a cancel in between is kept.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code is ExitCode.REQUEUED and isinstance(allocation, LocalAllocation):
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        os.environ[LOCAL_RESTART_VARIABLE] = str(allocation.restart + 1)
+        argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
+        os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
+    os._exit(int(code))

@@ -1,0 +1,201 @@
+"""Which checkpoint a generation starts from, and whether a fresh one can be trusted: reads files, no torch."""
+
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format.info import Verdict
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.loop_checkpoint import sweep_work
+from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm_daemon.lead.tier_child import restore_newest
+
+__all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back"]
+
+
+class ResumePoint(msgspec.Struct, frozen=True):
+    """Where a generation begins."""
+
+    name: str
+    """A directory in checkpoints/, empty for a start from nothing."""
+    reasons: tuple[str, ...]
+    progress: str
+    """What a start has to show: two starts with the same one brought nothing new in between."""
+    manifest: Manifest | None = None
+    """Of the checkpoint; None: a start from nothing."""
+    rollouts: bool = False
+    """The ledger has some."""
+
+    @property
+    def begun(self) -> bool:
+        """There is something that was trained or sampled with a configuration."""
+        return bool(self.name) or self.rollouts
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that are done or begun."""
+        return 0 if self.manifest is None else self.manifest.step + bool(self.manifest.safe_point)
+
+
+def find_resume_point(
+    paths: RunPaths,
+    resume_from: str | None,
+    epoch: int,
+    keys: Keyring | None = None,
+    has_tiers: bool = False,
+) -> ResumePoint:
+    """Verify from the newest back and take the first that is good; sets corrupt ones aside.
+
+    What the user named counts for the first start after his submission (`RUN/control/resume_once`), then `auto`.
+
+    Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
+    is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
+
+    Where nothing of the run itself verifies and it has tiers, the newest they have is brought back, unless the run
+    was told to begin from nothing and has saved nothing since.
+
+    Args:
+        keys: what is resumed from must be signed with one of them.
+
+    Raises:
+        KeyRefused: what is left to resume from needs a key that is not there.
+        TierError: a tier that has one does not answer.
+    """
+
+    def checked(path: Path) -> Verdict:
+        return verify(path, keys=keys)
+
+    require_epoch(paths, epoch)  # a former life that still breathes must not tidy up under the present one
+    if not paths.resume_once.exists():
+        resume_from = "auto"
+    sweep(paths)
+    sweep(paths.partial)
+    sweep_work(paths)
+    choice = choose_resume(paths, resume_from, verifier=checked)
+    if choice.name is not None:
+        paths.from_nothing.unlink(missing_ok=True)
+    elif resume_from is None:
+        write_file(private_dir(paths.control) / paths.from_nothing.name, b"")
+    elif has_tiers and not paths.from_nothing.exists():
+        restore_newest(paths)
+        found = choose_resume(paths, "auto", verifier=checked)
+        choice = replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
+    if choice.manifest is not None:
+        # Verifying what is encrypted needs no key; to say so now is better than to have every rank fail.
+        CheckpointCipher.of(choice.manifest, keys, where=choice.path)
+    if choice.path is not None and choice.path.parent != paths.checkpoints:
+        choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
+    reasons = list(choice.reasons)
+    if resume_from != "auto":
+        reasons += _abandon_newer(paths, choice)
+        write_file(paths.parts_since, str(epoch).encode())
+    name = choice.name or ""
+    segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
+    journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
+    progress = f"{name or 'start'}+{journaled}"
+    return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0)
+
+
+def _manifest_of(checkpoint: Path) -> bytes | None:
+    with suppress(FileNotFoundError, bounded.TooMuch):  # storage that fails says nothing about our own
+        return bounded.read_regular(checkpoint / MANIFEST, bounded.MANIFEST)
+    return None
+
+
+def _adopt(paths: RunPaths, source: Path) -> str:
+    """Copy a verified checkpoint of another run into this one; it is verified again where it lands.
+
+    Our own of that name is set aside unless it is the very same; and so are our rollouts: they were sampled by
+    other weights than those that now go on.
+    """
+    final = paths.checkpoints / source.name
+    if final.exists():
+        if _manifest_of(final) == bounded.read_regular(source / MANIFEST, bounded.MANIFEST):
+            return final.name
+        move_to_quarantine(final, [f"replaced by {source}, as checkpoint.resume_from says"])
+    staging = paths.staging(final, secrets.token_hex(4))
+    shutil.copytree(source, staging, symlinks=True)
+    for path in [*staging.rglob("*"), staging]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+        fsync_path(path)
+    rename(staging, final)
+    if paths.ledger.is_dir() and any(paths.ledger.iterdir()):
+        rename(paths.ledger, paths.ledger.with_name(f"ledger.before.{final.name}.{secrets.token_hex(4)}"))
+        private_dir(paths.ledger)
+    return final.name
+
+
+def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
+    chosen = checkpoint_order(choice.name) if choice.name else None
+    reasons = []
+    # Partial saves, too: one of the way that was left would stand in for the new one of its name.
+    infos = [*list_checkpoints(paths), *list_checkpoints(paths.partial, partial=True)]
+    for info in infos:
+        order = checkpoint_order(info.name)
+        if info.kind != "committed" or order is None or (chosen is not None and order <= chosen):
+            continue
+        reason = f"{info.name}: newer than what this run was told to resume from; set aside"
+        move_to_quarantine(info.path, [reason])
+        reasons.append(reason)
+    return reasons
+
+
+class ReadBack(msgspec.Struct, frozen=True):
+    """What came of reading a committed checkpoint back.
+
+    Attributes:
+        detail: what was found, one line.
+        pruned: not good, but gone: the run has newer ones and let this one go while it was read.
+    """
+
+    good: bool
+    detail: str
+    pruned: bool = False
+
+
+def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> ReadBack:
+    """Re-read a committed checkpoint, every byte.
+
+    Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
+    """
+    verdict = verify(paths.checkpoints / name, keys=keys)
+    if verdict.ok:
+        return ReadBack(True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s")
+    if _was_pruned(paths, name):
+        return ReadBack(
+            False, "removed as older than those that are kept, before it was read back", pruned=True
+        )
+    if verdict.damaged:
+        require_epoch(paths, epoch)
+        move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
+    return ReadBack(False, verdict.one_line())
+
+
+def _was_pruned(paths: RunPaths, name: str) -> bool:
+    """Whether the retention took it: it leaves nothing under the name, and never takes the newest.
+
+    One that is gone and was the newest is lost, and one that is in quarantine was damaged: the scrub was faster.
+    """
+    if os.path.lexists(paths.checkpoints / name):
+        return False
+    infos, order = list_checkpoints(paths), checkpoint_order(name) or (-1, -1)
+    if any(info.kind == "quarantined" and info.name.startswith(f"{name}.") for info in infos):
+        return False
+    return any(info.kind == "committed" and info.order > order for info in infos)

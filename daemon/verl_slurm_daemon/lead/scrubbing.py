@@ -1,0 +1,99 @@
+"""The slow scrub of a running job: checkpoints and frozen models are read back one by one; what rotted is set aside.
+
+When each was read last is in the journal (`verified`, `scrubbed`), so it holds over requeues. Where the nodes have a
+second copy, the damaged one is brought home at once. Nothing here may end a run: what goes wrong is written down.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.frozen_check import frozen_digests
+from verl_slurm.checkpoint.store.scrub import next_due, scrub_frozen, scrub_one
+from verl_slurm.config.schema import CheckpointConfig
+from verl_slurm.journal.events import Scrubbed
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.saves import last_judged
+from verl_slurm_daemon.journal import Journal
+
+__all__ = ["scrub_forever", "scrub_next"]
+
+_SETTLE_S = 600.0
+"""After a start there is enough to do."""
+
+_FROZEN = "frozen/"
+
+
+def scrub_next(
+    paths: RunPaths, config: CheckpointConfig, epoch: int, now: float, keys: Keyring | None = None
+) -> tuple[float, Scrubbed | None]:
+    """Read the next checkpoint back if one is due. Blocks; slow on purpose.
+
+    Args:
+        keys: where given, it must be signed with one of them.
+
+    Returns:
+        Seconds until the next look, and what to journal; None: nothing was due.
+    """
+    every_s = config.scrub_every_h * 3600
+    infos = [*list_checkpoints(paths), *_frozen(paths)]
+    due = next_due(infos, last_judged(read_events(paths)), now=now, every_s=every_s)
+    if due.name is None or due.in_s > 0:
+        return min(due.in_s, every_s), None
+    require_epoch(paths, epoch)
+    bytes_per_s = config.scrub_mb_per_s * 1e6
+    if due.name.startswith(_FROZEN):
+        digest = due.name.removeprefix(_FROZEN)
+        one = scrub_frozen(paths, digest, set_aside=True, bytes_per_s=bytes_per_s)
+    else:
+        path = paths.checkpoints / due.name
+        one = scrub_one(path, set_aside=True, keys=keys, bytes_per_s=bytes_per_s)
+    if one.gone:
+        return 0.0, None
+    detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])
+    told = Scrubbed(one.verdict.ok, due.name, one.verdict.num_bytes, detail)
+    if one.verdict.ok or one.set_aside:
+        return 0.0, told
+    # One that cannot be read now stays due, and is not asked for again at once. One whose owner or signature is
+    # wrong is judged: it would keep all others from their turn for ever.
+    if not any(problem.kind == "unreadable" for problem in one.verdict.problems):
+        told.judged = True
+    return _SETTLE_S, told
+
+
+def _frozen(paths: RunPaths) -> list[CheckpointInfo]:
+    """The copies in RUN/frozen, to stand in line with the checkpoints: behind all of them."""
+    return [
+        CheckpointInfo(kind="committed", name=_FROZEN + digest, path=paths.frozen / digest)
+        for digest in frozen_digests(paths)
+    ]
+
+
+async def scrub_forever(
+    paths: RunPaths,
+    config: CheckpointConfig,
+    journal: Journal,
+    epoch: int,
+    bring_home: Callable[[str], Awaitable[bool]],
+    keys: Keyring | None = None,
+) -> None:
+    """Until it is cancelled. Runs once per lead."""
+    pause = min(_SETTLE_S, config.scrub_every_h * 1800)
+    while config.scrub_every_h > 0:
+        await asyncio.sleep(pause)  # the due time, worked out from the journal
+        try:
+            pause, told = await asyncio.to_thread(scrub_next, paths, config, epoch, time.time(), keys)
+        except (OSError, VerlSlurmError) as error:
+            pause, told = _SETTLE_S, Scrubbed(False, detail=str(error))
+        if told is None:
+            continue
+        journal.write(told)
+        of_checkpoint = not told.name.startswith(_FROZEN)  # nodes have no copy of a frozen model
+        if not told.good and of_checkpoint and config.local_dir:
+            await bring_home("")

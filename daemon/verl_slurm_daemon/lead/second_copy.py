@@ -1,0 +1,88 @@
+"""Brings checkpoints home from the nodes' own disks: each node sends its parts, the lead makes them whole.
+
+At the start of a generation, where a node may hold something newer than shared storage (which was gone, full, or
+damaged since), and after a save that does not read back. `checkpoint/store/local_copy.py` is the specification.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_slurm.base.bounded import SMALL, read_regular
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, local_directory, send_home, this_node
+from verl_slurm.config.load import load_resolved
+
+__all__ = ["bring_home_argv", "collect", "left_behind", "parts_since", "run_bring_home"]
+
+
+def bring_home_argv(python: str, paths: RunPaths, epoch: int, after: str) -> list[str]:
+    """The command of one node."""
+    argv = [
+        python,
+        "-P",
+        "-m",
+        "verl_slurm_daemon",
+        "bring-home",
+        "--run",
+        str(paths.root),
+        "--epoch",
+        str(epoch),
+    ]
+    return [*argv, "--after", after]
+
+
+def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
+    """Send this node's parts that are newer than `after` and that shared storage lacks.
+
+    Raises:
+        Fenced: the run belongs to another incarnation.
+        OSError: a disk refuses.
+        KeyRefused, PermissionRefused: `keys.load_keys`.
+    """
+    paths = RunPaths(root)
+    require_epoch(paths, epoch)
+    config = load_resolved(paths.run_yaml).checkpoint
+    directory, keys = local_directory(config.local_dir, paths, this_node()), load_keys(config.encryption)
+    oldest = checkpoint_order(after) or (-1, -1)
+    for part in list_parts(directory, keys) if directory is not None else ():
+        lacking = not (paths.checkpoints / part.name).exists()
+        if part.order > oldest and lacking and part.manifest.epoch >= parts_since(paths):
+            send_home(part, paths)
+    return ExitCode.OK
+
+
+def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequence[str]:
+    """The lead's part, when every node has sent: what came of it, a line a checkpoint.
+
+    Args:
+        keys: what came home must be signed with one of them.
+    """
+    require_epoch(paths, epoch)
+    lines = []
+    for verdict, good, filled in assemble(paths, keys):
+        if good:
+            others = f"; {len(filled)} files are from the copy in quarantine" if filled else ""
+            lines.append(
+                f"{verdict.name}: brought home from the nodes' own disks, {verdict.num_bytes} bytes{others}"
+            )
+        else:
+            lines.append(f"{verdict.name}: the nodes of this job do not hold it whole: {verdict.one_line()}")
+    return lines
+
+
+def left_behind(name: str, nodes: str) -> str:
+    """What is said of a checkpoint that the nodes outside this job hold alone, or have lost."""
+    where = nodes or "other nodes"
+    return f"{name} is on the disks of {where} alone, and did not come home: the run goes on without it"
+
+
+def parts_since(paths: RunPaths) -> int:
+    """The first incarnation whose parts count: what is older, the user has left behind on purpose."""
+    try:
+        return int(read_regular(paths.parts_since, SMALL))
+    except (FileNotFoundError, ValueError):
+        return 0

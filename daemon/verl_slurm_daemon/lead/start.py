@@ -1,0 +1,144 @@
+"""What a lead needs before it can own its run: the configuration, the directories, and storage that takes a file.
+
+Storage that is full, read-only or silent costs no run. It is waited for as long as `PAUSES_S` lasts; then the start has
+failed, and the policy has the job requeued: `failed_starts` counts such starts, and `policy` says how long each waits.
+"""
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.load import load_own
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.progress import failed_starts
+from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfile
+from verl_slurm_daemon.allocation.local import HostfileAllocation, LocalAllocation
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.decide.inputs import StartFailed
+
+__all__ = ["PAUSES_S", "SIGNALS", "Ground", "prepare", "say_again", "start_failed"]
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Between tries in place: half a minute, which a busy file server may need, and a job in a full cluster is worth."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""What a lead hears. Blocked until it listens, so that none is lost, or deadly."""
+_LOOK_S = 0.2
+_NOT_KNOWN = 3
+"""Failed starts before this one, where the journal that counts them cannot be read."""
+_CODES = {
+    errno.ENOSPC: ExitCode.NO_ROOM,
+    errno.EDQUOT: ExitCode.NO_ROOM,
+    errno.EACCES: ExitCode.PERMISSION,
+    errno.EPERM: ExitCode.PERMISSION,
+}
+
+
+class Ground(NamedTuple):
+    """What a lead stands on. `failed`: storage did not let it have more than this."""
+
+    config: RunConfig
+    allocation: Allocation
+    failed: OSError | None = None
+
+
+def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
+    """Read the configuration and make the run's directories.
+
+    Raises:
+        VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
+    """
+    job = None if hostfile is not None else SlurmJob.from_environ(dict(os.environ))
+    restarted = job is not None and job.restart_count > 0
+    host = ""
+
+    def attempt() -> RunConfig:
+        nonlocal host
+        if restarted:
+            paths.run_yaml.stat()  # it was there: a node without the file system is no run without a configuration
+        config = load_own(paths.run_yaml)
+        for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
+            private_dir(directory)
+        if hostfile is not None:
+            hosts = read_hostfile(hostfile)
+            check_hosts(hosts, config)
+            _require_resolvable(hosts, hostfile)
+            host = hosts[0].name
+        return config
+
+    config, failed = RunConfig(), None
+    for pause in (*PAUSES_S, None):
+        try:
+            config, failed = attempt(), None
+            break
+        except OSError as error:
+            failed = error
+        if pause is None:
+            break
+        say_again(failed, pause)
+        if _interrupted(pause):
+            break
+    if hostfile is not None:
+        return Ground(config, HostfileAllocation(config, paths, host), failed)
+    if job is None:
+        return Ground(config, LocalAllocation(config, paths), failed)
+    return Ground(config, SlurmAllocation(job, config, paths), failed)
+
+
+def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
+    """Refuse a name that means nothing here: the agents would never find each other.
+
+    Raises:
+        ConfigError: with the name.
+    """
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host.name, None)
+        except socket.gaierror as error:
+            raise ConfigError(
+                "a host of the hostfile is not known here",
+                where=hostfile,
+                found=f"{host.name}: {error.strerror}",
+                expected="a name or an address that resolves",
+                remedy=f"correct the name, or add it to /etc/hosts: getent hosts {host.name}",
+            ) from None
+
+
+def say_again(error: OSError, pause_s: float) -> None:
+    """Into the lead's log: the journal may be on the storage that fails."""
+    with suppress(OSError, ValueError):
+        sys.stdout.write(f"verl-slurmd: {error}: tries again in {pause_s:.0f} s\n")
+        sys.stdout.flush()
+
+
+def start_failed(paths: RunPaths, allocation: Allocation, error: OSError) -> StartFailed:
+    """What the policy is told of a start that `error` has stopped."""
+    try:
+        before = failed_starts(read_events(paths), allocation.job_id, allocation.restart)
+    except OSError:
+        before = _NOT_KNOWN
+    code = _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
+    return StartFailed(str(error), before, code)
+
+
+def _interrupted(seconds: float) -> bool:
+    """Wait that long; whether a signal has come meanwhile, which is left for the lead to hear."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if signal.sigpending() & set(SIGNALS):
+            return True
+        time.sleep(_LOOK_S)  # a blocked signal wakes no process; sigwait would take it
+    return False

@@ -1,0 +1,95 @@
+"""Checkpoints move on to the run's tiers by themselves: `python -m verl_slurm.tiers`, as a child of the lead.
+
+A process of its own, of the lowest priority: boto3 is not in the daemon's memory, an upload never delays a decision,
+and a kill at any moment costs no more than a part of it. It writes what it did to the journal itself.
+"""
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+from verl_slurm.base.errors import TierError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Tiers
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.processes import child_setup
+
+__all__ = ["TierMover", "restore_newest"]
+
+
+class TierMover:
+    """A pass after every verified checkpoint and every `tiers_every_min`, one at a time.
+
+    Without tiers it does nothing.
+    """
+
+    def __init__(self, paths: RunPaths, config: RunConfig, journal: Journal) -> None:
+        self._paths, self._journal = paths, journal
+        self._every_s = config.tiers_every_min * 60.0 if config.tiers else None
+        self._wanted = asyncio.Event()
+        self._child: asyncio.subprocess.Process | None = None
+
+    def wake(self) -> None:
+        """There is something new to move."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """For ever; cancel it to end it, child included."""
+        if self._every_s is None:
+            return
+        try:
+            while True:
+                self._wanted.clear()
+                await self._pass()
+                try:
+                    async with asyncio.timeout(self._every_s):
+                        await self._wanted.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """End a pass that is under way: a save needs the disks and the network now. The next one goes on with it."""
+        if self._child is not None and self._child.returncode is None:
+            self._child.kill()
+
+    async def _pass(self) -> None:
+        try:
+            self._child = await asyncio.create_subprocess_exec(
+                *_command("sync", self._paths),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                preexec_fn=child_setup,
+            )
+        except OSError as error:  # no process to be had: never a reason to end a training
+            self._journal.write(Tiers(str(error)))
+            return
+        _, said = await self._child.communicate()
+        if self._child.returncode and said:  # a failed copy is in the journal already, and says nothing here
+            self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-500:]))
+
+
+def restore_newest(paths: RunPaths) -> None:
+    """Bring the newest checkpoint of any tier into the run: nothing in it verifies.
+
+    Blocks until that is done; the child bounds itself by the bytes that it expects.
+
+    Raises:
+        TierError: a tier that has one does not answer, or gave back something else: to begin afresh would throw
+            away what is there.
+    """
+    words = _command("restore", paths)
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        found = done.stderr.strip()[-500:]
+        if done.returncode == -signal.SIGALRM:
+            found = "a tier did not give its bytes in time"
+        raise TierError("nothing could be brought back from the run's tiers", found=found)
+
+
+def _command(what: str, paths: RunPaths) -> list[str]:
+    return [sys.executable, "-P", "-m", "verl_slurm.tiers", what, "--run", str(paths.root)]

@@ -1,0 +1,199 @@
+"""The TCP channel between lead and agents: sockets here, bytes and rules in `verl_slurm.wire.framing`."""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from verl_slurm.base.errors import WireError
+from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
+from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
+from verl_slurm.wire.messages import FromAgent, ToAgent
+
+__all__ = ["AgentLink", "LeadLink", "connect", "serve"]
+
+_HANDSHAKE_S = 5.0
+_READ_BYTES = 64 * 1024
+_BACKLOG, _MOST_BACKLOG = 128, 4096
+_SILENCE_S = 180
+"""A link whose other end acknowledges nothing for so long is dead: a node without power says nothing more. Long enough
+for a switch that starts anew: what was sent meanwhile arrives afterwards, and nobody has noticed. A process that is
+stopped, or slow, is not silent: its kernel acknowledges for it, until what it does not read fills its buffer; one that
+reads nothing for so long after that is given up, too."""
+
+
+class AgentLink:
+    """The lead's end of one agent's connection."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
+    ) -> None:
+        self._reader, self._writer, self._framer = reader, writer, framer
+
+    def send(self, message: ToAgent) -> None:
+        """Hand one message to the kernel; a link that is broken says so by ending, not here."""
+        if not self._writer.is_closing():
+            self._writer.write(self._framer.encode(message))
+
+    async def messages(self, deliver: Callable[[FromAgent], None]) -> None:
+        """Give every message to `deliver` until the link ends."""
+        while data := await self._reader.read(_READ_BYTES):
+            for message in self._framer.feed(data):
+                deliver(message)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def serve(
+    host: str,
+    token: bytes,
+    epoch: int,
+    max_links: int,
+    on_link: Callable[[AgentLink], Awaitable[None]],
+    refused: Callable[[str, str], None] = lambda *_: None,
+) -> tuple[asyncio.Server, int]:
+    """Listen on a free port. `on_link` runs for each peer that proved it knows the token.
+
+    Args:
+        host: what the agents will be told. A loopback address is listened on alone; for any other, all
+            interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
+        max_links: proven peers at once.
+        refused: told of every other one: one of `connection_limits.REASONS`, and who it was.
+
+    Peers that do not finish the handshake in 5 s are dropped, and sooner where newer ones push them out.
+    """
+    limits = ConnectionLimits(max_links, refused)
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        transport: Any = writer.transport
+        transport.max_size = _READ_BYTES  # asyncio would take 256 KiB for each read, of each stranger
+        _notice_silence(writer)
+        limits.arrive(transport)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                key = await _greet_agent(reader, writer, token, epoch)
+        except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            limits.turn_away(transport, error)
+            return
+        if not limits.admit(transport):
+            return
+        framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
+        try:
+            await on_link(AgentLink(reader, writer, framer))
+        except (WireError, OSError):
+            pass  # an agent that died: its absence is noticed where it is waited for
+        finally:
+            limits.leave()
+            await _close(writer)
+
+    # All agents of a large job come within milliseconds, and one that finds the queue full asks again after a second.
+    backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
+    make_room(max_links + limits.most_strangers + backlog)
+    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - whoever connects must know the token
+    server = await asyncio.start_server(
+        on_connection, host if host.startswith("127.") else everywhere, port=0, backlog=backlog
+    )
+    port = int(server.sockets[0].getsockname()[1])
+    return server, port
+
+
+async def _greet_agent(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int
+) -> bytes:
+    nonce_lead = secrets.token_bytes(NONCE_BYTES)
+    writer.write(HELLO + nonce_lead)
+    answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
+    nonce_agent, theirs = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(theirs, proof(token, b"agent", epoch, nonce_lead, nonce_agent)):
+        raise WireError("a peer does not know the token")
+    writer.write(proof(token, b"lead", epoch, nonce_agent, nonce_lead))
+    return session_key(token, epoch, nonce_lead, nonce_agent)
+
+
+class LeadLink:
+    """The agent's end."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
+    ) -> None:
+        self._reader, self._writer, self._framer = reader, writer, framer
+
+    @property
+    def own_host(self) -> str:
+        """The address of this node on the network that reaches the lead: the one to rendezvous on."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
+    def send(self, message: FromAgent) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(self._framer.encode(message))
+
+    async def messages(self, deliver: Callable[[ToAgent], None]) -> None:
+        """Give every message to `deliver` until the lead is gone."""
+        try:
+            while data := await self._reader.read(_READ_BYTES):
+                for message in self._framer.feed(data):
+                    deliver(message)  # type: ignore[arg-type]
+        except ConnectionError:
+            return
+
+    async def close(self) -> None:
+        """Send what is still in the buffer, bounded, and close."""
+        try:
+            async with asyncio.timeout(1.0):
+                await self._writer.drain()
+                self._writer.close()
+                await self._writer.wait_closed()
+        except (TimeoutError, OSError):
+            return
+
+
+async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
+    """Connect to the lead and prove, both ways, knowledge of the token.
+
+    Raises:
+        WireError: the lead is not the one of this token and epoch.
+    """
+    async with asyncio.timeout(_HANDSHAKE_S):
+        reader, writer = await asyncio.open_connection(host, port)
+        _notice_silence(writer)
+        try:
+            key = await _greet_lead(reader, writer, token, epoch, f"{host}:{port}")
+        except BaseException:
+            await _close(writer)
+            raise
+    return LeadLink(reader, writer, Framer(key, b"A", ToAgent))
+
+
+async def _greet_lead(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int, where: str
+) -> bytes:
+    hello = await reader.readexactly(len(HELLO) + NONCE_BYTES)
+    if not hello.startswith(HELLO):
+        raise WireError("the peer is not a lead", where=where, expected=HELLO.decode())
+    nonce_lead, nonce_agent = hello[len(HELLO) :], secrets.token_bytes(NONCE_BYTES)
+    writer.write(nonce_agent + proof(token, b"agent", epoch, nonce_lead, nonce_agent))
+    theirs = await reader.readexactly(PROOF_BYTES)
+    if not hmac.compare_digest(theirs, proof(token, b"lead", epoch, nonce_agent, nonce_lead)):
+        raise WireError("the lead does not know the token", where=where)
+    return session_key(token, epoch, nonce_lead, nonce_agent)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+def _notice_silence(writer: asyncio.StreamWriter) -> None:
+    """Without it a link on which nothing is said never ends, and one with something under way after 15 minutes."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # a kernel that does not know one of these
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_SILENCE_S // 3, 1))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_SILENCE_S // 12, 1))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000)

@@ -1,0 +1,1 @@
+"""Metrics ports: numbers, exposition, HTTP."""

@@ -1,0 +1,130 @@
+"""The metrics port of a lead or an agent: `GET /metrics` and `GET /healthz`, and nothing that changes anything.
+
+Where it listens is written into a file (`observability.targets_dir`), as Prometheus' file-based service discovery has
+it; the run's name and id are there, too, for what the port itself shows is everybody's to read. A port that cannot be
+had stops no run: another one is taken, or none, and it is said.
+"""
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, read_token, serve_http
+from verl_slurm.wire.listeners import listener_of
+
+__all__ = ["Exporter"]
+
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Exporter:
+    """One open port.
+
+    Args:
+        name: `lead`, or `node_0003`: in the name of that file, and the series' label `instance`.
+        page: makes the text of /metrics.
+        up: whether this part of the run is at work.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        name: str,
+        *,
+        page: Callable[[], bytes],
+        up: Callable[[], bool],
+    ) -> None:
+        self._paths, self._config, self._name = paths, config, name
+        self._page, self._up = page, up
+        self._token: str | None = None
+        self._server: asyncio.Server | None = None
+        self._target_file: Path | None = None
+        self._written = b""
+
+    async def open(self, own_host: Callable[[], Awaitable[str]], port: int) -> str:
+        """Listen and publish.
+
+        Args:
+            own_host: says where other nodes reach this one; asked only where they are to.
+            port: the wanted one; 0: any.
+
+        Returns:
+            What people should know: where it listens if not where it was to, or why it does not. Empty: all is well.
+        """
+        wanted = self._config.observability
+        try:
+            if wanted.token_file is not None:
+                self._token = read_token(wanted.token_file)
+            reached: str = wanted.metrics_host
+            if reached != "127.0.0.1":
+                # Its name may mean 127.0.1.1 on the node itself, so it is not what is listened on.
+                reached = await own_host()
+            host = "::" if ":" in reached else wanted.metrics_host
+            found, problem = await self._listen(host, port)
+            self._publish(reached, found)
+        except (OSError, VerlSlurmError) as error:
+            self.close()
+            return f"no metrics from {self._name}: {error}"
+        return problem
+
+    async def _listen(self, host: str, port: int) -> tuple[int, str]:
+        problem = ""
+        try:
+            self._server, found = await serve_http(host, port, self._answer, Caps(), self._token)
+        except OSError as error:
+            if port == 0:
+                raise
+            self._server, found = await serve_http(host, 0, self._answer, Caps(), self._token)
+            problem = f"metrics of {self._name} are at port {found}: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                listener = listener_of(port)
+                problem += f" by {listener.name}"
+                if self._token is not None and listener.stranger:
+                    problem += "; a scraper that still goes there shows it the token: make a new one"
+        return found, problem
+
+    def _publish(self, host: str, port: int) -> None:
+        number = run_id(self._paths)
+        labels = {
+            "run": self._config.name,
+            "run_id": number,
+            "role": "lead" if self._name == "lead" else "agent",
+            "instance": self._name,  # a port changes with each start; the series goes on
+        }
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._written = msgspec.json.encode([{"targets": [target], "labels": labels}])
+        directory = self._config.observability.targets_dir
+        target_file = (
+            private_dir(Path(directory) if directory else self._paths.metrics) / f"{number}.{self._name}.json"
+        )
+        write_file(target_file, self._written)
+        self._target_file = target_file
+
+    async def _answer(self, request: HttpRequest) -> HttpReply:
+        if request.path == "/healthz":
+            return HttpReply(200, b"up\n") if self._up() else HttpReply(503, b"down\n")
+        if request.path != "/metrics":
+            return HttpReply(404)
+        if self._token is not None and not request.bearer:
+            return HttpReply(401)
+        return HttpReply(200, self._page(), _TEXT)
+
+    def close(self) -> None:
+        """Close the port; take the address back, unless another has written its own there."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        with contextlib.suppress(OSError):
+            if self._target_file is not None and self._target_file.read_bytes() == self._written:
+                self._target_file.unlink()
+        self._target_file = None

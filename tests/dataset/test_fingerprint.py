@@ -1,0 +1,180 @@
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.dataset.fingerprint import record as module
+from verl_slurm.dataset.fingerprint.entries import FileDigest
+from verl_slurm.dataset.fingerprint.record import Drift, check_dataset, drift, fingerprint, read, write
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "data"
+    (root / "part").mkdir(parents=True)
+    (root / "a.jsonl").write_text("a\n")
+    (root / "b.jsonl").write_text("b\n")
+    (root / "part" / "c.jsonl").write_text("c\n")
+    return root
+
+
+def test_added_removed_and_changed_files_are_listed_and_nothing_else(root: Path) -> None:
+    old = fingerprint(root)
+    assert not drift(old, fingerprint(root))
+    (root / "a.jsonl").unlink()
+    (root / "part" / "c.jsonl").write_text("C\n")
+    (root / "part" / "d.jsonl").write_text("d\n")
+    (root / "b.jsonl").touch()
+    new = fingerprint(root)
+    assert drift(old, new) == Drift(added=("part/d.jsonl",), removed=("a.jsonl",), changed=("part/c.jsonl",))
+    assert new.digest != old.digest
+    expected = "1 changed (part/c.jsonl), 1 added (part/d.jsonl), 1 removed (a.jsonl)"
+    assert drift(old, new).one_line() == expected
+
+
+def test_content_name_and_kind_count_and_times_modes_and_threads_do_not(root: Path, tmp_path: Path) -> None:
+    first = fingerprint(root)
+    os.utime(root / "a.jsonl", (1, 1))
+    (root / "a.jsonl").chmod(0o600)
+    assert fingerprint(root, threads=7) == first
+    (root / "a.jsonl").rename(root / "z.jsonl")
+    assert fingerprint(root).digest != first.digest
+    (root / "z.jsonl").rename(tmp_path / "z")
+    (root / "a.jsonl").symlink_to(tmp_path / "z")
+    assert drift(first, fingerprint(root)).changed == ("a.jsonl",)
+    (root / "a.jsonl").unlink()
+    (tmp_path / "z").rename(root / "a.jsonl")
+    assert fingerprint(root) == first
+    (root / "empty").mkdir()
+    assert drift(first, fingerprint(root)).added == ("empty",)
+
+
+def test_moving_a_boundary_between_files_changes_the_digest(root: Path) -> None:
+    first = fingerprint(root)
+    (root / "a.jsonl").write_text("a\nb")
+    (root / "b.jsonl").write_text("\n")
+    assert fingerprint(root).digest != first.digest
+
+
+@pytest.mark.parametrize("fault", ["missing", "file", "empty", "broken link", "loop", "pipe", "not utf-8"])
+def test_a_root_that_cannot_be_hashed_is_a_data_error_with_a_remedy(
+    root: Path, tmp_path: Path, fault: str
+) -> None:
+    target = root
+    if fault == "missing":
+        target = tmp_path / "nowhere"
+    elif fault == "file":
+        target = root / "a.jsonl"
+    elif fault == "empty":
+        target = tmp_path / "none"
+        (target / "sub").mkdir(parents=True)
+    elif fault == "broken link":
+        (root / "x").symlink_to("nowhere")
+    elif fault == "loop":
+        (root / "part" / "up").symlink_to(root)
+    elif fault == "pipe":
+        os.mkfifo(root / "p")
+    else:
+        (root / os.fsdecode(b"\xff.jsonl")).write_bytes(b"x")
+    with pytest.raises(DataError, match=r"data\.root"):
+        fingerprint(target)
+
+
+def test_a_tree_that_changes_at_each_look_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module.hash_files
+
+    def slow(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+        result = real(where, lines, threads=threads)
+        with (root / "b.jsonl").open("a") as file:
+            file.write("more\n")
+        return result
+
+    monkeypatch.setattr(module, "hash_files", slow)
+    with pytest.raises(DataError, match="changes while it is read"):
+        fingerprint(root)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_that_changes_once_around_its_reading_is_read_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    real = module.hash_files
+    rounds: list[int] = []
+
+    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+        rounds.append(len(lines))
+        if len(rounds) == 1 and when == "before":
+            (root / "b.jsonl").write_text("B\n")
+        result = real(where, lines, threads=threads)
+        if len(rounds) == 1 and when == "after":
+            (root / "b.jsonl").write_text("B\n")
+        return result
+
+    monkeypatch.setattr(module, "hash_files", once)
+    found = fingerprint(root)
+    assert found.files["b.jsonl"].sha256 == hashlib.sha256(b"B\n").hexdigest()
+    assert rounds == [3, 1]
+
+
+def test_a_file_that_appears_while_the_tree_is_read_is_in_the_result(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.hash_files
+
+    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+        (root / "late.jsonl").write_text("late\n") if not (root / "late.jsonl").exists() else None
+        (root / "a.jsonl").unlink(missing_ok=True) if "a.jsonl" not in "".join(lines) else None
+        return real(where, lines, threads=threads)
+
+    monkeypatch.setattr(module, "hash_files", once)
+    found = fingerprint(root).files
+    assert "late.jsonl" in found
+    assert "a.jsonl" not in found
+
+
+def test_it_is_recorded_and_read_back_and_damage_to_the_record_is_noticed(
+    root: Path, paths: RunPaths
+) -> None:
+    paths.root.mkdir()
+    assert read(paths) is None
+    found = fingerprint(root)
+    write(paths, found)
+    assert read(paths) == found
+    assert paths.fingerprint.stat().st_mode & 0o777 == 0o600
+    text = paths.fingerprint.read_text()
+    for broken in (text.replace('"size": 2', '"size": 3', 1), text[:-20], "{}", '{"format":1,"format":1}'):
+        paths.fingerprint.write_text(broken)
+        with pytest.raises(CheckpointCorrupt):
+            read(paths)
+
+
+def test_a_run_refuses_changed_data_names_it_and_takes_it_when_told(root: Path, paths: RunPaths) -> None:
+    paths.root.mkdir()
+    first = check_dataset(paths, root)
+    assert check_dataset(paths, root) == first
+    (root / "a.jsonl").write_text("A\n")
+    with pytest.raises(DatasetDrift, match=r"1 changed \(a\.jsonl\)"):
+        check_dataset(paths, root)
+    accepted = check_dataset(paths, root, accept=True)
+    assert check_dataset(paths, root) == accepted != first
+
+
+def test_the_digest_is_what_it_always_was(tmp_path: Path) -> None:
+    # The recorded fingerprints of running runs depend on it.
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(b"x\n")
+    (tmp_path / "b.y").symlink_to("b/x")
+    (tmp_path / "\u00e9").write_bytes(b"")
+    sha = {data: hashlib.sha256(data).hexdigest() for data in (b"x\n", b"")}
+    text = (
+        "verl-slurm tree 1\n"
+        "link\0b.y\0" + f"2\0{sha[b'x' + bytes([10])]}\n"
+        f"file\0b/x\0" + f"2\0{sha[b'x' + bytes([10])]}\n"
+        "directory\0empty\0" + "0\0\n"
+        "file\0\u00e9\0" + f"0\0{sha[b'']}\n"
+    )
+    assert fingerprint(tmp_path).digest == hashlib.sha256(text.encode()).hexdigest()

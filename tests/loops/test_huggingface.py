@@ -1,0 +1,333 @@
+"""The real Hugging Face `Trainer` as a guest, in this process: asked, stopped, resumed, done."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.loops.frames_kit import Daemon, Run, save, stop
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveRequest, SaveStarted
+
+pytest.importorskip("accelerate", reason="NOT RUN: accelerate is not installed (pip install '.[dev]')")
+pytestmark = pytest.mark.torch
+
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments, set_seed  # noqa: E402
+
+from verl_slurm.loops.huggingface import VerlSlurmCallback  # noqa: E402
+from verl_slurm.loops.session import Session  # noqa: E402
+from verl_slurm.wire.client import NoDaemon  # noqa: E402
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Five batches of four."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": x.sum()}
+
+
+class OnlyOnce(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Eight samples, and never again."""
+
+    def __init__(self) -> None:
+        self._left = iter([Numbers()[index] for index in range(8)])
+
+    def __iter__(self) -> Any:
+        return self._left
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.net(x).squeeze(-1)
+        return {"loss": ((y - labels) ** 2).mean(), "logits": y}
+
+
+class Life:
+    """One incarnation: what it was told to do, and what came of it."""
+
+    def __init__(
+        self,
+        session: Session,
+        *callbacks: TrainerCallback,
+        data: Any = None,
+        **settings: Any,
+    ) -> None:
+        set_seed(3)
+        self.model = Net()
+        words = {
+            "max_steps": 12,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 20,
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine",
+        } | settings
+        out = str(session.paths.root / "out") if session.has_run else "out"
+        args = TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, **words)
+        self.service = VerlSlurmCallback(session)
+        self.trainer = Trainer(
+            self.model,
+            args,
+            train_dataset=data or Numbers(),
+            eval_dataset=Numbers(),
+            callbacks=[self.service, *callbacks],
+        )
+        self.stopped = False
+        try:
+            self.service.train(self.trainer)
+        except SystemExit as leave:
+            self.stopped = leave.code == 0
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+PLATEAU = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 9.0},
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "metric_for_best_model": "loss",
+}
+
+
+def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
+    life = Life(run.life(daemon))
+    assert life.stopped
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Stopped"]
+    [saved] = daemon.heard(Saved)
+    assert (saved.name, saved.request_id, saved.on_shared) == ("step_000004", 1, True)
+    [checkpoint] = run.checkpoints()
+    verdict = verify(checkpoint)
+    assert verdict.ok, verdict.one_line()
+    assert verdict.manifest is not None
+    assert (verdict.manifest.guest, verdict.manifest.step) == ("loop", 4)
+    assert (checkpoint / "guest/trainer_state.json").exists()
+    assert not list(run.paths.work(1).iterdir()), "it was moved, not copied"
+    assert life.trainer.args.output_dir == str(run.paths.root / "out")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dataloader_num_workers": 1},
+        {"gradient_accumulation_steps": 2, "max_steps": 6},
+        {"max_steps": -1, "num_train_epochs": 2},
+        PLATEAU,
+    ],
+    ids=["max-steps-and-workers", "accumulated", "epochs", "plateau"],
+)
+def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    daemon = Daemon()
+    straight = Life(Run(tmp_path / "straight").life(daemon), **settings)
+    total = max(daemon.steps())
+    for step in sorted({2, 5, total - 1}):  # in an epoch, at its end, just before the end of all
+        run = Run(tmp_path / str(step))
+        assert Life(run.life(Daemon({step: stop()})), **settings).stopped
+        ended = Daemon()
+        resumed = Life(run.life(ended), **settings)
+        assert ended.steps()[:2] == [step, step + 1]
+        assert torch.equal(resumed.weights, straight.weights), f"stopped at {step}"
+        assert [message.step for message in ended.heard(Finished)] == [total]
+
+
+def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit_alike(
+    tmp_path: Path,
+) -> None:
+    class Killed(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    straight = Life(Run(tmp_path / "straight").life(Daemon()))
+    run = Run(tmp_path / "killed")
+    with pytest.raises(KeyboardInterrupt):
+        Life(run.life(Daemon()), Killed(), save_strategy="steps", save_steps=4)
+    ended = Daemon()
+    resumed = Life(run.life(ended), save_strategy="steps", save_steps=4)
+    assert ended.steps()[:2] == [4, 5]
+    assert torch.equal(resumed.weights, straight.weights)
+
+
+def test_a_save_that_somebody_asks_for_stops_nothing(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon({3: save()})
+    assert not Life(run.life(daemon)).stopped
+    assert [message.name for message in daemon.heard(Saved)] == ["step_000003", "step_000012"]
+    assert daemon.kinds()[-1] == "Finished"
+
+
+def test_saved_is_what_the_trainer_saves_and_at_each_every_steps_and_rotation_finds_nothing(
+    tmp_path: Path,
+) -> None:
+    run, daemon = Run(tmp_path / "run", every_steps=5), Daemon()
+    Life(run.life(daemon), save_strategy="steps", save_steps=4, save_total_limit=1, logging_steps=1)
+    names = [message.name for message in daemon.heard(Saved)]
+    assert names == [f"step_{step:06d}" for step in (4, 5, 8, 10, 12)]
+    # Without it the daemon takes a slow save for silence.
+    assert [(m.request_id, m.step) for m in daemon.heard(SaveStarted)] == [(0, s) for s in (4, 5, 8, 10, 12)]
+    assert [path.name for path in run.checkpoints()] == names[-3:], "checkpoint.keep_last says how many stay"
+
+
+def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path) -> None:
+    """Left alone, transformers 5.10 trains one more: 12 steps are two epochs and two steps."""
+    run = Run(tmp_path / "run")
+    first = Life(run.life(Daemon()))
+    again = Daemon()
+    second = Life(run.life(again))
+    assert again.steps() == [12]
+    assert again.kinds() == ["Finished"]
+    assert torch.equal(first.weights, second.weights)
+
+
+def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path) -> None:
+    daemon = Daemon({12: stop()})
+    assert not Life(Run(tmp_path / "run").life(daemon)).stopped
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Finished"]
+
+
+def test_within_a_with_block_the_run_is_done_at_its_end_only(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    session = run.life(daemon)
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    with VerlSlurmCallback(session) as service:
+        service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
+        assert not daemon.heard(Finished)
+    assert daemon.heard(Finished)
+
+
+def test_early_stopping_is_an_end_and_no_interruption(tmp_path: Path) -> None:
+    class Enough(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 5
+
+    daemon = Daemon()
+    Life(Run(tmp_path / "run").life(daemon), Enough())
+    assert [message.step for message in daemon.heard(Finished)] == [5]
+
+
+def test_data_that_runs_out_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:
+    daemon, undispatched = Daemon(), {"dispatch_batches": False}
+    with pytest.raises(DataError, match="no samples left"):
+        Life(Run(tmp_path / "run").life(daemon), data=OnlyOnce(), accelerator_config=undispatched)
+    assert daemon.kinds()[-1] == "Refused"
+
+
+def test_save_strategy_best_does_not_overrule_the_daemon(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
+    life = Life(
+        run.life(daemon),
+        EarlyStoppingCallback(99),
+        save_strategy="best",
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that none is ever the best
+    )
+    assert life.stopped
+    assert run.checkpoints()[-1].name == "step_000004"
+    assert life.trainer.args.save_strategy == "best"
+
+
+def test_an_evaluation_for_which_there_is_no_time_is_left_out_and_said(tmp_path: Path) -> None:
+    soon = SaveRequest(request_id=1, stop=True, seconds_left=1e-9)
+    run, daemon = Run(tmp_path / "run"), Daemon({4: soon})
+    assert Life(run.life(daemon), eval_strategy="steps", eval_steps=2).stopped
+    [notice] = daemon.heard(Notice)
+    assert "the evaluation of step 4 is left out" in notice.text
+    assert notice.loud
+
+
+def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_path: Path) -> None:
+    class AskedAtAStep(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                daemon.now(SaveRequest(request_id=1, stop=True, seconds_left=-1.0))
+                assert daemon.refused_a_save.wait(60)
+
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(daemon), AskedAtAStep())
+    [failed] = daemon.heard(SaveFailed)
+    assert "the end of the step cannot be reached" in failed.reason
+    assert daemon.told.index(failed) < daemon.told.index(daemon.heard(SaveStarted)[0])
+
+
+def test_a_save_that_fails_loses_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run, daemon = Run(tmp_path / "run", every_steps=5), Daemon()
+    session = run.life(daemon)
+    with monkeypatch.context() as patched:
+        patched.setattr("verl_slurm.loops.step_end.commit_tree", full)
+        with pytest.raises(Exception, match="committing the checkpoint failed"):
+            Life(session)  # the last step's is not lost in silence
+    assert [type(m) for m in daemon.told if isinstance(m, SaveFailed)] == [SaveFailed] * 3
+    assert not daemon.heard(Finished)
+    assert not list(run.paths.work(1).iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_only_model": True},
+        {"enable_jit_checkpoint": True},
+        {
+            "load_best_model_at_end": True,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+        },
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_cannot_be_served_is_refused_with_words(tmp_path: Path, settings: dict[str, Any]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    daemon = Daemon()
+    try:
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            Life(Run(tmp_path / "run").life(daemon), **settings)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert daemon.kinds() == ["Refused"]
+
+
+def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    Life(run.life(Daemon({2: stop()})))
+    [checkpoint] = run.checkpoints()
+    (checkpoint / "guest/trainer_state.json").unlink()
+    daemon = Daemon()
+    with pytest.raises(ConfigError, match="not one of the Hugging Face Trainer"):
+        Life(run.life(daemon))
+    assert daemon.kinds() == ["Refused"]
+
+
+def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:
+    session = Session(NoDaemon(), rank=0, world_size=1)
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=4, save_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    service = VerlSlurmCallback(session)
+    service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]

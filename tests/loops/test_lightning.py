@@ -1,0 +1,302 @@
+"""The real Lightning `Trainer` as a guest, in this process: asked, stopped, resumed, done."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.loops.frames_kit import Daemon, Run, save, stop
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.loops.data import ResumableDataLoader
+from verl_slurm.wire.messages import Finished, Notice, Saved, SaveStarted
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::Warning"),
+]  # Lightning's own, of all kinds
+
+lightning = pytest.importorskip(
+    "lightning", reason="NOT RUN: lightning is not installed (pip install '.[dev]')"
+)
+
+from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
+
+from verl_slurm.loops.lightning import VerlSlurmCheckpoint  # noqa: E402
+from verl_slurm.loops.session import Session  # noqa: E402
+from verl_slurm.wire.client import NoDaemon  # noqa: E402
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Five batches of four; `noisy`: augmented at random, as images are."""
+
+    def __init__(self, *, noisy: bool = False) -> None:
+        self._noisy = noisy
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return x + torch.randn(8) * 0.01 if self._noisy else x, x.sum()
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    def __init__(self, schedule: str = "") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+        self._schedule = schedule
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x).squeeze(-1), y)
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self._schedule != "plateau":
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, factor=0.5, threshold=9.0
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Life:
+    """One incarnation: what it was told to do, and what came of it."""
+
+    def __init__(
+        self,
+        session: Session,
+        *callbacks: Any,
+        every: int | None = None,
+        noisy: bool = False,
+        validates: bool = False,
+        schedule: str = "",
+        loader: type[Any] = ResumableDataLoader,
+        workers: int = 0,
+        **settings: Any,
+    ) -> None:
+        lightning.seed_everything(3, verbose=False)
+        self.model = Net(schedule)
+        words = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": session.paths.root / "pl",
+        } | settings
+        if "max_steps" not in words:
+            words.setdefault("max_epochs", 3)
+        self.service = VerlSlurmCheckpoint(every, session)
+        self.trainer = lightning.Trainer(callbacks=[self.service, *callbacks], **words)
+        data = loader(Numbers(noisy=noisy), batch_size=4, shuffle=True, num_workers=workers)
+        held_out = [torch.utils.data.DataLoader(Numbers(), batch_size=20)] if validates else []
+        self.stopped = False
+        try:
+            self.service.fit(self.trainer, self.model, data, *held_out)
+        except SystemExit as leave:
+            self.stopped = leave.code == 0
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon({4: stop()})
+    assert Life(run.life(daemon)).stopped
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Stopped"]
+    assert [message.name for message in daemon.heard(Saved)] == ["step_000004"]
+    [checkpoint] = run.checkpoints()
+    verdict = verify(checkpoint)
+    assert verdict.ok, verdict.one_line()
+    assert verdict.manifest is not None
+    assert (verdict.manifest.guest, verdict.manifest.step) == ("loop", 4)
+    assert sorted(os.listdir(checkpoint / "guest")) == ["lightning.ckpt", "rank_0000.msgpack"]
+    assert not list(run.paths.work(1).iterdir()), "it was moved, not copied"
+    assert not (run.paths.root / "pl").exists(), "no ModelCheckpoint of Lightning's beside ours"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "epochs": {},
+    "max-steps": {"max_steps": 12},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "augmented-in-workers": {"noisy": True, "workers": 1, "max_epochs": 2},
+    "validated-in-mid-epoch": {"validates": True, "val_check_interval": 3, "schedule": "plateau"},
+    "plateau": {"validates": True, "schedule": "plateau"},
+    "part-of-the-data": {"limit_train_batches": 3, "noisy": True},
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    daemon = Daemon()
+    straight = Life(Run(tmp_path / "straight").life(daemon), **settings)
+    total = max(daemon.steps())
+    of_epoch = {"accumulated": 3, "part-of-the-data": 3}.get(_name(settings), 5)
+    for step in sorted({2, of_epoch, of_epoch + 3}):  # in an epoch, at its end, in the next one
+        run = Run(tmp_path / str(step))
+        assert Life(run.life(Daemon({step: stop()})), **settings).stopped
+        ended = Daemon()
+        resumed = Life(run.life(ended), **settings)
+        assert ended.steps()[:2] == [step, step + 1]
+        assert torch.equal(resumed.weights, straight.weights), f"stopped at {step}"
+        assert [message.step for message in ended.heard(Finished)] == [total]
+        assert resumed.trainer.current_epoch == straight.trainer.current_epoch
+
+
+def test_a_run_stopped_again_and_again_ends_bit_for_bit_as_if_it_had_not_been(tmp_path: Path) -> None:
+    straight = Life(Run(tmp_path / "straight").life(Daemon()), validates=True)
+    run = Run(tmp_path / "run")
+    for step in (2, 5, 6, 10, 13):
+        daemon = Daemon({step: stop()})
+        assert Life(run.life(daemon), validates=True).stopped
+        assert [message.name for message in daemon.heard(Saved)] == [f"step_{step:06d}"]
+    assert torch.equal(Life(run.life(Daemon()), validates=True).weights, straight.weights)
+
+
+def _name(settings: dict[str, Any]) -> str:
+    return next(name for name, case in CASES.items() if case == settings)
+
+
+def test_killed_without_a_word_it_goes_on_from_the_newest_checkpoint_bit_for_bit_alike(
+    tmp_path: Path,
+) -> None:
+    class Killed(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 6:
+                raise RuntimeError("killed")
+
+    straight = Life(Run(tmp_path / "straight").life(Daemon()))
+    run = Run(tmp_path / "killed")
+    with pytest.raises(RuntimeError, match="killed"):
+        Life(run.life(Daemon()), Killed(), every=4)
+    ended = Daemon()
+    resumed = Life(run.life(ended), every=4)
+    assert ended.steps()[:2] == [4, 5]
+    assert torch.equal(resumed.weights, straight.weights)
+
+
+def test_a_save_that_somebody_asks_for_stops_nothing_and_the_run_says_how_often(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run", every_steps=6), Daemon({3: save()})
+    assert not Life(run.life(daemon)).stopped
+    names = [message.name for message in daemon.heard(Saved)]
+    assert names == [f"step_{step:06d}" for step in (3, 6, 12, 15)]
+    assert daemon.kinds()[-1] == "Finished"
+
+
+def test_behind_its_last_step_no_further_one_is_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    first = Life(run.life(Daemon()), max_steps=7)
+    again = Daemon()
+    second = Life(run.life(again), max_steps=7)
+    assert again.kinds() == ["Finished"]
+    assert [message.step for message in again.heard(Finished)] == [7]
+    assert torch.equal(first.weights, second.weights)
+
+
+@pytest.mark.parametrize("settings", [{"max_steps": 7}, {"max_epochs": 1}], ids=["steps", "epochs"])
+def test_asked_at_its_last_step_it_is_done_and_not_stopped(tmp_path: Path, settings: dict[str, Any]) -> None:
+    last = settings.get("max_steps", 5)
+    daemon = Daemon({last: stop()})
+    assert not Life(Run(tmp_path / "run").life(daemon), **settings).stopped
+    assert daemon.kinds() == ["SaveStarted", "PartSaved", "Saved", "Finished"]
+
+
+def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path: Path) -> None:
+    class AskedMeanwhile(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_validation_start(self, trainer: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                daemon.now(stop())
+
+    daemon = Daemon()
+    assert Life(Run(tmp_path / "run").life(daemon), AskedMeanwhile(), validates=True).stopped
+    assert [message.step for message in daemon.heard(SaveStarted)] == [5]
+
+
+def test_slurms_term_and_usr1_end_nothing_and_requeue_nothing(tmp_path: Path) -> None:
+    """Lightning takes TERM for itself, and left alone ends with an error at the end of the batch."""
+
+    class Signalled(lightning.Callback):  # type: ignore[misc,name-defined]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+
+    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    try:
+        daemon = Daemon()
+        Life(Run(tmp_path / "run").life(daemon), Signalled(), validates=True, max_epochs=1)
+        assert [message.step for message in daemon.heard(Finished)] == [5]
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_loader_that_cannot_be_resumed_is_told_of(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    first, second = Daemon({2: stop()}), Daemon()
+    Life(run.life(first), loader=torch.utils.data.DataLoader)
+    Life(run.life(second), loader=torch.utils.data.DataLoader)
+    assert [message.loud for message in (*first.heard(Notice), *second.heard(Notice))] == [False, True]
+    assert all("ResumableDataLoader" in message.text for message in second.heard(Notice))
+
+
+def test_no_data_is_refused_and_not_taken_for_the_end(tmp_path: Path) -> None:
+    daemon = Daemon()
+    with pytest.raises(DataError, match="trained no step"):
+        Life(Run(tmp_path / "run").life(daemon), limit_train_batches=0)
+    assert daemon.kinds() == ["Refused"]
+
+
+def test_lightnings_own_requeueing_is_refused_with_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    daemon = Daemon()
+    with pytest.raises(ConfigError, match="SLURMEnvironment among the Trainer's plugins"):
+        Life(Run(tmp_path / "run").life(daemon), plugins=[SLURMEnvironment()])
+    assert daemon.kinds() == ["Refused"]
+
+
+def test_a_checkpoint_of_lightnings_own_requeueing_is_not_gone_on_from_in_silence(tmp_path: Path) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    (run.paths.root / "pl").mkdir()
+    (run.paths.root / "pl/hpc_ckpt_1.ckpt").touch()
+    with pytest.raises(ConfigError, match="hpc_ckpt_1.ckpt, which Lightning would go on from by itself"):
+        Life(run.life(daemon))
+    assert daemon.kinds() == ["Refused"]
+
+
+def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    Life(run.life(Daemon({2: stop()})))
+    (run.checkpoints()[0] / "guest/lightning.ckpt").unlink()
+    daemon = Daemon()
+    with pytest.raises(ConfigError, match="not one of Lightning"):
+        Life(run.life(daemon))
+    assert daemon.kinds() == ["Refused"]
+
+
+def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:
+    service = VerlSlurmCheckpoint(session=Session(NoDaemon(), rank=0, world_size=1))
+    trainer = lightning.Trainer(
+        callbacks=[service], max_steps=3, default_root_dir=tmp_path, logger=False, enable_progress_bar=False
+    )
+    service.fit(trainer, Net(), ResumableDataLoader(Numbers(), batch_size=4, shuffle=True))
+    assert trainer.global_step == 3

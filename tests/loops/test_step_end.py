@@ -1,0 +1,354 @@
+"""What is saved at a step's end becomes a checkpoint of the run, or is said to have failed: one rank, no framework."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_slurm.base.errors import Fenced
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.storage import FreeSpace
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.loops import step_end
+from verl_slurm.loops.session import Session
+from verl_slurm.wire.messages import (
+    FromRank,
+    Notice,
+    PartSaved,
+    Progress,
+    Saved,
+    SaveFailed,
+    SaveRequest,
+    SaveStarted,
+    Stopped,
+)
+
+pytestmark = pytest.mark.torch
+
+STOP, SAVE = SaveRequest(request_id=5, stop=True), SaveRequest(request_id=5, stop=False)
+WHY = "every step"
+
+
+class Line:
+    """A daemon that asks what a test has it ask, and remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.asked: SaveRequest | None = None
+        self.heard: list[FromRank] = []
+
+    def send(self, message: FromRank) -> None:
+        self.heard.append(message)
+
+    def request(self) -> SaveRequest | None:
+        return self.asked
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def kinds(self) -> list[type]:
+        return [type(message) for message in self.heard if not isinstance(message, Progress)]
+
+
+class Bench:
+    """One rank of a run that is about to train; its framework writes a file of its own and one that is rank 0's."""
+
+    def __init__(self, root: Path, *, resume: str = "", **options: Any) -> None:
+        from verl_slurm.save.ranks.collective import Collective
+
+        self.paths, self.line = RunPaths(private_dir(root)), Line()
+        if not self.paths.run_yaml.exists():
+            config = RunConfig(run_dir=str(root), checkpoint=CheckpointConfig(keep_last=3))
+            write_file(self.paths.run_yaml, dump(config))
+        self.epoch = take_epoch(self.paths, cluster="local", job_id="1", restart=0).epoch
+        directory = self.paths.checkpoints / resume if resume else None
+        self.session = Session(
+            self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch, resume=directory
+        )
+        step = read_manifest(directory).step if directory else 0
+        self.saver = step_end.StepEndSaver(
+            self.session, Collective(None), guest="verl", step=step, world_size=2, **options
+        )
+        self.saver.begin(step, 8)
+        self.wrote: list[int] = []
+
+    def save(self, step: int, *, last: bool = False, why: str = WHY) -> object:
+        name = f"global_step_{step}"
+        return self.saver.save(
+            step, name, metrics={"loss": 1.5}, why=why, last=last, write=self._writes(step, name)
+        )
+
+    def _writes(self, step: int, name: str) -> Callable[[], None]:
+        def write() -> None:
+            self.wrote.append(step)
+            (self.saver.work / name / "huggingface").mkdir(parents=True)
+            (self.saver.work / name / "huggingface" / "config.json").write_text("{}")
+            (self.saver.work / name / "model_rank_0.pt").write_bytes(b"weights")
+
+        return write
+
+    def step(self, step: int, request: SaveRequest | None = None) -> SaveRequest | None:
+        """One step is done; what the daemon wants at its end."""
+        self.line.asked = request or self.line.asked
+        self.saver.step_done(step, {})
+        return self.saver.asked()
+
+    def names(self) -> list[str]:
+        return [info.name for info in list_checkpoints(self.paths) if info.kind == "committed"]
+
+
+@pytest.fixture(params=[False, True], ids=["at-once", "beside"])
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(tmp_path / "run", beside=request.param)
+    yield made
+    made.saver.end()
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "run", beside=True, texts=lambda step: {"tracker.txt": str(step).encode()})
+    yield made
+    made.saver.end()
+
+
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "verl_slurm.checkpoint.store.free_space.free_space", lambda _: FreeSpace(bytes=10, inodes=9)
+    )
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_periodic_save_is_a_checkpoint_and_every_part_of_it_is_told(bench: Bench) -> None:
+    bench.save(2)
+    bench.saver.settle()
+    [info] = list_checkpoints(bench.paths)
+    assert (info.kind, info.name) == ("committed", "step_000002")
+    assert verify(info.path).ok
+    manifest = require_guest(info.path, "verl", world_size=2)
+    assert "global_step_2/huggingface/config.json" in {entry.path for entry in manifest.files}
+    assert (manifest.step, manifest.metrics) == (2, {"loss": 1.5})
+    assert bench.line.kinds() == [SaveStarted, PartSaved, Saved]
+    [started], [part], [saved] = (bench.line.of(kind) for kind in (SaveStarted, PartSaved, Saved))
+    assert (started.request_id, part.request_id, saved.request_id) == (0, 0, 0)
+    assert (saved.name, saved.reason) == ("step_000002", WHY)
+    assert bench.saver.saved_step == 2
+
+
+def test_a_save_that_was_asked_for_answers_that_request_once(bench: Bench) -> None:
+    assert bench.step(3, STOP) == STOP
+    assert bench.step(3) == STOP, "it is open"
+    bench.save(3)
+    [saved] = bench.line.of(Saved)
+    assert (saved.request_id, saved.reason) == (5, "the job ends")
+    assert bench.saver.stopping == STOP
+    bench.saver.leave()
+    assert bench.line.kinds() == [SaveStarted, PartSaved, Saved, Stopped]
+    assert bench.step(4) is None, "answered"
+
+
+def test_an_operators_request_is_a_save_and_training_goes_on(bench: Bench) -> None:
+    bench.step(3, SAVE)
+    bench.save(3)
+    assert [saved.reason for saved in bench.line.of(Saved)] == ["asked for"]
+    assert bench.saver.stopping is None
+
+
+def test_a_step_that_is_saved_already_is_not_written_again(bench: Bench) -> None:
+    bench.save(3)
+    bench.step(3, STOP)
+    bench.save(3)
+    assert bench.wrote == [3]
+    assert [(saved.name, saved.request_id) for saved in bench.line.of(Saved)] == [
+        ("step_000003", 0),
+        ("step_000003", 5),
+    ]
+    assert bench.line.of(Saved)[1].reason == "the job ends; nothing new since"
+
+
+def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.save(2)
+    bench.saver.settle()
+    monkeypatch.setattr(step_end, "commit_tree", full)
+    bench.step(4, STOP)
+    assert bench.save(4) is not None
+    [failed] = bench.line.of(SaveFailed)
+    assert failed.request_id == 5
+    assert "No space left" in failed.reason
+    assert bench.saver.saved_step == 2
+    assert not list(bench.saver.work.iterdir()), "what cannot be committed is in the way of the next one"
+    bench.save(6)
+    bench.saver.settle()
+    assert bench.saver.saved_step == 2
+    monkeypatch.undo()
+    bench.save(8, last=True)
+    assert bench.names() == ["step_000008", "step_000002"]
+    assert bench.line.of(Saved)[-1].reason == "all steps are done"
+
+
+def test_an_incarnation_that_no_longer_owns_the_run_commits_nothing(beside: Bench) -> None:
+    take_epoch(beside.paths, cluster="local", job_id="2", restart=1)
+    beside.save(2)
+    with pytest.raises(Fenced):
+        beside.saver.settle()
+    assert beside.names() == []
+
+
+def test_as_many_stay_as_the_configuration_says_also_those_of_former_lives(tmp_path: Path) -> None:
+    first = Bench(tmp_path / "run")
+    for step in range(1, 4):
+        first.save(step)
+    first.saver.end()
+    second = Bench(tmp_path / "run", resume="step_000003")
+    second.save(4)
+    second.save(5)
+    assert second.names() == ["step_000005", "step_000004", "step_000003"]
+    second.step(6, STOP)
+    second.save(6)
+    assert len(second.names()) == 4, "the job ends: the next start tidies up"
+    second.saver.end()
+
+
+def test_a_framework_that_writes_by_itself_says_so_before(bench: Bench) -> None:
+    bench.step(3, STOP)
+    bench.saver.begins(3)
+    assert bench.saver.saving
+    bench.save(3)
+    assert bench.line.kinds() == [SaveStarted, PartSaved, Saved]
+    assert not bench.saver.saving
+
+
+def test_a_request_that_the_loop_has_taken_is_nobody_elses(bench: Bench) -> None:
+    """The thread that looks in the middle of a step must not give up a save that is being written."""
+    watch = bench.saver._watch
+    assert watch is not None
+    watch.stop()  # it would look by itself
+    over = SaveRequest(request_id=1, stop=True, seconds_left=-1.0)  # no step could be reached
+    assert bench.step(4, over) is not None
+    watch.look()
+    assert bench.line.of(SaveFailed) == []
+
+
+def test_without_a_run_the_framework_saves_as_it_does(tmp_path: Path) -> None:
+    from verl_slurm.save.ranks.collective import Collective
+
+    saver = step_end.StepEndSaver(Session.open({}), Collective(None), guest="verl", beside=True)
+    wrote: list[int] = []
+    saver.begin(0, 2)
+    saver.step_done(1, {})
+    assert saver.asked() is None
+    assert saver.save(1, "global_step_1", metrics={}, why=WHY, write=lambda: wrote.append(1)) is None
+    saver.end()
+    assert wrote == [1]
+
+
+# ---- beside the next steps
+
+
+def test_training_goes_on_beside_a_periodic_commit_and_the_next_save_waits_for_it(
+    beside: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may = threading.Event(), threading.Event()
+    real = step_end.commit_tree
+
+    def slowly(*args: Any, **words: Any) -> Any:
+        begun.set()
+        assert may.wait(60)
+        return real(*args, **words)
+
+    monkeypatch.setattr(step_end, "commit_tree", slowly)
+    beside.save(2)
+    assert begun.wait(60)
+    assert beside.step(3) is None
+    assert beside.saver.saved_step == -1
+    may.set()
+    beside.step(4, STOP)
+    beside.save(4)
+    assert [saved.name for saved in beside.line.of(Saved)] == ["step_000002", "step_000004"]
+    assert (beside.paths.checkpoint(4) / "tracker.txt").read_bytes() == b"4"
+
+
+def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step(
+    beside: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gives up is ended at once; so the commit of the step before is waited for."""
+    may = threading.Event()
+    real = step_end.commit_tree
+    monkeypatch.setattr(step_end, "commit_tree", lambda *args, **words: may.wait(60) and real(*args, **words))
+    watch = beside.saver._watch
+    assert watch is not None
+    watch.stop()  # it would look by itself
+    beside.save(3)
+    beside.line.asked = SaveRequest(request_id=1, stop=True, seconds_left=-1.0)
+    watch.look()
+    assert not beside.line.of(SaveFailed)
+    may.set()
+    beside.saver.settle()
+    watch.look()
+    assert [saved.name for saved in beside.line.of(Saved)] == ["step_000003"]
+    assert len(beside.line.of(SaveFailed)) == 1
+
+
+def test_a_save_that_the_loop_waits_for_is_not_thrown_away_either(
+    beside: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, real = beside.saver._watch, step_end.commit_tree
+    assert watch is not None
+    watch.stop()
+
+    def struck(*args: Any, **words: Any) -> Any:
+        time.sleep(0.05)  # until the loop waits: nothing tells that it does
+        beside.line.asked = SaveRequest(request_id=6, stop=True, seconds_left=-1.0)
+        watch.look()
+        return real(*args, **words)
+
+    monkeypatch.setattr(step_end, "commit_tree", struck)
+    beside.step(3, SAVE)
+    beside.save(3)
+    assert [saved.name for saved in beside.line.of(Saved)] == ["step_000003"]
+    assert not beside.line.of(SaveFailed)
+
+
+def test_a_periodic_save_that_cannot_fit_is_not_begun_unless_it_is_the_last_chance(
+    beside: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework dies of a full disk, and with it the steps since the last save."""
+    beside.save(2)
+    beside.saver.settle()
+    no_room(monkeypatch)
+    beside.save(4)
+    beside.saver.settle()
+    assert (beside.saver.saved_step, beside.wrote) == (2, [2])
+    assert any("step 4 is not saved" in notice.text and notice.loud for notice in beside.line.of(Notice))
+    beside.step(5, SAVE)
+    beside.save(5)
+    assert beside.saver.saved_step == 5
+    beside.save(8, last=True)
+    assert beside.saver.saved_step == 8
+
+
+def test_what_was_resumed_from_tells_how_large_the_first_save_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Bench(tmp_path / "run")
+    first.save(1)
+    first.saver.end()
+    second = Bench(tmp_path / "run", resume="step_000001", beside=True)
+    monkeypatch.setattr(
+        "verl_slurm.checkpoint.store.free_space.free_space", lambda _: FreeSpace(bytes=5000, inodes=900)
+    )
+    second.save(2)
+    second.saver.end()
+    assert second.wrote == [], "five files take more than a block"

@@ -1,0 +1,50 @@
+"""Following a file that grows."""
+
+from pathlib import Path
+
+from verl_slurm.runs.follow import follow_lines
+
+
+def test_lines_come_as_they_are_finished(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = follow_lines(path, silence_s=lambda: 0.01)
+    assert next(lines) is None  # the file is not there yet, and nothing came in time
+    path.write_bytes(b"one\ntw")
+    assert next(lines) == b"one"
+    assert next(lines) is None
+    with path.open("ab") as file:
+        file.write(b"o\n\nthree\n")
+    assert [next(lines) for _ in range(3)] == [b"two", b"", b"three"]
+    lines.close()
+
+
+def test_history_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"old\nnew\n")
+    lines = follow_lines(path, 4, silence_s=lambda: 60.0)
+    assert next(lines) == b"new"
+    lines.close()
+
+
+def test_reading_does_not_wake_the_reader(tmp_path: Path) -> None:
+    """inotify reports our own open and close; had they rung, this would never fall silent."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"")
+    lines = follow_lines(path, silence_s=lambda: 0.2)
+    assert next(lines) is None
+    lines.close()
+
+
+def test_the_file_beside_is_looked_at_when_it_changes(tmp_path: Path) -> None:
+    path, beside = tmp_path / "events.jsonl", tmp_path / "status.json"
+    seen: list[bytes] = []
+    beside.write_bytes(b"first")
+    lines = follow_lines(
+        path, silence_s=lambda: 0.2, beside=beside, on_beside=lambda: seen.append(beside.read_bytes())
+    )
+    assert next(lines) is None
+    beside.with_suffix(".tmp").write_bytes(b"second")
+    beside.with_suffix(".tmp").rename(beside)
+    assert next(lines) is None
+    assert (seen[0], seen[-1]) == (b"first", b"second")
+    lines.close()

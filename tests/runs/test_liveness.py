@@ -1,0 +1,78 @@
+"""Whether a run without Slurm still lives."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from verl_slurm.base.fence import Epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import birth_of
+from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.runs.liveness import job_state, leads
+
+
+def owned(root: Path, *, pid: int, job_id: str, taken: datetime, born: str) -> RunPaths:
+    paths = RunPaths(private_dir(root))
+    owner = Epoch(
+        epoch=1,
+        cluster="local",
+        job_id=job_id,
+        restart=0,
+        host="a",
+        pid=pid,
+        taken=taken.isoformat(),
+        born=born,
+    )
+    write_file(paths.epoch, msgspec.json.encode(owner))
+    return paths
+
+
+@pytest.fixture
+def lead_pid(tmp_path: Path) -> Iterator[int]:
+    """A process with the words of a lead of `run`."""
+    argv = [sys.executable, "-c", "input()", "lead", "--run", "run"]
+    with subprocess.Popen(argv, cwd=tmp_path, stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("there", "job", "alive"),
+    [(True, "local-7", True), (True, "local-8", False), (False, "local-7", False)],
+    ids=["it lives", "another has the run", "no such process"],
+)
+def test_a_lead_that_was_started_by_hand_lives_as_long_as_its_process(
+    tmp_path: Path, lead_pid: int, there: bool, job: str, alive: bool
+) -> None:
+    """Of a hostfile run, say: it has no controller of submitit's, and was called gone while it ran."""
+    pid = lead_pid if there else 999_999_999
+    born = birth_of(lead_pid)
+    paths = owned(tmp_path / "run", pid=pid, job_id="local-7", taken=datetime.now(UTC), born=born)
+    submission = Submission(job_id=job, cluster="local", host=socket.gethostname())
+    state = job_state(paths, submission)
+    assert (state.state, state.over) == (("RUNNING", False) if alive else ("GONE", True))
+    assert [process.pid for process in leads(paths, submission)] == ([pid] if alive else [])
+
+
+@pytest.mark.scenario("K02")
+@pytest.mark.parametrize(
+    ("born", "alive"),
+    [("now", True), ("another boot:1", False), ("", False)],
+    ids=["ours", "a former boot's", "not told"],
+)
+@pytest.mark.parametrize("off_s", [-(10**6), 10**6])
+def test_whether_a_lead_by_hand_lives_is_told_by_its_birth_and_not_by_dates(
+    tmp_path: Path, lead_pid: int, born: str, alive: bool, off_s: int
+) -> None:
+    taken = datetime.now(UTC) + timedelta(seconds=off_s)
+    birth = birth_of(lead_pid) if born == "now" else born
+    paths = owned(tmp_path / "run", pid=lead_pid, job_id="local-7", taken=taken, born=birth)
+    submission = Submission(job_id="local-7", cluster="local", host=socket.gethostname())
+    assert job_state(paths, submission).over is not alive

@@ -1,0 +1,103 @@
+"""The saver process: serves, survives what is not meant for it, and dies with its rank."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.checkpoint.store.chunks import entry_of
+from verl_slurm.save.writer.arena import Arena, available_memory
+from verl_slurm.save.writer.handle import SaverDied, SaverProcess
+from verl_slurm.save.writer.protocol import ArenaFile
+
+FILE = ArenaFile(path="actor/rank_0000.bin", at=4096, size=8192)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(16384)
+    made.view[:] = bytes(range(256)) * 64
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def saver(arena: Arena) -> Iterator[SaverProcess]:
+    process = SaverProcess(arena)
+    process.wait_ready()
+    yield process
+    process.close()
+
+
+def _save(saver: SaverProcess, directory: Path) -> bytes:
+    directory.mkdir(mode=0o700)
+    (written,) = saver.write([FILE], [str(directory)])
+    assert written.outcome.error is None
+    data = (directory / FILE.path).read_bytes()
+    assert written.files == (entry_of(FILE.path, data),)
+    return data
+
+
+def test_what_is_in_the_arena_when_asked_is_written(
+    saver: SaverProcess, arena: Arena, tmp_path: Path
+) -> None:
+    assert _save(saver, tmp_path / "a") == bytes(arena.view[4096:12288])
+    arena.view[4096] = 99
+    assert _save(saver, tmp_path / "b")[0] == 99
+
+
+def test_signals_for_the_whole_step_leave_it_working(saver: SaverProcess, tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(saver.pid, number)
+    _save(saver, tmp_path / "a")
+
+
+def test_a_saver_that_is_gone_is_said_and_nothing_hangs(saver: SaverProcess, tmp_path: Path) -> None:
+    os.kill(saver.pid, signal.SIGKILL)
+    with pytest.raises(SaverDied, match="saver process"):
+        saver.write([FILE], [str(tmp_path)])
+
+
+RANK = """
+import sys, time
+from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.handle import SaverProcess
+saver = SaverProcess(Arena(4096))
+saver.wait_ready()
+print(saver.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_dies_with_its_rank() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank:
+        assert rank.stdout is not None
+        watch = os.pidfd_open(int(rank.stdout.readline()))
+        rank.kill()
+    try:
+        # Readable once the process is gone; its new parent may be any.
+        poll = select.poll()
+        poll.register(watch)
+        assert poll.poll(20_000)
+    finally:
+        os.close(watch)
+
+
+def test_memory_is_the_least_that_machine_and_control_groups_leave(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "job/step/memory.max").write_text("max\n")
+    (tmp_path / "job/memory.max").write_text("30000\n")
+    (tmp_path / "job/memory.current").write_text("10000\n")
+    asked = {"meminfo": tmp_path / "meminfo", "cgroups": tmp_path, "own": tmp_path / "own"}
+    assert available_memory(**asked) == 20000
+    (tmp_path / "job/memory.max").write_text("max\n")
+    assert available_memory(**asked) == 50 * 1024

@@ -1,0 +1,174 @@
+"""The fencing token: which incarnation of a run may write.
+
+A requeued job can start while ranks of its former life still write (seen: a slurmd that lost its controller).
+No lease stops a paused writer, so the token is checked where it counts: every manifest carries its epoch, and a
+rank reads who the owner is once more just before the rename that commits.
+
+Number N is won by whoever makes the name `control/epoch_N.claim`, by link(2), with all that is to be known of the
+winner in it: one winner on POSIX and on NFS, for ever, and no moment at which there is a claim that says nothing.
+`RUN/epoch` is a copy of the newest, where people and readers look first; the owner is the claim with the greatest
+number. So it does not matter when, or whether, a winner gets to write the copy: one that slept for an hour in between,
+or was killed, closes nobody's epoch. No clock and no age decide anything here.
+"""
+
+import os
+import re
+import socket
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from verl_slurm.base.bounded import SMALL, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, Fenced
+from verl_slurm.base.files import create_file, private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import birth_of
+
+__all__ = ["Epoch", "read_epoch", "require_epoch", "take_epoch"]
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_TEMP = re.compile(r"\.?epoch_(\d{6,})\.")
+
+
+class Epoch(msgspec.Struct, frozen=True, kw_only=True):
+    """Who owns a run: the content of `RUN/epoch` (JSON)."""
+
+    epoch: _Number
+    cluster: str
+    """`slurm` or `local`: what `job_id` is a number of."""
+    job_id: str
+    restart: _Number
+    host: str
+    pid: _Number
+    taken: str
+    born: str = ""
+    """`process_birth.birth_of(pid)`: tells this process from a later one of the same number, whatever clocks say."""
+
+
+def read_epoch(paths: RunPaths) -> Epoch | None:
+    """The present owner, or None where the run never started.
+
+    Raises:
+        CheckpointCorrupt: the file is not what `take_epoch` writes.
+    """
+    owner = _read_copy(paths)
+    number = 1 if owner is None else owner.epoch + 1
+    with suppress(FileNotFoundError):
+        while True:  # once, nearly always: the copy is written right after the claim
+            owner = _read_claim(paths, number) or owner
+            number += 1
+    return owner
+
+
+def require_epoch(paths: RunPaths, epoch: int) -> None:
+    """Called by every rank that is about to make something of its own visible.
+
+    Raises:
+        Fenced: `epoch` is closed: a newer incarnation owns the run.
+    """
+    owner = read_epoch(paths)
+    if owner is None or owner.epoch != epoch:
+        raise Fenced(
+            "this incarnation no longer owns the run; nothing was written",
+            where=paths.root,
+            found="no epoch" if owner is None else f"epoch {owner.epoch} of job {owner.job_id}",
+            expected=f"epoch {epoch}",
+        )
+
+
+def take_epoch(
+    paths: RunPaths,
+    *,
+    job_id: str,
+    restart: int,
+    cluster: str = "local",
+    after: Epoch | msgspec.UnsetType | None = msgspec.UNSET,
+) -> Epoch:
+    """Close the present epoch and open the next one, as its only owner.
+
+    Args:
+        after: the owner that the caller has seen, and found to be over: the epoch is taken from that one and from
+            nobody who came in between. Unset: from whoever owns the run now.
+
+    Raises:
+        Fenced: another incarnation took it in the same moment.
+    """
+    private_dir(paths.control)
+    before = read_epoch(paths) if isinstance(after, msgspec.UnsetType) else after
+    mine = Epoch(
+        epoch=1 if before is None else before.epoch + 1,
+        cluster=cluster,
+        job_id=job_id,
+        restart=restart,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        taken=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        born=birth_of(os.getpid()),
+    )
+    mine = _claim(paths, mine)
+    write_file(paths.epoch, msgspec.json.encode(mine))
+    _sweep(paths, mine.epoch)
+    return mine
+
+
+def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
+    """Win the number of `mine`, or the next one that is not spoilt."""
+    while True:
+        claim = _claim_path(paths, mine.epoch)
+        if create_file(claim, msgspec.json.encode(mine)):
+            return mine
+        there = _read_claim(paths, mine.epoch)
+        if there == mine:
+            return mine  # NFS: the answer to our first try was lost
+        if there is not None:
+            raise Fenced(
+                "another job took this run at the same moment",
+                where=paths.root,
+                found=f"epoch {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
+                remedy=f"verl-slurm status {paths.root}",
+            )
+        mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
+
+
+def _sweep(paths: RunPaths, won: int) -> None:
+    """Remove what those left who died in mid-claim; whoever still lives has lost, and will find that out."""
+    for temp in paths.control.glob("*epoch_*.tmp"):
+        number = _TEMP.match(temp.name)
+        if number is not None and int(number[1]) <= won:
+            temp.unlink(missing_ok=True)
+
+
+def _read_copy(paths: RunPaths) -> Epoch | None:
+    try:
+        return decode_json(read_regular(paths.epoch, SMALL), Epoch, SMALL, doubles=False)
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise CheckpointCorrupt(
+            "the epoch of the run cannot be read",
+            where=paths.epoch,
+            found=error,
+            remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",
+        ) from error
+
+
+def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
+    """Who won `number`. None: a claim that says nothing, as a former version made them, or that is read before it is
+    written on a file system without links. Its number is spoilt: the next one is taken, which closes it.
+
+    Raises:
+        FileNotFoundError: nobody has claimed it.
+    """
+    try:
+        claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), Epoch, SMALL, doubles=False)
+    except UNREADABLE:
+        return None
+    return claimed if claimed.epoch == number else None
+
+
+def _claim_path(paths: RunPaths, number: int) -> Path:
+    return paths.control / f"epoch_{number:06d}.claim"

@@ -1,0 +1,336 @@
+"""Durable, private writes: new files, fsync, rename, modes.
+
+ruff bans `os.fsync` and `os.rename` elsewhere; a module with a reason of its own says it beside the call.
+
+What POSIX promises: after `write_file` returns, the new bytes are found under the name after a power
+cut; before it returns, the old bytes or the new, never a mixture. What it does not: NFS may report a
+failed write only at close (so close is checked), and a rename on NFS may succeed and still say ESTALE.
+An fsync error is final for that file: ext4, XFS and Btrfs mark the pages clean, and a second fsync lies
+(Rebello et al., "Can applications recover from fsync failures?", USENIX ATC 2020).
+"""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from verl_slurm.base.errors import PermissionRefused
+
+__all__ = [
+    "append_line",
+    "create_file",
+    "fsync_path",
+    "make_private",
+    "open_new",
+    "private_dir",
+    "read_private",
+    "rename",
+    "require_own",
+    "require_safe_folder",
+    "require_safe_way",
+    "unsafe_on_the_way",
+    "write_file",
+    "write_new",
+]
+
+_MAX_PRIVATE = 1 << 20
+"""Bytes of a key, an address or a plan: some KB."""
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` (and its parents), durably, and hold it to 0700 and our own uid; refuse a foreign owner."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        info = os.fstat(fd)
+        if info.st_uid != os.geteuid():
+            raise PermissionRefused(
+                "the directory belongs to another user",
+                where=path,
+                found=f"uid {info.st_uid}",
+                expected=f"uid {os.geteuid()}",
+                remedy="choose another run directory",
+            )
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+    for folder in made:
+        # Nothing in a new directory outlives a power cut that takes the directory's own name.
+        with suppress(PermissionError):  # we may make names there and not read it
+            fsync_path(folder.parent)
+    return path
+
+
+def make_private(path: Path) -> Path:
+    """Make a directory with a name that nobody can guess, in one that is ours alone; it may be there already.
+
+    The parts of a save that may each come first call it; none of them waits for another.
+
+    Raises:
+        OSError: the storage refuses, or others could exchange the directory that holds `path`.
+    """
+    if path.exists():
+        return path
+    try:
+        private_dir(path.parent)
+        require_safe_folder(path.parent.parent, "others can put a directory of theirs in the place of ours")
+    except PermissionRefused as error:
+        raise OSError(errno.EPERM, str(error)) from error
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    return path
+
+
+def _others_may_replace(folder: os.stat_result) -> bool:
+    """Whether somebody else could put another file or directory in the place of one of ours in this folder."""
+    writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
+    return writable or folder.st_uid not in {0, os.geteuid()}
+
+
+def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
+    """Refuse a folder in which others could exchange what is ours.
+
+    Args:
+        what: what they could do, for the error.
+        remedy: what else than `chmod go-w` helps.
+
+    Raises:
+        PermissionRefused: they could, there or by the link that `folder` is.
+        OSError: it cannot be looked at.
+    """
+    info = folder.lstat()
+    if stat.S_ISLNK(info.st_mode) and info.st_uid in {0, os.geteuid()}:
+        info = folder.stat()
+    if _others_may_replace(info):
+        raise PermissionRefused(
+            what,
+            where=folder,
+            found=_mode_and_owner(info),
+            expected=f"a directory of uid {os.geteuid()} or root that others cannot write to, or a sticky one (1777)",
+            remedy=f"chmod go-w {folder}" + (f", or {remedy}" if remedy else ""),
+        )
+
+
+def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
+    """The first directory, from the root to `path`, in which others could replace what leads to our files.
+
+    What is not there yet is left out. Both the path as it is written and the one behind its links are looked at.
+
+    Returns:
+        That directory, and its mode and owner; None: there is none.
+    """
+    written = Path(os.path.abspath(path))
+    for way in dict.fromkeys((written, Path(os.path.realpath(path)))):
+        for folder in (*reversed(way.parents), way):
+            try:
+                info = folder.stat()
+            except OSError:
+                break
+            if _others_may_replace(info):
+                return folder, _mode_and_owner(info)
+    return None
+
+
+def _mode_and_owner(info: os.stat_result) -> str:
+    return f"mode {stat.S_IMODE(info.st_mode):04o}, uid {info.st_uid}"
+
+
+def require_safe_way(path: Path, key: str) -> None:
+    """Refuse a place for our files that others could exchange for theirs.
+
+    Raises:
+        PermissionRefused: a directory on the way to `path` is another user's, or may be written by others.
+    """
+    if (found := unsafe_on_the_way(path)) is not None:
+        raise PermissionRefused(
+            "others can put a directory of theirs in the place of ours",
+            where=f"{key}: {found[0]}",
+            found=found[1],
+            expected=f"directories of uid {os.geteuid()} or root that others cannot write to, or sticky ones (1777)",
+            remedy=f"set {key} to a directory below such ones, or have the sticky bit set (chmod +t)",
+        )
+
+
+def require_own(
+    info: os.stat_result,
+    where: Path,
+    what: str = "programs are not started from what others could have written",
+    remedy: str = "see who put it there",
+) -> None:
+    """Refuse a file or directory of another user, or one that others can write to.
+
+    Args:
+        what: what is not done because of it, for the error.
+        remedy: what helps, besides `chmod go-w`.
+
+    Raises:
+        PermissionRefused: it is one.
+    """
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
+        raise PermissionRefused(
+            what,
+            where=where,
+            found=_mode_and_owner(info),
+            expected=f"a {kind} of uid {os.geteuid()} that others cannot write to",
+            remedy=f"{remedy}; if it is yours: chmod go-w {where}",
+        )
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's or directory's present content durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder).
+
+    Args:
+        durable: False: after a power cut there may be the old content, the new one, or an empty file.
+    """
+    temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    write_new(temp, [data], durable=durable)
+    try:
+        os.rename(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_path(path.parent)
+
+
+def rename(source: Path, target: Path, *, durable: bool = True) -> None:
+    """Give a file or directory another name, in the place of a file or an empty directory that has it.
+
+    Args:
+        durable: False: a power cut may undo it.
+    """
+    os.rename(source, target)
+    if durable:
+        for folder in dict.fromkeys((target.parent, source.parent)):
+            fsync_path(folder)
+
+
+def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
+    """A descriptor, for reading and writing, of a file that this call makes, 0600; a link of that name is not followed.
+
+    Args:
+        dir_fd: the folder that `path` is relative to.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600, dir_fd=dir_fd)
+
+
+def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> None:
+    """Make a file, 0600, of these blocks. Its bytes are durable when this returns; its name is once its folder is.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: it was not written whole, and is removed.
+    """
+    fd = open_new(path)
+    try:
+        try:
+            for block in blocks:
+                view = memoryview(block)
+                while view:
+                    view = view[os.write(fd, view) :]
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)  # NFS may tell of a failed write here
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Make `path`, 0600, with this content, at once and durably; False: the name is taken.
+
+    One of many gets it, on POSIX and on NFS, and nobody ever sees it half written: it is linked to its name (link(2)).
+    On a file system without links it is made and then written, so that a reader may find it empty.
+    """
+    temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
+    try:
+        write_file(temp, data)
+        os.link(temp, path, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:  # whoever has the name swept our temporary file away
+        if path.exists():
+            return False
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            write_new(path, [data])
+        except FileExistsError:
+            return False
+    finally:
+        temp.unlink(missing_ok=True)
+    fsync_path(path.parent)
+    return True
+
+
+def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
+    """Append one whole line in one write, durably (O_APPEND: two writers never mix on a local disk).
+
+    Where a power cut left half a line before, a newline goes first, so that only that half is lost.
+
+    Args:
+        durable: False: whether and when it reaches the disk is the system's business.
+
+    Raises:
+        OSError: it was not written whole.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        data = (b"\n" if torn else b"") + line + b"\n"
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_private(path: Path) -> bytes:
+    """Read a secret: a regular 0600 file of ours with one link, or refuse."""
+    # O_NONBLOCK: a FIFO in its place is refused, not waited for.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(file.fileno())
+        mode = stat.S_IMODE(info.st_mode)
+        ours = info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+        if not ours or mode & 0o077:
+            raise PermissionRefused(
+                "a file that holds a secret is open to others",
+                where=path,
+                found=f"mode {mode:04o}, uid {info.st_uid}",
+                expected=f"mode 0600, uid {os.geteuid()}",
+                remedy=f"chmod 600 {path}",
+            )
+        if info.st_size > _MAX_PRIVATE:
+            raise PermissionRefused(
+                "a file that holds a secret is too large",
+                where=path,
+                found=f"{info.st_size} bytes",
+                expected=f"at most {_MAX_PRIVATE}",
+            )
+        return file.read(_MAX_PRIVATE)

@@ -1,0 +1,255 @@
+"""The keys of a run: where they come from, what is derived from them, and that they never show.
+
+A key is 32 random bytes. It comes from a file (`verl-slurm key new FILE`: 64 hex digits and a newline; 32 raw
+bytes are read too) or from an environment variable (64 hex digits); the configuration holds the path or the
+variable's name, never the key. A key is used for nothing itself: every use takes one of its own by HKDF-SHA256
+(RFC 5869), told apart by `info`. Its id, which may be seen by anybody, is the first 8 bytes (hex) of
+HMAC-SHA256(key, "verl-slurm key id v1").
+
+What would show a key is closed: `repr` gives the id, pickling and copying are refused (a process loads the key
+from where it is), no error quotes what was read, and core dumps are off from the moment a key is in memory.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from verl_slurm.base.errors import KeyRefused, PermissionRefused
+from verl_slurm.base.files import create_file, read_private, require_safe_folder
+from verl_slurm.base.prctl import forbid_core_dumps
+
+__all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
+
+KEY_BYTES = 32
+_ID_TEXT = b"verl-slurm key id v1"
+_ID_BYTES = 8
+_NEW = "make one with `verl-slurm key new FILE`"
+
+
+class Secret:
+    """Bytes that do not show themselves."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    def reveal(self) -> bytes:
+        """The bytes. For the argument of a cipher, never for a name that lives on."""
+        return self._value
+
+    def hmac(self, data: bytes) -> str:
+        """HMAC-SHA256 of `data` under these bytes, hex."""
+        return hmac.new(self._value, data, hashlib.sha256).hexdigest()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a secret is neither pickled nor copied: load it from where it is")
+
+
+class MasterKey:
+    """A key of the user's.
+
+    Attributes:
+        id: 16 hex digits, public.
+    """
+
+    __slots__ = ("_secret", "id")
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        self._secret = Secret(key)
+        self.id = self._secret.hmac(_ID_TEXT)[: 2 * _ID_BYTES]
+
+    def derive(self, info: bytes, salt: bytes = b"") -> Secret:
+        """32 bytes for the one purpose that `info` names.
+
+        Raises:
+            KeyRefused: the package `cryptography` is not installed.
+        """
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError:
+            raise KeyRefused(
+                "encryption is configured, but a package it needs is missing",
+                where="cryptography",
+                remedy="pip install cryptography, or take checkpoint.encryption out of the configuration",
+            ) from None
+        kdf = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info)
+        return Secret(kdf.derive(self._secret.reveal()))
+
+    def __repr__(self) -> str:
+        return f"MasterKey(id={self.id})"
+
+
+class Keyring:
+    """The key that is written with, and those that are still read with.
+
+    Attributes:
+        current: seals and signs all that is new.
+        accept_unsigned: digest of the one manifest without an HMAC that is taken all the same, or None.
+    """
+
+    def __init__(
+        self, current: MasterKey, old: tuple[MasterKey, ...] = (), *, accept_unsigned: str | None = None
+    ) -> None:
+        self.current = current
+        self.accept_unsigned = accept_unsigned
+        self._keys = {key.id: key for key in (*old, current)}
+
+    def find(self, key_id: str, *, where: object) -> MasterKey:
+        """The key of that id.
+
+        Raises:
+            KeyRefused: it is none of ours.
+        """
+        key = self._keys.get(key_id)
+        if key is None:
+            raise KeyRefused(
+                "sealed with another key",
+                where=where,
+                found=f"key id {key_id}",
+                expected="key id " + " or ".join(sorted(self._keys)),
+                remedy="name that key's file in checkpoint.encryption.old_key_files",
+            )
+        return key
+
+    def __repr__(self) -> str:
+        return f"Keyring(current={self.current.id}, {len(self._keys)} keys)"
+
+
+class KeyPlaces(Protocol):
+    """Where a configuration says that the keys are (`config.schema.EncryptionConfig`)."""
+
+    @property
+    def key_file(self) -> str | None: ...
+    @property
+    def key_env(self) -> str | None: ...
+    @property
+    def old_key_files(self) -> list[str]: ...
+    @property
+    def accept_unsigned(self) -> str | None: ...
+
+
+def load_keys(config: KeyPlaces | None) -> Keyring | None:
+    """The keys that the configuration names; None where none is configured.
+
+    Raises:
+        KeyRefused: a key is missing or no key.
+        PermissionRefused: a key file, or the folder it lies in, is open to others.
+    """
+    if config is None:
+        return None
+    forbid_core_dumps()
+    if config.key_file is not None:
+        current = read_key_file(Path(config.key_file))
+    else:
+        current = _key_of_variable(config.key_env or "")
+    old = tuple(read_key_file(Path(path)) for path in config.old_key_files)
+    return Keyring(current, old, accept_unsigned=config.accept_unsigned)
+
+
+def read_key_file(path: Path) -> MasterKey:
+    """The key in a regular 0600 file of ours, in a folder where nobody else can put another in its place.
+
+    Raises:
+        KeyRefused: there is no such file, or it holds no key.
+        PermissionRefused: others can read it or replace it.
+    """
+    try:
+        _require_safe_folder(path.parent)
+        data = read_private(path)
+    except PermissionRefused:
+        raise
+    except OSError as error:
+        raise KeyRefused(
+            "the key file cannot be read",
+            where=path,
+            found=error.strerror,
+            remedy=f"correct the path, or {_NEW}",
+        ) from None
+    if len(data) == KEY_BYTES:
+        if data.isascii():  # by chance once in 2 ** 32; mostly a pass phrase, or a key of half the length
+            raise _no_key(path, "32 characters of text")
+        return _checked(data, path)
+    return _from_hex(data, path)
+
+
+def new_key_file(path: Path) -> MasterKey:
+    """Make a key and write it, 0600, durably.
+
+    Raises:
+        KeyRefused: something of that name is there already.
+        PermissionRefused: others can write the folder.
+        OSError: it could not be written.
+    """
+    _require_safe_folder(path.parent)
+    key = secrets.token_bytes(KEY_BYTES)
+    if not create_file(path, key.hex().encode() + b"\n"):
+        raise KeyRefused(
+            "there is a file of that name already",
+            where=path,
+            remedy="choose another name: without its key a checkpoint is lost",
+        )
+    return read_key_file(path)
+
+
+def _key_of_variable(name: str) -> MasterKey:
+    value = os.environ.get(name)
+    if value is None:
+        raise KeyRefused(
+            "the variable that holds the key is not set",
+            where=f"${name}",
+            remedy="export it, or use checkpoint.encryption.key_file, which needs nothing in the environment",
+        )
+    return _from_hex(value.encode(errors="replace"), f"${name}")
+
+
+def _from_hex(data: bytes, where: object) -> MasterKey:
+    text = data.removesuffix(b"\n")
+    try:
+        if len(text) != 2 * KEY_BYTES or not text.isalnum():
+            raise ValueError
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        # `from None`: the error would quote what it could not read.
+        raise _no_key(where, f"{len(data)} bytes that are no key") from None
+    return _checked(key, where)
+
+
+def _checked(key: bytes, where: object) -> MasterKey:
+    if len(set(key)) < 8:  # zeros, or a pattern typed by hand
+        raise _no_key(where, "a key of hardly any different bytes")
+    return MasterKey(key)
+
+
+def _no_key(where: object, found: str) -> KeyRefused:
+    return KeyRefused(
+        "this is no key",
+        where=where,
+        found=found,
+        expected=f"{2 * KEY_BYTES} hex digits, or {KEY_BYTES} random bytes",
+        remedy=_NEW,
+    )
+
+
+def _require_safe_folder(folder: Path) -> None:
+    """Refuse a folder in which others can rename: they could put another file of ours in the key's place."""
+    try:
+        require_safe_folder(
+            folder, "others can replace the key file", "put the key into a folder of your own with mode 0700"
+        )
+    except OSError as error:
+        raise KeyRefused(
+            "the key's folder cannot be looked at",
+            where=folder,
+            found=error.strerror,
+            remedy="correct the path",
+        ) from None

@@ -1,0 +1,60 @@
+"""Text of strangers on one line: nothing in it ends a line, colours a terminal or hides what stands beside it.
+
+Strangers are file and host names, an exception's words, a server's answer, the journal of a run that somebody handed
+over. What is escaped is all that Unicode does not call printable: C0 and C1 controls (ESC, and U+009B, which is
+ESC [ as one character), line and paragraph separators, marks that turn the direction of writing, lone surrogates.
+"""
+
+import re
+from typing import Any
+
+__all__ = ["counted", "json_line", "printable"]
+
+_PLAIN = re.compile(r"[ -~]*")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`, `3 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number} {noun}{ending}"
+
+
+def printable(text: str) -> str:
+    """`text` with Python's escapes in the place of what cannot be printed."""
+    if _PLAIN.fullmatch(text):
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def json_line(value: object) -> bytes:
+    """One JSON value, on one line by anybody's rule; what it is read back as is the same as ever.
+
+    JSON has no lone surrogates, and a file name that is no UTF-8 has them: they become `\\udc80`, as text.
+    """
+    import msgspec  # errors import this module, and `--help` does without
+
+    try:
+        data = msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        data = msgspec.json.encode(_without_surrogates(msgspec.to_builtins(value)))
+    if data.isascii() and b"\x7f" not in data:
+        return data
+    return "".join(c if c.isprintable() else _u(c) for c in data.decode()).encode()
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_surrogates(item) for item in value]
+    return value
+
+
+def _u(character: str) -> str:
+    """As `\\uXXXX`: outside of strings JSON has nothing that would need it."""
+    code = ord(character)
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\u{0xD800 + (code - 0x10000 >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"

@@ -1,0 +1,38 @@
+"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in tiers that they share and in alerts."""
+
+import re
+import secrets
+
+from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
+from verl_slurm.base.errors import TierError
+from verl_slurm.base.files import create_file
+from verl_slurm.base.paths import RunPaths
+
+__all__ = ["RUN_ID", "run_id"]
+
+RUN_ID = re.compile(r"[0-9a-f]{16}")
+
+
+def run_id(paths: RunPaths) -> str:
+    """The 16 hex digits that tell this run from others of its name; made at the first call.
+
+    To bring a lost run directory back from its tiers, write the id (a part of every key) into a new `RUN/run_id`.
+
+    Raises:
+        TierError: the file is no id.
+    """
+    if not paths.run_id.exists():
+        create_file(paths.run_id, secrets.token_hex(8).encode() + b"\n")
+    try:
+        text = read_regular(paths.run_id, SMALL).decode("ascii", errors="replace").strip()
+    except TooMuch as error:
+        text = str(error)
+    if not RUN_ID.fullmatch(text):
+        raise TierError(
+            "not a run's id",
+            where=paths.run_id,
+            found=text[:40],
+            expected="16 hex digits",
+            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again",
+        )
+    return text

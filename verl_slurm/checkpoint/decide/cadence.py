@@ -1,0 +1,196 @@
+"""When a periodic save is due. Pure: no clock, no file, no rank; asked at whole steps only.
+
+`fixed`: at every multiple of `every_steps` and of `runtime_every_steps`.
+
+`adaptive`: at every multiple of the interval that `intervals` gives for the step. While the loss is volatile
+(`volatility.py`) the interval is half of that, but not below `min_every_steps`: a state from before the trouble is
+then never far.
+
+`young_daly`: so many steps after the last save as cost the least time in all, saving and doing again what was
+lost. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a mean time M between interruptions; Daly,
+"A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), for C < 2M
+
+    sqrt(2 C M) * (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C         and M for all others.
+
+C is the training time that one save takes (`trainer.measures.cost`), not the time until it is durable; M is counted
+from the journal (`interruptions.py`). While a save is being written none is begun, and between two there is a step
+without one, or its cost could not be told. It assumes that all since the last save is done again. Here the rollouts are
+not: the ledger replays them, so we save rather too often than too seldom. At least every `every_steps`, whatever is
+measured.
+
+At the last step a save is always due. No decision here changes a number of the training. What is measured by a clock
+differs from rank to rank, and a save is collective: rank 0 plans the interval, and all decide by its number
+(`trainer.pace`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verl_slurm.checkpoint.decide.volatility import judge_volatility
+from verl_slurm.config.schema import CheckpointConfig
+
+__all__ = ["Costs", "Due", "Interval", "daly_interval_s", "decide", "is_partial_due", "plan_interval"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What was measured; None: not yet.
+
+    Attributes:
+        step_s: a step of training, without saves.
+        save_s: training time that a save takes.
+        durable_s: from the start of a save until it is durable; a next one cannot be begun before.
+        mtbi_s: mean time between interruptions that lose work.
+    """
+
+    step_s: float | None = None
+    save_s: float | None = None
+    durable_s: float | None = None
+    mtbi_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Save once in so many steps, and why."""
+
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Due:
+    """Whether to save now, and why (not)."""
+
+    save: bool
+    reason: str
+
+
+def daly_interval_s(save_s: float, mtbi_s: float) -> float:
+    """Seconds of training between two saves, by the formula above.
+
+    Args:
+        save_s: C, at least 0. mtbi_s: M, above 0, may be infinite.
+    """
+    if save_s >= 2 * mtbi_s:
+        return mtbi_s
+    if math.isinf(mtbi_s):
+        return math.inf
+    part = save_s / (2 * mtbi_s)
+    return math.sqrt(2 * save_s * mtbi_s) * (1 + math.sqrt(part) / 3 + part / 9) - save_s
+
+
+def plan_interval(
+    config: CheckpointConfig,
+    *,
+    step: int,
+    history: Sequence[Mapping[str, float]] = (),
+    costs: Costs | None = None,
+) -> Interval:
+    """The interval that holds at `step`.
+
+    Args:
+        step: whole steps done.
+        history: rows of metrics of the newest steps, oldest first.
+        costs: for `young_daly`; the others do not look at it.
+    """
+    if config.cadence == "fixed":
+        return Interval(steps=min(config.every_steps, config.runtime_every_steps), reason="as configured")
+    interval = (
+        _from_table(config, step) if config.cadence == "adaptive" else _from_costs(config, costs or Costs())
+    )
+    return _halved(interval, config, history) if config.halve_when_volatile else interval
+
+
+def decide(
+    config: CheckpointConfig,
+    *,
+    step: int,
+    total_steps: int,
+    last_save: int,
+    interval: Interval,
+    under_way: bool = False,
+) -> Due:
+    """Whether a save is due when `step` whole steps are done.
+
+    Args:
+        last_save: the step of the last attempt to save, or where this life began.
+        interval: as `plan_interval` made it; on every rank the same number.
+        under_way: the last save is still being written; `young_daly` does not make training wait for it.
+
+    Runs on every rank.
+    """
+    if step <= 0:
+        return Due(save=False, reason="nothing has been done yet")
+    if step == total_steps:
+        return Due(save=True, reason="the last step")
+    if config.cadence == "fixed":
+        for key, every in (
+            ("every_steps", config.every_steps),
+            ("runtime_every_steps", config.runtime_every_steps),
+        ):
+            if step % every == 0:
+                return Due(save=True, reason=f"a multiple of {key}={every}")
+        return Due(save=False, reason="not a multiple of every_steps or runtime_every_steps")
+    # Multiples make names that can be foretold; where the interval has just changed, none may come in time.
+    if config.cadence == "adaptive" and step % interval.steps == 0:
+        return Due(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
+    since = step - last_save
+    if under_way and config.cadence == "young_daly" and since < config.every_steps:
+        return Due(save=False, reason="the save before is still being written")
+    if since >= interval.steps:
+        return Due(save=True, reason=f"{since} steps since the last save: {interval.reason}")
+    return Due(save=False, reason=f"{since} of {interval.steps} steps since the last save")
+
+
+def is_partial_due(config: CheckpointConfig, *, step: int, full: Due) -> Due:
+    """Whether a partial save is due; where a full one is, that one holds all a partial one would."""
+    every = config.partial_every_steps
+    if not every or not config.components:
+        return Due(save=False, reason="no partial saves are configured")
+    if step <= 0 or step % every:
+        return Due(save=False, reason=f"not a multiple of partial_every_steps={every}")
+    if full.save:
+        return Due(save=False, reason="a full save is made at this step")
+    return Due(save=True, reason=f"a multiple of partial_every_steps={every}")
+
+
+def _from_table(config: CheckpointConfig, step: int) -> Interval:
+    for row in config.intervals:
+        if row.until_step is None:
+            return Interval(steps=row.every, reason="the last row of intervals")
+        if step <= row.until_step:
+            return Interval(steps=row.every, reason=f"intervals up to step {row.until_step}")
+    return Interval(
+        steps=min(config.every_steps, config.runtime_every_steps), reason="no intervals configured"
+    )
+
+
+def _from_costs(config: CheckpointConfig, costs: Costs) -> Interval:
+    longest, shortest = config.every_steps, min(config.min_every_steps, config.every_steps)
+    if costs.step_s is None or costs.step_s <= 0.0:
+        return Interval(steps=longest, reason="it is not known yet how long a step takes")
+    if costs.save_s is None:
+        return Interval(steps=shortest, reason="the first save, to learn what one costs")
+    wanted_s = daly_interval_s(costs.save_s, costs.mtbi_s)
+    reason = f"Young/Daly: a save costs {costs.save_s:.3g} s, work is lost every {costs.mtbi_s / 3600:.3g} h"
+    if costs.durable_s is not None and costs.durable_s + costs.step_s > wanted_s:
+        wanted_s = costs.durable_s + costs.step_s
+        reason = f"a save is durable only after {costs.durable_s:.3g} s, and one step without a save follows"
+    # Compared as floats: the quotient may be too large for an int.
+    steps = wanted_s / costs.step_s
+    if steps >= longest:
+        return Interval(steps=longest, reason=f"{reason}; at least every_steps={longest}")
+    if steps <= shortest:
+        return Interval(steps=shortest, reason=f"{reason}; at most every min_every_steps={shortest}")
+    return Interval(steps=max(round(steps), shortest), reason=f"{reason}, a step takes {costs.step_s:.3g} s")
+
+
+def _halved(interval: Interval, config: CheckpointConfig, history: Sequence[Mapping[str, float]]) -> Interval:
+    half = max(interval.steps // 2, min(config.min_every_steps, interval.steps), 1)
+    if half == interval.steps:
+        return interval
+    verdict = judge_volatility(history)
+    if not verdict.volatile:
+        return interval
+    return Interval(steps=half, reason=f"half of {interval.steps}, {verdict.reason}")

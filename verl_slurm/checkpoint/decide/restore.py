@@ -1,0 +1,70 @@
+"""What to resume from, and why: pure. `recover.py` asks, does what it says, and asks again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+
+__all__ = ["Decision", "decide_resume"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The next thing to do.
+
+    Attributes:
+        action: verify: check `name` and ask again. use: resume from `name`. fresh: start from the beginning.
+            refuse: neither, `name` is in the way and a person must look.
+        set_aside: names that are damaged beyond doubt.
+        reasons: one line for each checkpoint that was judged, newest first, and one for the outcome.
+    """
+
+    action: Literal["verify", "use", "fresh", "refuse"]
+    name: str | None
+    set_aside: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdict]) -> Decision:
+    """Choose the newest checkpoint that verifies.
+
+    Args:
+        infos: what lies in the run's checkpoint directory, in any order.
+        verdicts: of those that were verified so far.
+
+    A damaged one is passed over and set aside. One that cannot be read now, or that others may write, is
+    passed over and left where it is; but when only such are left, the answer is `refuse`: starting over
+    would throw away what may be good. One of an unknown format version is never passed over, since the run
+    would silently go on from an older state.
+    """
+    candidates = sorted(
+        (i for i in infos if i.kind in {"committed", "torn"} and checkpoint_order(i.name) is not None),
+        key=lambda i: i.order,
+        reverse=True,
+    )
+    reasons: list[str] = []
+    damaged: list[str] = []
+    doubtful: list[str] = []
+
+    def decision(action: Literal["verify", "use", "fresh", "refuse"], name: str | None) -> Decision:
+        return Decision(action=action, name=name, set_aside=tuple(damaged), reasons=tuple(reasons))
+
+    for info in candidates:
+        verdict = verdicts.get(info.name)
+        if verdict is None:
+            return decision("verify", info.name)
+        reasons.append(verdict.one_line())
+        if verdict.ok:
+            reasons.append(f"{info.name} is the newest checkpoint that verifies")
+            return decision("use", info.name)
+        if any(p.kind == "version" for p in verdict.problems):
+            reasons.append(f"{info.name} is newer than this code: nothing older is used in its place")
+            return decision("refuse", info.name)
+        (damaged if verdict.damaged else doubtful).append(info.name)
+    if doubtful:
+        reasons.append(f"{doubtful[0]} may be good but cannot be used now, and nothing else verifies")
+        return decision("refuse", doubtful[0])
+    reasons.append("no checkpoint verifies" if damaged else "there is no checkpoint yet")
+    return decision("fresh", None)

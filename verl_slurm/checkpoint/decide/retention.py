@@ -1,0 +1,141 @@
+"""What to keep and what to drop, each with its reason: pure. `apply.py` carries it out.
+
+keep and drop together are all committed checkpoints; torn, quarantined and foreign entries are nobody's to
+plan. Kept are, in this order of reasons:
+
+1. the newest `keep_last`;
+2. older ones, while too few of those kept are known to be whole: the newest is not relied upon before it has
+   been read back. So a trainer with `keep_last=1` keeps two: the one it has just written, which nobody has read
+   yet, and the one before. One on disk it is only where that one was verified for the plan (`verl-slurm prune`);
+3. with `keep_every=K`, for ever: the first at or after each multiple of K. Where saves fall on multiples of K that
+   is every K-th step; where they do not (an adaptive cadence, 30 for K=25) it is still one in every K steps;
+4. with `keep_best=N`, the best N by a metric of their step (`best.py`);
+5. what is in use.
+
+A run goes on from those of rules 1 and 2; the others are results.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from verl_slurm.checkpoint.decide.best import Best, latest_reward, rank_best, reward_of
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+
+__all__ = ["ASSURED_KEPT", "PrunePlan", "Reasoned", "plan_prune"]
+
+ASSURED_KEPT = 2
+"""`num_verified` of a trainer that has just saved. It hashed its own checkpoint while it wrote it, but has not read it
+back; so one that is known to be whole stays beside it, whatever `keep_last` says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reasoned:
+    """A checkpoint's name and why it is kept or dropped."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunePlan:
+    """Newest first.
+
+    Attributes:
+        assured: one that is kept is known to verify, so `apply_prune` need not check that itself.
+        working: names kept by rules 1 and 2. A run goes on from these, so only these need the rollouts that were
+            journaled since; from one that is kept for ever they can be sampled again.
+    """
+
+    keep: tuple[Reasoned, ...]
+    drop: tuple[Reasoned, ...]
+    assured: bool
+    working: frozenset[str] = frozenset()
+
+
+def plan_prune(
+    infos: Sequence[CheckpointInfo],
+    keep_last: int,
+    *,
+    keep_every: int = 0,
+    best: Best | None = None,
+    verified: Collection[str] | None = None,
+    num_verified: int | None = None,
+    protected: Collection[str] = (),
+) -> PrunePlan:
+    """Keep at least the newest `keep_last` checkpoints and one in every `keep_every` steps, drop the others.
+
+    Args:
+        infos: a catalog, in any order; only committed ones are looked at.
+        keep_last: at least 1.
+        keep_every: 0: none for ever.
+        best: how many stay because of a metric, and which; None: none.
+        verified: names that are known to verify; nothing is dropped while there are too few of them.
+            None: nothing is known; `apply_prune` makes sure before it drops.
+        num_verified: so many of `verified` must be kept before anything older is dropped. Default:
+            `keep_last`, so one that was not checked is kept besides, while it is newer.
+        protected: names that stay whatever happens (one that is being read).
+
+    Raises:
+        ValueError: `keep_last` or `num_verified` is below 1 (the newest is never dropped), or `keep_every` or
+            `best.keep` below 0.
+    """
+    needed = keep_last if num_verified is None else num_verified
+    if min(keep_last, needed) < 1:
+        raise ValueError(f"keep_last is {keep_last} and num_verified {needed}, at least 1")
+    if keep_every < 0 or (best is not None and best.keep < 0):
+        raise ValueError(f"keep_every is {keep_every} and best {best}, at least 0")
+    committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
+    for_ever = _for_ever(committed, keep_every)
+    best = best or Best(keep=0)
+    ranks, latest = rank_best(committed, best), latest_reward(committed, best)
+    keep: list[Reasoned] = []
+    drop: list[Reasoned] = []
+    working: set[str] = set()
+    good = 0
+    for number, info in enumerate(committed, start=1):
+        name = info.name
+        if number <= keep_last:
+            reason = f"number {number} of the newest {keep_last}"
+        elif verified is not None and good < needed:
+            reason = f"of the newer ones {good} are known to be whole, before that is {needed} nothing goes"
+        elif name in for_ever:
+            reason = f"the first from step {for_ever[name]} on, one in every {keep_every} is kept for ever"
+        elif name in ranks:
+            rank = ranks[name]
+            reason = f"number {rank.number} of the best {best.keep} by {best.metric}: {rank.value:g}"
+        elif name in protected:
+            reason = "in use"
+        else:
+            drop.append(Reasoned(name=name, reason=_why_dropped(info, keep_last, keep_every, best, latest)))
+            continue
+        if number <= keep_last or (verified is not None and good < needed):
+            working.add(name)
+        good += verified is not None and name in verified
+        keep.append(Reasoned(name=name, reason=reason))
+    return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed, working=frozenset(working))
+
+
+def _why_dropped(info: CheckpointInfo, keep_last: int, keep_every: int, best: Best, latest: float) -> str:
+    words = [f"older than the newest {keep_last}"]
+    if keep_every:
+        words.append(f"none of every {keep_every}")
+    if best.keep:
+        value = info.metrics.get(best.metric)
+        if value is None:
+            words.append(f"without {best.metric}")
+        elif reward_of(info.metrics) < latest:
+            words.append(f"with {best.metric} {value:g} by a reward that was replaced")
+        else:
+            words.append(f"with {best.metric} {value:g} not among the best {best.keep}")
+    return " and ".join(words)
+
+
+def _for_ever(newest_first: Sequence[CheckpointInfo], keep_every: int) -> dict[str, int]:
+    """Name → the multiple of `keep_every` it stands for."""
+    if not keep_every:
+        return {}
+    first: dict[int, str] = {}
+    for info in newest_first:
+        if multiple := info.step // keep_every * keep_every:
+            first[multiple] = info.name  # the oldest comes last and stays
+    return {name: multiple for multiple, name in first.items()}

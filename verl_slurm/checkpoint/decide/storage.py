@@ -1,0 +1,184 @@
+"""Is there room for a save, and is the medium well: verdicts with reasons. Pure; `free_space.py` asks the system.
+
+ROOM. What a file system says is free is not what a user may take: quotas of users, groups and projects, and thin
+pools, are not in statvfs on most file systems (Lustre, GPFS and NFS show the whole; some XFS project quotas do
+show). So `enough` is never a promise, and its reason says so; `not enough` is certain as far as the file system
+knows. Some report no inodes (Btrfs, FUSE): then those are not judged.
+
+SPEED. A save is SLOW when its bytes a second lie below SLOW_FRACTION of the median of the saves before, and it
+lost at least LEAST_LOSS_S by that: the fifth part of a second more or less for a small save says nothing about a
+disk. The medium is slow when the newest SLOW_SAVES are, each measured against the saves that precede all of them.
+FAILING is a medium on which the newest save ended with an error, whatever came before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+__all__ = [
+    "FreeSpace",
+    "Health",
+    "HealthKind",
+    "Need",
+    "Outcome",
+    "Room",
+    "judge_health",
+    "judge_room",
+    "need_of_next",
+    "usual_speed",
+]
+
+SLOW_FRACTION = 0.5
+SLOW_SAVES = 3
+LEAST_LOSS_S = 1.0
+_LEAST_HISTORY = 3
+_WINDOW = 32
+_MARGIN = 0.1
+_BLOCK_BYTES = 4096
+"""What a file may take beyond its bytes: the rest of its last block."""
+_SPARE_INODES = 16
+"""The directories, the manifest, the hint and temporary names of one save."""
+
+HealthKind = Literal["unknown", "well", "slow", "failing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeSpace:
+    """What the file system says, for a user without privileges; None: it does not say.
+
+    Attributes:
+        device: which file system; the same number is the same one.
+        problem: why it could not be asked.
+    """
+
+    bytes: int | None = None
+    inodes: int | None = None
+    total_bytes: int | None = None
+    device: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What is going to be written; `basis` says in words where the number comes from."""
+
+    bytes: int
+    inodes: int
+    basis: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """A verdict: `enough` None where the file system does not say."""
+
+    enough: bool | None
+    reason: str
+    free: FreeSpace
+    need: Need
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one save went: its bytes and seconds, or why it failed (then `error` is not empty)."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """A verdict on a medium.
+
+    Attributes:
+        bytes_per_s, usual_bytes_per_s: of the newest save and of those before; None: not known.
+    """
+
+    kind: HealthKind
+    reason: str
+    bytes_per_s: float | None = None
+    usual_bytes_per_s: float | None = None
+
+
+def need_of_next(
+    last_bytes: int, num_files: int, *, copies: int = 1, basis: str = "the last save", margin: float = _MARGIN
+) -> Need:
+    """What `copies` more checkpoints like the last one need.
+
+    Args:
+        last_bytes, num_files: of that one; or an estimate, then `basis` says so.
+        margin: on top, as a share: rollouts of another length, a longer history.
+    """
+    one = round(last_bytes * (1.0 + margin)) + num_files * _BLOCK_BYTES
+    words = basis if copies == 1 else f"{copies} checkpoints like {basis}"
+    return Need(bytes=copies * one, inodes=copies * (num_files + _SPARE_INODES), basis=words)
+
+
+def judge_room(free: FreeSpace, need: Need) -> Room:
+    """Hold the one against the other."""
+    if free.problem or (free.bytes is None and free.inodes is None):
+        reason = free.problem or "the file system does not say how much is free"
+        return Room(enough=None, reason=reason, free=free, need=need)
+    if free.bytes is not None and free.bytes < need.bytes:
+        reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis})"
+        return Room(enough=False, reason=reason, free=free, need=need)
+    if free.inodes is not None and free.inodes < need.inodes:
+        reason = f"{free.inodes} inodes free, {need.inodes} needed ({need.basis})"
+        return Room(enough=False, reason=reason, free=free, need=need)
+    if free.bytes is None:
+        return Room(enough=None, reason="the file system counts inodes only", free=free, need=need)
+    reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis}); quotas are not seen"
+    return Room(enough=True, reason=reason, free=free, need=need)
+
+
+def usual_speed(outcomes: Sequence[Outcome]) -> float | None:
+    """Median bytes a second of the saves that went well; None: too few to say."""
+    speeds = [_speed(outcome) for outcome in outcomes if not outcome.error]
+    known = [speed for speed in speeds if speed is not None][-_WINDOW:]
+    return median(known) if len(known) >= _LEAST_HISTORY else None
+
+
+def judge_health(outcomes: Sequence[Outcome]) -> Health:
+    """Judge a medium by its saves, oldest first."""
+    if not outcomes:
+        return Health(kind="unknown", reason="nothing has been saved yet")
+    failures = 0
+    for outcome in reversed(outcomes):
+        if not outcome.error:
+            break
+        failures += 1
+    if failures:
+        times = "the last save" if failures == 1 else f"the last {failures} saves"
+        return Health(kind="failing", reason=f"{times} failed: {outcomes[-1].error}")
+    good = [outcome for outcome in outcomes if not outcome.error and _speed(outcome) is not None]
+    now = _speed(good[-1]) if good else None
+    usual = usual_speed(good[:-SLOW_SAVES])
+    if now is None or usual is None:
+        return Health(kind="unknown", reason="too few saves to know its usual speed", bytes_per_s=now)
+    newest = good[-SLOW_SAVES:]
+    if all(_is_slow(outcome, usual) for outcome in newest):
+        reason = (
+            f"{_mb(now)} a second, less than {SLOW_FRACTION:g} of its usual {_mb(usual)}, "
+            f"for {SLOW_SAVES} saves in a row"
+        )
+        return Health(kind="slow", reason=reason, bytes_per_s=now, usual_bytes_per_s=usual)
+    reason = f"{_mb(now)} a second, usually {_mb(usual)}"
+    return Health(kind="well", reason=reason, bytes_per_s=now, usual_bytes_per_s=usual)
+
+
+def _speed(outcome: Outcome) -> float | None:
+    return outcome.num_bytes / outcome.seconds if outcome.num_bytes > 0 and outcome.seconds > 0.0 else None
+
+
+def _is_slow(outcome: Outcome, usual: float) -> bool:
+    lost = outcome.seconds - outcome.num_bytes / usual
+    return outcome.num_bytes < SLOW_FRACTION * usual * outcome.seconds and lost >= LEAST_LOSS_S
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else _mb(count)
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:.3g} MB"

@@ -1,0 +1,97 @@
+"""What a checkpoint holds, and who may go on from it: partial saves, other models, other loops."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.checkpoint.format.specification import Guest, Manifest, guest_directory
+from verl_slurm.config.roles import trained_roles
+from verl_slurm.config.schema import CheckpointConfig, RunConfig, TrainConfig
+
+__all__ = ["Components", "partial_domains", "require_full", "require_own", "require_same_models"]
+
+Components = tuple[Literal["actor", "critic", "optimizer"], ...]
+"""Tensor domains of a partial save, in the order of the format; empty: a full one."""
+
+
+_GUEST_OF: dict[str, Guest | None] = {"native": None, "verl": "verl", "command": "loop"}
+
+
+def partial_domains(config: CheckpointConfig) -> Components:
+    """What a partial save holds, empty where none is configured.
+
+    `optimizer` is one domain: with it goes the optimizer state of all that trains, of other components, too.
+    """
+    wanted: Sequence[str] = config.components
+    optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
+    return tuple(domain for domain in ("actor", "critic") if domain in wanted) + optimizer
+
+
+def require_same_models(manifest: Manifest, config: RunConfig, where: object) -> None:
+    """Refuse to go on with another set of models: PPO's critic cannot be conjured up, nor just be forgotten.
+
+    Raises:
+        ConfigError: the checkpoint's run trained other models than `config` does, or its loop was another one.
+    """
+    saved = None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
+    if saved != _GUEST_OF[config.trainer.backend]:
+        raise ConfigError(
+            "the checkpoint is of another kind of loop",
+            where=where,
+            found=f"trainer.backend={config.trainer.backend}",
+            expected=f"trainer.backend={next(b for b, guest in _GUEST_OF.items() if guest == saved)}",
+            remedy="go on with the trainer.backend that wrote it, or start with checkpoint.resume_from=null",
+        )
+    if saved is not None:
+        return
+    trained = trained_roles(config.train)
+    if manifest.roles != trained:
+        former = next(
+            (a for a in ("ppo", "grpo") if trained_roles(TrainConfig(algorithm=a)) == manifest.roles), "?"
+        )
+        raise ConfigError(
+            "the checkpoint is of another algorithm",
+            where=where,
+            found=f"train.algorithm={config.train.algorithm}, which trains {' and '.join(trained)}",
+            expected=f"train.algorithm={former}: the checkpoint holds {' and '.join(manifest.roles)}",
+            remedy="resume with that algorithm; or start a new run from the weights alone: "
+            "verl-slurm export CKPT --to hf --out DIR, then model.path=DIR",
+        )
+
+
+def require_full(manifest: Manifest, where: object) -> None:
+    """Refuse to go on from a partial checkpoint.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if manifest.components:
+        raise ConfigError(
+            "a partial checkpoint cannot be resumed from",
+            where=where,
+            found=f"{', '.join(manifest.components)} only",
+            expected="a full checkpoint",
+            remedy="set checkpoint.resume_from=auto, or name a full one (verl-slurm checkpoints)",
+        )
+
+
+def require_own(manifest: Manifest, directory: Path) -> None:
+    """Refuse a guest's checkpoint: what is in it has the format of that loop already.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(manifest.guest, msgspec.UnsetType):
+        return
+    own = directory / guest_directory(manifest.guest, manifest.step)
+    tool = "`python -m verl.model_merger`" if manifest.guest == "verl" else "`torch.load`"
+    raise ConfigError(
+        "the checkpoint is of a loop that is not ours",
+        where=directory,
+        found=f"the files of a {manifest.guest} loop",
+        expected="a checkpoint of trainer.backend: native",
+        remedy=f"its own files are in {own}; {tool} reads them",
+    )

@@ -1,0 +1,285 @@
+"""Encryption at rest: the specification, and the cipher of one checkpoint. torch-free.
+
+## 1. What is sealed
+
+With a key configured, every file of a checkpoint but `PLAIN_FILES` and manifest.json: tensors, runtime state
+(rollouts are data), texts (config.yaml names paths and people). The manifest tells which step it is, of which
+incarnation, when, and with which key; file names, sizes and `dataset_fingerprint` stay visible.
+
+## 2. Keys
+
+`Manifest.encryption` has the id of the user's key and a random salt of SALT_BYTES, new for every *attempt* to
+save. A file's key is HKDF-SHA256(key, salt, info = "verl-slurm file v1" NUL checkpoint name NUL path): no two
+files ever share one. (`name` is that of the directory; for what is stored by content, whatever its store
+calls it.)
+
+## 3. A sealed file of P plain bytes
+
+```
+offset 0        ciphertext of chunk 0, CHUNK_BYTES        each byte at the offset that it has in the plain file
+...
+                ciphertext of the last chunk, the rest    (P = 0: one chunk of no bytes)
+offset P        tag of chunk 0, TAG_BYTES
+                tag of chunk 1 ...
+size            P + TAG_BYTES * chunks(P)                 `FileEntry.size`; P is `FileEntry.plain_size`
+```
+
+Each chunk is AES-256-GCM (NIST SP 800-38D) with the chunk's index as a 96-bit big-endian nonce, and as
+associated data `<u64 index><u64 P><u8 1 if last>` (big-endian) and the path. A changed bit, a cut, chunks in another
+order, of another file or another checkpoint: all fail, and no plaintext of that chunk is given out.
+The SHA-256 digests in the manifest are of the sealed bytes: to hold them against the disk takes no key. Who made the
+manifest is asked with it (`signature.py`), by the scrub and the tiers too.
+
+## 4. The one duty of who calls
+
+A nonce must never be used twice with one key. So: a new `CheckpointCipher.begin` for every attempt, one
+`ChunkSealer` a file, and sealed bytes are what is written twice, not plain bytes what is sealed twice. A
+sealer refuses to seal a chunk again, and a saver process a salt that it has seen (`save.writer.sealing`).
+
+Measured on one core (EPYC with VAES): section "Cost" of docs/decisions/0003-encryption.md.
+"""
+
+import secrets
+import struct
+import threading
+from typing import Self
+
+import msgspec
+
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
+from verl_slurm.base.keys import Keyring, MasterKey, Secret
+from verl_slurm.checkpoint.format.specification import (
+    PLAIN_FILES,
+    TAG_BYTES,
+    Encryption,
+    FileEntry,
+    Manifest,
+    sealed_chunks,
+    sealed_size,
+)
+from verl_slurm.checkpoint.format.specification import SEALED_CHUNK_BYTES as CHUNK_BYTES
+
+__all__ = [
+    "CHUNK_BYTES",
+    "PLAIN_FILES",
+    "SALT_BYTES",
+    "TAG_BYTES",
+    "CheckpointCipher",
+    "ChunkOpener",
+    "ChunkSealer",
+    "open_bytes",
+    "seal_bytes",
+]
+
+SALT_BYTES = 32
+_FILE_KEY = b"verl-slurm file v1"
+_ASSOCIATED = struct.Struct(">QQB")
+
+
+class _Chunks:
+    """What sealing and opening share: the geometry of one file, its nonces and associated data."""
+
+    def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        from cryptography.hazmat.primitives.ciphers import algorithms
+
+        self._aes = algorithms.AES(key.reveal())
+        self._path = path.encode("ascii")
+        self.plain_size, self.chunk_bytes = plain_size, chunk_bytes
+        self.num_chunks = sealed_chunks(plain_size, chunk_bytes)
+
+    def length(self, index: int) -> int:
+        """Plain bytes of chunk `index`."""
+        if not 0 <= index < self.num_chunks:
+            raise ValueError(f"chunk {index} of {self.num_chunks}")
+        return min(self.chunk_bytes, self.plain_size - index * self.chunk_bytes)
+
+    def associated(self, index: int) -> bytes:
+        """What a chunk's tag covers beside its bytes."""
+        last = index == self.num_chunks - 1
+        return _ASSOCIATED.pack(index, self.plain_size, last) + self._path
+
+    def _check(self, index: int, data: memoryview, out: memoryview) -> None:
+        length = self.length(index)
+        if data.nbytes != length or out.nbytes != length:
+            raise ValueError(f"chunk {index} has {length} bytes; got {data.nbytes} and room for {out.nbytes}")
+
+
+class ChunkSealer(_Chunks):
+    """Seals the chunks of one file, in any order, from any number of threads, each chunk once.
+
+    Args:
+        key: `CheckpointCipher.file_key(path)`.
+        path: as it will stand in the manifest.
+        plain_size: bytes of the whole file; must be known before the first chunk.
+    """
+
+    def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__(key, path, plain_size, chunk_bytes=chunk_bytes)
+        self._done: set[int] = set()
+        self._lock = threading.Lock()
+
+    def seal_into(self, index: int, plaintext: memoryview, out: memoryview) -> bytes:
+        """Encrypt one chunk into `out`, without a copy in between and without the interpreter lock.
+
+        Args:
+            plaintext: contiguous bytes, `length(index)` of them. Not changed.
+            out: as long. Must not overlap `plaintext`.
+
+        Returns:
+            The tag, TAG_BYTES, for place `index` of the table.
+
+        Raises:
+            ValueError: another length, or the chunk was sealed before.
+        """
+        from cryptography.hazmat.primitives.ciphers import Cipher, modes
+
+        self._check(index, plaintext, out)
+        with self._lock:
+            if index in self._done:
+                raise ValueError(f"chunk {index} was sealed before: its nonce must not be used again")
+            self._done.add(index)
+        encryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"))).encryptor()
+        encryptor.authenticate_additional_data(self.associated(index))
+        encryptor.update_into(plaintext, out)
+        encryptor.finalize()
+        return encryptor.tag
+
+
+class ChunkOpener(_Chunks):
+    """Opens the chunks of one file, in any order, from any number of threads."""
+
+    def open_into(self, index: int, ciphertext: memoryview, tag: bytes, out: memoryview) -> None:
+        """Decrypt one chunk into `out`, without a copy in between and without the interpreter lock.
+
+        Raises:
+            CheckpointCorrupt: it is not what was sealed as this chunk of this file of this checkpoint. `out`
+                holds zeros then.
+            ValueError: lengths that do not fit.
+        """
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, modes
+
+        self._check(index, ciphertext, out)
+        if len(tag) != TAG_BYTES:
+            raise ValueError(f"a tag has {TAG_BYTES} bytes, not {len(tag)}")
+        decryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"), tag)).decryptor()
+        decryptor.authenticate_additional_data(self.associated(index))
+        try:
+            decryptor.update_into(ciphertext, out)
+            decryptor.finalize()
+        except InvalidTag:
+            out[:] = bytes(out.nbytes)  # bytes that nobody vouches for stay nowhere
+            raise CheckpointCorrupt(
+                "an encrypted file does not open",
+                where=f"{self._path.decode()}, chunk {index} of {self.num_chunks}",
+                expected="the bytes that were sealed here with this key",
+                remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            ) from None
+
+
+class CheckpointCipher:
+    """Everything that one key does for one checkpoint.
+
+    Attributes:
+        record: what `Manifest.encryption` has to hold.
+    """
+
+    def __init__(self, key: MasterKey, name: str, record: Encryption) -> None:
+        self.record = record
+        self._key, self._name = key, name
+
+    @classmethod
+    def begin(cls, key: MasterKey, name: str) -> Self:
+        """For a new attempt to save `name`: rank 0 makes it and tells the others `record`."""
+        return cls(key, name, Encryption(key_id=key.id, salt=secrets.token_hex(SALT_BYTES)))
+
+    @classmethod
+    def of(cls, manifest: Manifest, keys: Keyring | None, *, where: object) -> Self | None:
+        """For reading; None when the checkpoint is not encrypted.
+
+        Whether an unencrypted one may be read where a key is set was for `signature.authenticate` to say.
+
+        Raises:
+            KeyRefused: it is encrypted, and there is no key or another one.
+        """
+        record = manifest.encryption
+        if isinstance(record, msgspec.UnsetType):
+            return None
+        if keys is None:
+            raise KeyRefused(
+                "the checkpoint is encrypted, and no key is configured",
+                where=where,
+                found=f"key id {record.key_id}",
+                remedy="set checkpoint.encryption={key_file: FILE}",
+            )
+        return cls(keys.find(record.key_id, where=where), manifest.name, record)
+
+    def file_key(self, path: str) -> Secret:
+        """The key of one file; enough to seal or open it and nothing else."""
+        info = b"\0".join((_FILE_KEY, self._name.encode("ascii"), path.encode("ascii")))
+        return self._key.derive(info, bytes.fromhex(self.record.salt))
+
+    def sealer(self, path: str, plain_size: int) -> ChunkSealer:
+        """To write a file of `plain_size` bytes."""
+        return ChunkSealer(self.file_key(path), path, plain_size)
+
+    def opener(self, entry: FileEntry) -> ChunkOpener:
+        """To read a sealed file by chunks."""
+        return ChunkOpener(self.file_key(entry.path), entry.path, _plain_size(entry))
+
+    def seal(self, path: str, data: bytes) -> bytes:
+        """A small file, sealed; files of PLAIN_FILES as they are."""
+        return data if path in PLAIN_FILES else seal_bytes(self.file_key(path), path, data)
+
+    def open(self, entry: FileEntry, data: bytes) -> bytes:
+        """What `seal` was given; a file that the manifest says is plain, as it is."""
+        if entry.plain_size is msgspec.UNSET:
+            return data
+        return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)
+
+
+def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+    """The sealed file of `data`. A key and path are good for one call (section 4)."""
+    sealer = ChunkSealer(key, path, len(data), chunk_bytes=chunk_bytes)
+    plain, out = memoryview(data), bytearray(sealed_size(len(data), chunk_bytes))
+    view, at = memoryview(out), len(data)
+    for index in range(sealer.num_chunks):
+        start = index * chunk_bytes
+        end = start + sealer.length(index)
+        view[at : at + TAG_BYTES] = sealer.seal_into(index, plain[start:end], view[start:end])
+        at += TAG_BYTES
+    return bytes(out)
+
+
+def open_bytes(
+    key: Secret, path: str, plain_size: int, data: bytes, *, chunk_bytes: int = CHUNK_BYTES
+) -> bytes:
+    """The plain bytes of a sealed file.
+
+    Raises:
+        CheckpointCorrupt: it is not what was sealed.
+    """
+    opener = ChunkOpener(key, path, plain_size, chunk_bytes=chunk_bytes)
+    if len(data) != sealed_size(plain_size, chunk_bytes):
+        raise _wrong_size(len(data), sealed_size(plain_size, chunk_bytes))
+    sealed, out = memoryview(data), memoryview(bytearray(plain_size))
+    for index in range(opener.num_chunks):
+        start, at = index * chunk_bytes, plain_size + index * TAG_BYTES
+        end = start + opener.length(index)
+        opener.open_into(index, sealed[start:end], bytes(sealed[at : at + TAG_BYTES]), out[start:end])
+    return bytes(out)
+
+
+def _plain_size(entry: FileEntry) -> int:
+    if isinstance(entry.plain_size, msgspec.UnsetType):
+        raise CheckpointCorrupt("a file that has to be encrypted is not", where=entry.path)
+    return entry.plain_size
+
+
+def _wrong_size(found: int, expected: int) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "an encrypted file does not open",
+        found=f"{found} bytes",
+        expected=f"{expected} bytes",
+        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+    )

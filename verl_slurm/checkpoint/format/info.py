@@ -1,0 +1,105 @@
+"""What is known of a checkpoint: plain values, no I/O."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from verl_slurm.checkpoint.format.specification import Manifest
+
+__all__ = ["CheckpointInfo", "Kind", "Problem", "ProblemKind", "Verdict"]
+
+Kind = Literal["committed", "torn", "foreign", "quarantined"]
+"""committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or
+a final name without a good manifest. quarantined: set aside. foreign: not ours."""
+
+ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
+"""damaged: the bytes are not those that were committed. unreadable: the system refused to read (may pass).
+untrusted: others own or may write it. version: of a format this code does not know. key: it has
+no signature, or of a key that we have not. Only what is damaged is ever set aside: the others may be good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing wrong with one path of a checkpoint.
+
+    Attributes:
+        path: relative to the checkpoint; `.` is the checkpoint itself.
+    """
+
+    path: str
+    what: str
+    kind: ProblemKind = "damaged"
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a full check of one directory found.
+
+    Attributes:
+        ok: it is, byte for byte, what was committed.
+        problems: all that was found; empty exactly when `ok`.
+        manifest: present when the manifest itself verified.
+        num_bytes: read and hashed.
+        seconds: that it took.
+    """
+
+    name: str
+    ok: bool
+    problems: tuple[Problem, ...]
+    manifest: Manifest | None
+    num_bytes: int
+    seconds: float
+
+    @property
+    def needs_key(self) -> bool:
+        """That the right key is missing is all that is wrong with it."""
+        return bool(self.problems) and all(p.kind == "key" for p in self.problems)
+
+    @property
+    def damaged(self) -> bool:
+        """Its bytes are not those that were committed, beyond doubt: only then it may be set aside."""
+        return any(p.kind == "damaged" for p in self.problems) and not any(
+            p.kind in {"unreadable", "version"} for p in self.problems
+        )
+
+    def one_line(self, limit: int = 3) -> str:
+        """`step_000012: ok, 120 bytes` or the first problems."""
+        if self.ok:
+            return f"{self.name}: verified, {self.num_bytes} bytes"
+        more = len(self.problems) - limit
+        text = "; ".join(str(p) for p in self.problems[:limit])
+        return f"{self.name}: {text}" + (f"; and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """One entry of a run's checkpoint directory, from its name and manifest alone.
+
+    Attributes:
+        step, safe_point: from the name; -1 where it has none.
+        num_bytes: of its files by the manifest; 0 without one.
+        metrics: of the step it ends, by name; empty for one from the middle of a step.
+        detail: why it has its kind, when that is not `committed`.
+    """
+
+    kind: Kind
+    name: str
+    path: Path
+    step: int = -1
+    safe_point: int = -1
+    epoch: int | None = None
+    phase: str | None = None
+    world_size: int | None = None
+    parent: str | None = None
+    created_utc: str | None = None
+    num_files: int = 0
+    num_bytes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, self.safe_point

@@ -1,0 +1,142 @@
+"""Manifest to JSON and back, and its digest (`format.py`, section 2). Bytes only, no files."""
+
+import hashlib
+import json
+from typing import Any
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.checkpoint.format.specification import (
+    FORMAT_VERSION,
+    PLAIN_FILES,
+    FileEntry,
+    Manifest,
+    path_problem,
+    sealed_size,
+)
+
+__all__ = [
+    "canonical",
+    "checkpoint_order",
+    "manifest_digest",
+    "parse",
+    "render",
+    "sealed",
+    "signed_bytes",
+]
+
+
+def canonical(value: object) -> bytes:
+    """The one JSON text of `value` that digests are taken of."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return text.encode("ascii")
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """SHA-256 of `signed_bytes`."""
+    return hashlib.sha256(signed_bytes(manifest)).hexdigest()
+
+
+def signed_bytes(manifest: Manifest) -> bytes:
+    """The canonical JSON of everything but the digest and the HMAC, which are both taken of it."""
+    fields = msgspec.to_builtins(msgspec.structs.replace(manifest, files=()))
+    text = canonical({key: value for key, value in fields.items() if key not in {"digest", "hmac"}})
+    # Of what a path may hold, msgspec writes the same bytes as `canonical`, in a quarter of the memory: `files` is
+    # nearly all of a manifest. No other `"files":[]` is possible outside of a text, where its quotes are escaped.
+    files = msgspec.json.encode(manifest.files, order="sorted")
+    return text.replace(b'"files":[]', b'"files":' + files, 1)
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """`manifest` with its files sorted and its digest filled in."""
+    files = tuple(sorted(manifest.files, key=lambda entry: entry.path))
+    manifest = msgspec.structs.replace(manifest, files=files)
+    return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))
+
+
+def render(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json."""
+    return (
+        json.dumps(msgspec.to_builtins(manifest), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+    )
+
+
+def checkpoint_order(name: str) -> tuple[int, int] | None:
+    """(step, safe point) of a checkpoint's name, or None when it is no such name."""
+    match = CHECKPOINT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def parse(data: bytes, *, where: object) -> Manifest:
+    """The manifest that `data` holds, digest and paths checked.
+
+    Raises:
+        SchemaMismatch: another format version; nothing else of it was believed.
+        CheckpointCorrupt: anything else that is not as `format.py` says.
+    """
+    try:
+        version = bounded.decode_json(data, _Version, bounded.MANIFEST).format_version
+        if type(version) is int and version != FORMAT_VERSION:
+            raise SchemaMismatch(
+                "the checkpoint is of another format version",
+                where=where,
+                found=version,
+                expected=FORMAT_VERSION,
+                remedy="resume with the version of verl-slurm that wrote it",
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+        _check(manifest)
+    except (ValueError, RecursionError, OverflowError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "the manifest does not verify",
+            where=where,
+            found=error,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    """What is believed of a manifest before its version is known."""
+
+    format_version: Any = None
+
+
+def _check(manifest: Manifest) -> None:
+    # First the paths: the digest is of texts without an escape (`signed_bytes`).
+    problem = next((p for entry in manifest.files if (p := _path_problem(entry.path))), None)
+    if problem is not None:
+        raise ValueError(problem)
+    actual = manifest_digest(manifest)
+    if manifest.digest != actual:
+        raise ValueError(f"manifest digest is {actual}, it says {manifest.digest}")
+    if checkpoint_order(manifest.name) != (manifest.step, manifest.safe_point):
+        raise ValueError(f"name {manifest.name} for step {manifest.step}, safe point {manifest.safe_point}")
+    seen: dict[str, str] = {}
+    for entry in manifest.files:
+        other = seen.setdefault(entry.path.casefold(), entry.path)
+        if other is not entry.path:
+            raise ValueError(f"two files of one name: {other!r}, {entry.path!r}")
+        problem = _sealing_problem(entry, encrypted=manifest.encryption is not msgspec.UNSET)
+        if problem is not None:
+            raise ValueError(f"{problem}: {entry.path!r}")
+    if manifest.hmac is not msgspec.UNSET and manifest.encryption is msgspec.UNSET:
+        raise ValueError("an HMAC of no key")
+
+
+def _path_problem(path: str) -> str | None:
+    problem = path_problem(path)
+    return None if problem is None else f"{problem}: {path!r}"
+
+
+def _sealing_problem(entry: FileEntry, *, encrypted: bool) -> str | None:
+    """Why an entry does not fit a manifest that is, or is not, of an encrypted checkpoint."""
+    plain = entry.plain_size
+    if isinstance(plain, msgspec.UnsetType):
+        return "not encrypted" if encrypted and entry.path not in PLAIN_FILES else None
+    if not encrypted or entry.path in PLAIN_FILES:
+        return "encrypted where nothing is"
+    return None if entry.size == sealed_size(plain) else f"{entry.size} bytes for {plain} encrypted ones"

@@ -1,0 +1,216 @@
+"""The schema lock: what the saved state looks like, and whether this code can read it.
+
+`schema_version.json` holds a signature of each class of saved state: its fields and their types. The schema
+id is the SHA-256 of the canonical JSON of those signatures; the code version is told but not compared,
+since most versions change no layout. Limits (`msgspec.Meta`) are no part of a type: they guard readers, not
+layout.
+
+Another layout is refused with the exact differences, unless `OLDER_LAYOUTS` says that this code reads it as it is. No
+saved state is rewritten to fit.
+"""
+
+import hashlib
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from verl_slurm import __version__
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, SchemaMismatch
+from verl_slurm.checkpoint.format.manifest import canonical
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest, Topology
+from verl_slurm.runtime_state.format import ArraySpec, RecordHeader, RuntimeState, StateHeader
+
+__all__ = [
+    "OLDER_LAYOUTS",
+    "TRAINER_COMPONENTS",
+    "OlderLayout",
+    "SchemaVersion",
+    "check_schema",
+    "current_schema",
+    "differences",
+    "parse_schema",
+    "read_schema",
+    "render_schema",
+    "schema_of",
+]
+
+# What the trainer saves beside these structs. Change the text when the meaning or layout changes, and every
+# older checkpoint is refused (or migrated) instead of being misread.
+TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
+    "trainer.actor": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
+    "trainer.critic": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
+    "trainer.optimizer": {
+        "actor": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",
+        "critic": "AdamW by role.parameter.key: step, exp_avg, exp_avg_sq",
+    },
+    "trainer.scheduler": {
+        "actor": "schedule, warmup_steps, decay_steps, min_ratio, base_lr, step, lr",
+        "critic": "schedule, warmup_steps, decay_steps, min_ratio, base_lr, step, lr",
+    },
+    "trainer.sampling": {"noise": "Philox, key (run seed, step, sample id, sample index), counter position"},
+    "trainer.step": {
+        "phases": "generate score advantage update evaluate step_end",
+        "micro_batch": "i * world + rank",
+    },
+}
+
+_STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    ArraySpec,
+    FileEntry,
+    Manifest,
+    RecordHeader,
+    RuntimeState,
+    StateHeader,
+    Topology,
+)
+
+
+class SchemaVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of schema_version.json."""
+
+    code_version: str
+    schema_id: str
+    classes: dict[str, dict[str, str]]
+    """Class → field → type."""
+
+
+class OlderLayout(NamedTuple):
+    """A layout that is read as it is by the code of another."""
+
+    schema_id: str
+    read_by: str
+    """The schema id of that code. Whoever changes it again looks at each of these anew."""
+    why: str
+
+
+OLDER_LAYOUTS = (
+    OlderLayout(
+        schema_id="e4c9c98db561aaaffa3a0bfa7438ea08c860e54ede2d2f694c6e1b538d81bd6c",
+        read_by="96d1be38d6327542ec6ed989b8dba974286d26b235aefa60ee4e3359fb2fcd0d",
+        why="a manifest may name a guest (`Manifest.guest`); nothing that was there has changed",
+    ),
+)
+"""A test holds them to the layout of this code."""
+
+
+def current_schema() -> SchemaVersion:
+    """The schema of this code."""
+    return schema_of({c.__name__: _signature(c) for c in _STRUCTS} | TRAINER_COMPONENTS)
+
+
+def schema_of(classes: dict[str, dict[str, str]], code_version: str = __version__) -> SchemaVersion:
+    """The schema with these classes; the id follows from them."""
+    digest = hashlib.sha256(canonical(classes)).hexdigest()
+    return SchemaVersion(code_version=code_version, schema_id=digest, classes=classes)
+
+
+def render_schema(schema: SchemaVersion) -> bytes:
+    """The bytes of schema_version.json."""
+    return msgspec.json.format(msgspec.json.encode(schema, order="sorted"), indent=1) + b"\n"
+
+
+def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
+    """The schema that `data` holds; its id must follow from its classes.
+
+    Raises:
+        CheckpointCorrupt: it does not.
+    """
+    try:
+        schema = bounded.decode_json(data, SchemaVersion, bounded.SMALL)
+        expected = schema_of(schema.classes).schema_id
+        if schema.schema_id != expected:
+            raise ValueError(f"schema id {schema.schema_id}, its classes give {expected}")
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise _unreadable(where, error) from error
+    return schema
+
+
+def _unreadable(where: object, error: Exception) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "the schema file cannot be read",
+        where=where,
+        found=error,
+        remedy="resume from another checkpoint (verl-slurm checkpoints)",
+    )
+
+
+def read_schema(checkpoint: Path) -> SchemaVersion:
+    """The schema of a checkpoint that verifies.
+
+    Raises:
+        CheckpointCorrupt: see `parse_schema`; or it is larger than any.
+        OSError: the storage did not give it.
+    """
+    where = checkpoint / SCHEMA_VERSION
+    try:
+        data = bounded.read_regular(where, bounded.SMALL)
+    except bounded.TooMuch as error:
+        raise _unreadable(where, error) from None
+    return parse_schema(data, where=where)
+
+
+def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:
+    """Every difference in layout, one line each, sorted; empty when there is none."""
+    lines = []
+    for name in sorted(saved.classes.keys() | current.classes.keys()):
+        old, new = saved.classes.get(name), current.classes.get(name)
+        if old is None:
+            lines.append(f"{name}: not in the checkpoint")
+        elif new is None:
+            lines.append(f"{name}: only in the checkpoint")
+        else:
+            for field in sorted(old.keys() | new.keys()):
+                if field not in new:
+                    lines.append(f"{name}.{field}: only in the checkpoint ({old[field]})")
+                elif field not in old:
+                    lines.append(f"{name}.{field}: not in the checkpoint ({new[field]})")
+                elif old[field] != new[field]:
+                    lines.append(f"{name}.{field}: {old[field]} in the checkpoint, {new[field]} here")
+    return lines
+
+
+def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object) -> None:
+    """Refuse a checkpoint of a layout that code of `current` does not read.
+
+    Raises:
+        SchemaMismatch: with every difference.
+    """
+    read_too = {older.schema_id for older in OLDER_LAYOUTS if older.read_by == current.schema_id}
+    if saved.schema_id not in read_too | {current.schema_id}:
+        raise SchemaMismatch(
+            "the checkpoint has another state layout",
+            where=where,
+            found=f"{saved.code_version}: " + "; ".join(differences(saved, current)),
+            expected=f"the layout of {current.code_version}",
+            remedy=f"resume with verl-slurm {saved.code_version}, or start with checkpoint.resume_from=null",
+        )
+
+
+def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:
+    # `numpy.ndarray` by name alone: the daemon computes this, and numpy would be a third of its memory.
+    numpy = types.SimpleNamespace(ndarray=type("ndarray", (), {}))
+    hints = get_type_hints(struct, localns={"np": numpy}, include_extras=True)
+    return {field: _type_name(hints[field]) for field in struct.__struct_fields__}
+
+
+def _type_name(hint: Any) -> str:
+    """A type as text that is the same on every Python version; limits are left out."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin is Literal:
+        return "Literal[" + ", ".join(repr(a) for a in args) + "]"
+    if origin in {Union, types.UnionType}:
+        return " | ".join(_type_name(a) for a in args)
+    if hint is type(None) or hint is None:
+        return "None"
+    if hint is Ellipsis:
+        return "..."
+    if getattr(origin or hint, "__name__", "") == "ndarray":
+        return "ndarray"
+    if origin is not None:
+        return f"{origin.__name__}[" + ", ".join(_type_name(a) for a in args) + "]"
+    return str(getattr(hint, "__name__", hint))

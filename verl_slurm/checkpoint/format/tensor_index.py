@@ -1,0 +1,230 @@
+"""Where each tensor of a domain lies: the specification of `actor/index.json` and of the files beside it.
+
+```
+actor/index.json       {"format": 1, "tensors": {NAME: {"dtype": "float32", "shape": [64, 32], "pieces": [PIECE, ...]}}}
+      PIECE            {"file": "rank_0000.bin", "at": 4096, "offset": [0, 0], "shape": [32, 32]}
+actor/rank_0000.bin    the pieces that rank 0 wrote, one behind the other
+```
+
+A piece is a box of a tensor: `offset` and `shape` have its number of dimensions (none for a scalar). Its
+elements lie at `at` in the file, row by row (C order), little-endian, without gaps. Every element of a tensor
+is in exactly one piece. Pieces begin at multiples of PIECE_ALIGNMENT, files are padded with zeros to a
+multiple of FILE_ALIGNMENT, so that they can be written and read past the page cache.
+
+Any number of ranks, sharded in any way, can fill their own boxes from these (`save.ranks.loader`). Nothing here is a
+pickle, and nothing of it is believed before the manifest's digests were checked.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt
+
+__all__ = [
+    "DTYPE_BYTES",
+    "FILE_ALIGNMENT",
+    "INDEX",
+    "PIECE_ALIGNMENT",
+    "Piece",
+    "TensorEntry",
+    "TensorIndex",
+    "parse_index",
+    "render_index",
+    "slabs",
+    "tensor_file",
+]
+
+INDEX = "index.json"
+PIECE_ALIGNMENT = 64
+FILE_ALIGNMENT = 4096
+MAX_INDEX_BYTES = bounded.INDEX.num_bytes
+_FORMAT = 1
+_FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
+
+DTYPE_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Types a checkpoint may hold, by torch's names, and the bytes of an element."""
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
+_Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=16)]
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A box of a tensor, and where its bytes are."""
+
+    file: str
+    at: _Size
+    """Bytes from the start of the file."""
+    offset: _Shape
+    shape: _Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor as a whole."""
+
+    dtype: str
+    shape: _Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class TensorIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All tensors of a domain."""
+
+    tensors: dict[str, TensorEntry]
+    format: int = _FORMAT
+
+
+def tensor_file(rank: int) -> str:
+    """Name of the file that holds what `rank` wrote."""
+    return f"rank_{rank:04d}.bin"
+
+
+def render_index(index: TensorIndex) -> bytes:
+    """The bytes of index.json."""
+    return msgspec.json.encode(index, order="sorted") + b"\n"
+
+
+def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.INDEX) -> TensorIndex:
+    """The index that `data` holds, checked by itself; sizes of files are the manifest's business.
+
+    Raises:
+        CheckpointCorrupt: it is not as this module says.
+    """
+    try:
+        index = bounded.decode_json(data, TensorIndex, limit, doubles=False)
+        # What is as we write it has no key twice; the look for them takes as long as all the rest.
+        if render_index(index) != data:
+            bounded.refuse_doubled_keys(data)
+        if index.format != _FORMAT:
+            raise ValueError(f"format {index.format}, this code reads {_FORMAT}")
+        for name, entry in index.tensors.items():
+            _check(name, entry)
+    except (ValueError, RecursionError, OverflowError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "the index of a checkpoint's tensors does not verify",
+            where=where,
+            found=error,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
+    return index
+
+
+def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
+    """The tensor in parts of at most `num_bytes` each, in C order: each an entry of its own, in the same files.
+
+    Where they are cut depends on type and shape alone, so that two layouts of one tensor are cut alike.
+    """
+    if entry.num_bytes <= num_bytes or not entry.shape:
+        yield entry
+        return
+    row = entry.num_bytes // entry.shape[0]
+    for part in _cut(entry, max(1, num_bytes // row)):
+        if part.num_bytes <= num_bytes:
+            yield part
+        else:
+            yield from slabs(_only_row(part), num_bytes)
+
+
+def _cut(entry: TensorEntry, rows: int) -> Iterator[TensorEntry]:
+    """Along the first dimension, `rows` at a time."""
+    waiting = sorted(entry.pieces, key=lambda piece: piece.offset[0], reverse=True)
+    reached: list[Piece] = []
+    for start in range(0, entry.shape[0], rows):
+        stop = min(start + rows, entry.shape[0])
+        while waiting and waiting[-1].offset[0] < stop:
+            reached.append(waiting.pop())
+        reached = [piece for piece in reached if piece.offset[0] + piece.shape[0] > start]
+        pieces = tuple(_rows_of(piece, start, stop, DTYPE_BYTES[entry.dtype]) for piece in reached)
+        yield TensorEntry(dtype=entry.dtype, shape=(stop - start, *entry.shape[1:]), pieces=pieces)
+
+
+def _rows_of(piece: Piece, start: int, stop: int, element_bytes: int) -> Piece:
+    """What of a piece lies in the rows from `start` to `stop`: in C order, these bytes are one run of its own."""
+    low, high = max(start, piece.offset[0]), min(stop, piece.offset[0] + piece.shape[0])
+    skipped = (low - piece.offset[0]) * math.prod(piece.shape[1:]) * element_bytes
+    return Piece(
+        file=piece.file,
+        at=piece.at + skipped,
+        offset=(low - start, *piece.offset[1:]),
+        shape=(high - low, *piece.shape[1:]),
+    )
+
+
+def _only_row(entry: TensorEntry) -> TensorEntry:
+    """A tensor of one row without its first dimension."""
+    pieces = tuple(
+        Piece(file=piece.file, at=piece.at, offset=piece.offset[1:], shape=piece.shape[1:])
+        for piece in entry.pieces
+    )
+    return TensorEntry(dtype=entry.dtype, shape=entry.shape[1:], pieces=pieces)
+
+
+def _check(name: str, entry: TensorEntry) -> None:
+    if entry.dtype not in DTYPE_BYTES:
+        raise ValueError(f"{name}: type {entry.dtype!r}")
+    if math.prod(entry.shape) >= 2**56:
+        raise ValueError(f"{name}: a shape of {entry.shape}")
+    for piece in entry.pieces:
+        if not _FILE.fullmatch(piece.file):
+            raise ValueError(f"{name}: a file named {piece.file!r}")
+        inside = len(piece.offset) == len(piece.shape) == len(entry.shape) and all(
+            at + size <= whole for at, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+        )
+        if not inside or piece.at % PIECE_ALIGNMENT:
+            raise ValueError(f"{name}: a piece {piece.offset} + {piece.shape} at {piece.at}")
+    # Boxes within the whole that have as many elements as it, and of which no two overlap, are all of it.
+    if sum(piece.numel for piece in entry.pieces) != math.prod(entry.shape):
+        raise ValueError(f"{name}: its pieces do not make {entry.shape}")
+    _refuse_overlap(name, [piece for piece in entry.pieces if piece.numel])
+
+
+def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
+    """Sorted along the dimension that is cut most, only neighbours need a look."""
+    if not pieces:
+        return
+    if not pieces[0].shape:
+        if len(pieces) > 1:
+            raise ValueError(f"{name}: two pieces of a scalar")
+        return
+    axis = max(range(len(pieces[0].shape)), key=lambda d: len({piece.offset[d] for piece in pieces}))
+    patience = 64 * len(pieces) + 4096
+    open_ones: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset[axis]):
+        patience -= len(open_ones)
+        if patience < 0:
+            raise ValueError(f"{name}: {len(pieces)} pieces that lie across each other")
+        open_ones = [p for p in open_ones if p.offset[axis] + p.shape[axis] > piece.offset[axis]]
+        for other in open_ones:
+            if all(
+                a < b + size_b and b < a + size_a
+                for a, size_a, b, size_b in zip(
+                    piece.offset, piece.shape, other.offset, other.shape, strict=True
+                )
+            ):
+                raise ValueError(f"{name}: two pieces overlap at {piece.offset}")
+        open_ones.append(piece)

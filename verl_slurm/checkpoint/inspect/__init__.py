@@ -1,0 +1,1 @@
+"""Checkpoints for people: describe, compare, export."""

@@ -1,0 +1,156 @@
+"""Are two checkpoints the same, bit for bit? Asked of a process of its own, because the answer needs torch.
+
+`verl_slurm.save.ranks.compare` verifies both before it opens them, then compares every tensor of models and
+optimizers and the runtime state of every rank. What a guest saved (`format.Guest`) is its own business, so there the
+files are compared, here and without torch.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, KeyRefused, NotFound, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.packages import require_packages
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+
+__all__ = ["Comparison", "compare", "newest_checkpoint", "torch_environment"]
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found."""
+
+    a: str
+    b: str
+    num_tensors: int
+    num_bytes: int
+    differing: list[str]
+    """Names of the tensors and states that are not the same; empty: all are."""
+    num_files: int = 0
+    """Of a guest's checkpoints: compared byte by byte; there `differing` names files."""
+
+    @property
+    def same(self) -> bool:
+        return not self.differing
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    num_tensors: int
+    num_bytes: int
+    differing: list[str]
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The newest committed checkpoint of a run.
+
+    Raises:
+        NotFound: it has none.
+    """
+    committed = [i.path for i in list_checkpoints(RunPaths(run)) if i.kind == "committed"]
+    if not committed:
+        raise NotFound("the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {run}")
+    return committed[0].resolve()
+
+
+def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
+    """Compare two checkpoint directories.
+
+    Args:
+        key_file: the key of both, where it is not the one that their runs are configured with.
+
+    Raises:
+        KeyRefused: they are encrypted, and the key is missing or another one.
+        CheckpointCorrupt: one of them does not verify.
+        ConfigError: they are of two kinds of loops.
+        VerlSlurmError: the comparison itself broke, or a package is missing.
+    """
+    if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
+        return _compare_guests(a, b, guests)
+    require_packages("torch", "numpy", wanted_by="comparing tensors")
+    more = [] if key_file is None else ["--key-file", str(key_file)]
+    command = [sys.executable, "-P", "-m", "verl_slurm.save.ranks.compare", str(a), str(b), "--json", *more]
+    with torch_environment() as environment:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=environment
+        )
+    try:
+        answer = msgspec.json.decode(done.stdout, type=_Answer)
+    except msgspec.MsgspecError:
+        raise _broken(done) from None
+    return Comparison(
+        a=str(a),
+        b=str(b),
+        num_tensors=answer.num_tensors,
+        num_bytes=answer.num_bytes,
+        differing=answer.differing,
+    )
+
+
+@contextmanager
+def torch_environment() -> Iterator[dict[str, str]]:
+    """The environment of a child that imports torch: with a compile cache of our own, removed afterwards.
+
+    torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread, so
+    that the child's memory does not depend on the machine.
+    """
+    with tempfile.TemporaryDirectory(prefix="verl-slurm-torch-") as cache:
+        yield {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _of_a_guest(directory: Path) -> Manifest | None:
+    """Its manifest, if a guest saved it; None also where it cannot be read: who compares says why."""
+    try:
+        manifest = read_manifest(directory)
+    except (OSError, VerlSlurmError):
+        return None
+    return None if manifest.guest is msgspec.UNSET else manifest
+
+
+def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:
+    if len({manifest.guest for manifest in manifests}) != 1 or len(manifests) != 2:
+        raise ConfigError(
+            "checkpoints of two kinds of loops cannot be compared",
+            where=a,
+            found=", ".join(str(manifest.guest) for manifest in manifests),
+            expected="both of one trainer.backend",
+        )
+    for side in (a, b):
+        verdict = verify(side)
+        if not verdict.ok:
+            # As the comparing process says it: `found` is the whole sentence.
+            told = f"a checkpoint to compare does not verify: {side}: {verdict.one_line()}"
+            raise CheckpointCorrupt("a checkpoint to compare does not verify", found=told)
+    left, right = (
+        {entry.path: entry for entry in manifest.files if _is_state(entry.path)} for manifest in manifests
+    )
+    differing = [path for path in sorted(left.keys() | right.keys()) if left.get(path) != right.get(path)]
+    num_bytes = sum(entry.size for entry in left.values())
+    return Comparison(
+        a=str(a), b=str(b), num_tensors=0, num_bytes=num_bytes, differing=differing, num_files=len(left)
+    )
+
+
+def _is_state(path: str) -> bool:
+    """Of a guest's own; torch.distributed.checkpoint gives each save a number of its own in its `.metadata`."""
+    return "/" in path and not path.endswith("/.metadata")
+
+
+def _broken(done: "subprocess.CompletedProcess[bytes]") -> VerlSlurmError:
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    said = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode == ExitCode.KEY:
+        return KeyRefused("the checkpoints do not open", found=said)
+    if done.returncode == ExitCode.CORRUPT:
+        return CheckpointCorrupt(
+            "a checkpoint to compare does not verify", found=said, remedy="see `verl-slurm verify`"
+        )
+    return VerlSlurmError("the comparison broke", found=said, remedy="report it with both `verify` outputs")

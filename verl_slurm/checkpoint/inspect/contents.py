@@ -1,0 +1,169 @@
+"""The small files of a checkpoint, each held to its manifest before it is believed; the tensors are not read.
+
+For a look (`inspect`, `diff`) a re-read of every byte would take minutes and prove what nobody asked. So what is
+looked at is checked, and nothing else: `verify` and `compare` read all.
+"""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound, PermissionRefused
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format.specification import (
+    GUEST_FILES,
+    MANIFEST,
+    REQUIRED_DIRECTORIES,
+    FileEntry,
+    Manifest,
+)
+from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorIndex, parse_index
+from verl_slurm.checkpoint.store.reader import read_range, read_small
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config import strict_yaml
+
+__all__ = ["entry_named", "flat", "known_manifest", "read_config", "read_file", "read_indexes", "read_json"]
+
+_JSON = {
+    "metadata.json": bounded.RECORD,
+    "orchestration.json": bounded.DATA_FILES,
+    "scheduler.json": bounded.SMALL,
+}
+
+
+def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
+    """The manifest of a checkpoint, itself verified, or one line that says why not.
+
+    Args:
+        keys: where given, it must be signed with one of them.
+
+    Raises:
+        NotFound: there is no checkpoint.
+        CheckpointCorrupt, SchemaMismatch: see `verify.read_manifest`.
+        PermissionRefused: it may not be read.
+        KeyRefused: it is not signed with one of our keys.
+    """
+    try:
+        return read_manifest(directory, keys=keys)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise _closed(directory) from error
+        raise NotFound(
+            "no whole checkpoint there",
+            where=directory,
+            found=f"{MANIFEST}: {error.strerror}",
+            remedy="`verl-slurm checkpoints RUN` lists those of a run",
+        ) from error
+
+
+def read_file(
+    directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None, *, head: int | None = None
+) -> bytes:
+    """One file's content, which is what was committed, as it was before encryption.
+
+    Args:
+        path: as the manifest names it.
+        keys: to decrypt with.
+        head: only this many bytes from its start.
+
+    Raises:
+        CheckpointCorrupt: the manifest does not name it, it is not there, of another size or digest, or larger than
+            a file of its kind may be.
+        PermissionRefused: it may not be read.
+        KeyRefused: it is encrypted, and there is no key or another one.
+    """
+    where = directory / path
+    entry = entry_named(manifest, path)
+    if entry is None:
+        raise _bad(where, "not in the manifest", "a part of every checkpoint")
+    sealed = not isinstance(entry.plain_size, msgspec.UnsetType)
+    cipher = CheckpointCipher.of(manifest, keys, where=directory) if sealed else None
+    try:
+        if head is not None:
+            return read_range(directory, entry, cipher, 0, head)
+        return read_small(directory, entry, cipher)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise _closed(where) from error
+        raise _bad(where, error.strerror or error, "the file that was committed") from error
+    except ValueError as error:
+        raise _bad(where, error, "the file that was committed") from error
+
+
+def entry_named(manifest: Manifest, path: str) -> FileEntry | None:
+    """The manifest's entry of that path."""
+    return next((entry for entry in manifest.files if entry.path == path), None)
+
+
+def read_indexes(
+    directory: Path, manifest: Manifest, keys: Keyring | None = None
+) -> dict[str, TensorIndex | FileEntry]:
+    """Domain → the tensors it holds, of those domains that the checkpoint has; as `read_file`.
+
+    Of an index that is larger than a look is worth (`bounded.SHOWN_INDEX`), its entry in the manifest.
+    """
+    if manifest.guest is not msgspec.UNSET:
+        return {}  # whatever its directories are called
+    found: dict[str, TensorIndex | FileEntry] = {}
+    for domain in REQUIRED_DIRECTORIES:
+        path = f"{domain}/{INDEX}"
+        entry = entry_named(manifest, path)
+        if entry is None:
+            continue
+        if entry.size > bounded.SHOWN_INDEX.num_bytes:
+            found[domain] = entry
+            continue
+        data = read_file(directory, manifest, path, keys)
+        found[domain] = parse_index(data, where=directory / path, limit=bounded.SHOWN_INDEX)
+    return found
+
+
+def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> dict[str, Any]:
+    """One of the JSON files, as a map; as `read_file`, and CheckpointCorrupt where it is none. Empty where a guest's
+    checkpoint has no such file."""
+    if manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
+        return {}
+    data = read_file(directory, manifest, path, keys)
+    try:
+        return bounded.decode_json(data, dict[str, Any], _JSON[path])
+    except (ValueError, RecursionError) as error:
+        raise _bad(directory / path, error, "JSON") from error
+
+
+def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, object]:
+    """config.yaml by dotted key, as it was written: keys of other versions are welcome here.
+
+    Raises:
+        CheckpointCorrupt: see `read_file`.
+        ConfigError: it is none of our YAML.
+    """
+    raw = read_file(directory, manifest, "config.yaml", keys)
+    return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
+
+
+def flat(value: object, prefix: str = "") -> dict[str, object]:
+    """Nested maps as one, by dotted key; an empty map stays, as the value of its key."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value} if prefix else {}
+    merged: dict[str, object] = {}
+    for key, inner in value.items():
+        merged |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return merged
+
+
+def _closed(where: object) -> PermissionRefused:
+    return PermissionRefused("the checkpoint may not be read", where=where, remedy="ask its owner")
+
+
+def _bad(where: object, found: object, expected: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "the checkpoint is not what was committed",
+        where=where,
+        found=found,
+        expected=expected,
+        remedy="see all of it with `verl-slurm verify`",
+    )

@@ -1,0 +1,216 @@
+"""What is in a checkpoint: from its manifest, its small files and the indexes of its tensors.
+
+No tensor is read. Each file that is looked at is held to its digest first (`contents`), so what is shown is what
+was committed; whether the rest of it still is, `verify` says.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.schema import current_schema, parse_schema
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest
+from verl_slurm.checkpoint.format.tensor_index import TensorIndex
+from verl_slurm.checkpoint.inspect.contents import (
+    known_manifest,
+    read_config,
+    read_file,
+    read_indexes,
+    read_json,
+)
+from verl_slurm.runtime_state.format import GROUPS, RUNTIME_STATE_FILE
+
+__all__ = ["describe", "sparkline"]
+
+_TAIL = 32
+"""Steps of history that are shown."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
+    """Everything `verl-slurm inspect` shows, as plain values for JSON.
+
+    Args:
+        keys: of the run, where it has some.
+
+    Raises:
+        NotFound: there is no whole checkpoint.
+        CheckpointCorrupt: a file that was looked at is not what was committed.
+        ConfigError: its config.yaml is none.
+        PermissionRefused: it is closed to us.
+        KeyRefused: it needs a key that is not there.
+    """
+    manifest = known_manifest(directory, keys)
+    metadata = read_json(directory, manifest, "metadata.json", keys)
+    orchestration = read_json(directory, manifest, "orchestration.json", keys)
+    schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
+    config = read_config(directory, manifest, keys)
+    indexes = read_indexes(directory, manifest, keys)
+    states = _runtime_states(directory, manifest, keys)
+    whole = [state for state in states if "problem" not in state]
+    history = metadata.get("history")
+    return {
+        "name": manifest.name,
+        "path": str(directory),
+        "step": manifest.step,
+        "safe_point": manifest.safe_point,
+        "phase": manifest.phase,
+        "index": metadata.get("index"),
+        "created_utc": manifest.created_utc,
+        "save_seconds": manifest.save_seconds,
+        "epoch": manifest.epoch,
+        "parent": manifest.parent,
+        "run": config.get("name"),
+        "model": config.get("model.path"),
+        "guest": None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest,
+        "world_size": manifest.world_size,
+        "topology": msgspec.to_builtins(manifest.topology),
+        "schema_id": manifest.schema_id,
+        "schema_is_ours": manifest.schema_id == current_schema().schema_id,
+        "code_version": schema.code_version,
+        "dataset_fingerprint": manifest.dataset_fingerprint,
+        "data_root": orchestration.get("data_root"),
+        "num_data_files": _length(orchestration.get("data_files")),
+        "frozen": dict(manifest.frozen),
+        "algorithm": config.get("train.algorithm"),
+        "rollout_offset": metadata.get("rollout_offset"),
+        "samples_per_prompt": config.get("rollout.samples_per_prompt", 1),
+        "num_files": len(manifest.files),
+        "num_bytes": manifest.num_bytes,
+        "parts": _parts(manifest),
+        "domains": [_domain(name, index) for name, index in indexes.items()],
+        "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
+        "schedulers": read_json(directory, manifest, "scheduler.json", keys),
+        "reward": metadata.get("reward"),
+        "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
+        "kl_window": whole[0]["kl_window"] if whole else [],
+        "ranks": states,
+        "history": _curves(history if isinstance(history, list) else []),
+    }
+
+
+def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
+    """The last `width` values as bars between their least and their greatest; one value stands low."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def _length(value: object) -> int | None:
+    return len(value) if isinstance(value, dict | list) else None
+
+
+def _parts(manifest: Manifest) -> list[dict[str, Any]]:
+    """Files and bytes of each domain, of the runtime states, and of the rest."""
+    parts: dict[str, list[int]] = {}
+    for entry in manifest.files:
+        top, _, below = entry.path.partition("/")
+        name = top if below else ("runtime_state" if RUNTIME_STATE_FILE.fullmatch(top) else "small files")
+        part = parts.setdefault(name, [0, 0])
+        part[0], part[1] = part[0] + 1, part[1] + entry.size
+    return [{"part": name, "files": files, "bytes": size} for name, (files, size) in sorted(parts.items())]
+
+
+def _domain(name: str, index: TensorIndex | FileEntry) -> dict[str, Any]:
+    """Number, elements and bytes of a domain's tensors, together and by type; of an index too large to be listed,
+    its size."""
+    if isinstance(index, FileEntry):
+        return {
+            "domain": name,
+            "tensors": None,
+            "elements": None,
+            "bytes": None,
+            "types": [],
+            "index_bytes": index.size,
+        }
+    types: dict[str, list[int]] = {}
+    for entry in index.tensors.values():
+        row = types.setdefault(entry.dtype, [0, 0, 0])
+        for at, value in enumerate((1, math.prod(entry.shape), entry.num_bytes)):
+            row[at] += value
+    number, elements, size = (
+        (sum(column) for column in zip(*types.values(), strict=True)) if types else (0, 0, 0)
+    )
+    by_type = [
+        {"dtype": dtype, "tensors": row[0], "elements": row[1], "bytes": row[2]}
+        for dtype, row in sorted(types.items())
+    ]
+    return {"domain": name, "tensors": number, "elements": elements, "bytes": size, "types": by_type}
+
+
+def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, Any]]:
+    """One row a tensor, by name; `pieces`: how many boxes the ranks that wrote it cut it into."""
+    for name, entry in sorted(index.tensors.items()) if isinstance(index, TensorIndex) else ():
+        yield {
+            "domain": domain,
+            "name": name,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "bytes": entry.num_bytes,
+            "pieces": len(entry.pieces),
+        }
+
+
+def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
+    """Position, queue and buffers of each rank; of another version's state, why it cannot be read."""
+    from verl_slurm.runtime_state.codec import HEAD_BYTES, peek  # numpy, only where a state is opened
+
+    found: list[dict[str, Any]] = []
+    first: list[float] = []
+    for entry in manifest.files:
+        match = RUNTIME_STATE_FILE.fullmatch(entry.path)
+        if match is None:
+            continue
+        # Its head alone: 2 MB of arrays may become 2 GB.
+        data = read_file(directory, manifest, entry.path, keys, head=HEAD_BYTES)
+        try:
+            state = peek(data, where=directory / entry.path)
+        except CheckpointCorrupt as error:
+            # Its bytes are what was committed: another version wrote them.
+            found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})
+            continue
+        shapes = {group: {s.name: s.shape for s in state.arrays if s.group == group} for group in GROUPS}
+        # The ranks of a run have one window; of ranks that disagree, the newest values do.
+        first = first or state.kl_window
+        window = first if state.kl_window == first else state.kl_window[-_TAIL:]
+        found.append(
+            {
+                "rank": state.rank,
+                "bytes": entry.size,
+                "phase": state.phase,
+                "index": state.index,
+                "episode_id": state.episode_id,
+                "kl_coef": state.kl_coef,
+                "kl_window": window,
+                "rollouts": max((shape[0] for shape in shapes["rollouts"].values() if shape), default=0),
+                "rollout_arrays": shapes["rollouts"],
+                # Names with a dot are scores kept for a change of the reward (trainer.state.reward_state).
+                "reward_buffers": {
+                    name: shape
+                    for name, shape in shapes["rewards"].items()
+                    if "." not in name and name != "switch"
+                },
+                "generators": sorted(shapes["rng"]),
+            }
+        )
+    return found
+
+
+def _curves(history: list[Any]) -> list[dict[str, Any]]:
+    """The tail of each metric, the columns in the order of the newest row."""
+    rows = [row for row in history if isinstance(row, dict)]
+    curves = []
+    for name in rows[-1] if rows else ():
+        values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)][-_TAIL:]
+        if values and name != "step":
+            curves.append({"metric": str(name), "last": values[-1], "values": values})
+    return curves

@@ -1,0 +1,270 @@
+"""A checkpoint into files that others read: verified first, whole or not at all.
+
+Order: look at `--out` → verify every byte → make a directory under a hidden name beside it (`output`) → a child
+process with torch (`verl_slurm.export`) fills that → fsync all → rename → fsync of the parent.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    KeyRefused,
+    NotFound,
+    PermissionRefused,
+    SchemaMismatch,
+    VerlSlurmError,
+)
+from verl_slurm.base.packages import require_packages
+from verl_slurm.checkpoint.format.components import require_own
+from verl_slurm.checkpoint.format.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.inspect.compare import torch_environment
+from verl_slurm.checkpoint.inspect.contents import known_manifest
+from verl_slurm.checkpoint.store.output import make_durable, require_free, staged
+from verl_slurm.checkpoint.store.run_keys import keys_for
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.dataset.fingerprint.record import fingerprint
+
+__all__ = ["RECORD", "Exported", "Layout", "Progress", "Role", "Wish", "export"]
+
+Layout = Literal["hf", "single-file", "split"]
+Role = Literal["actor", "critic"]
+
+RECORD = "verl_slurm_export.json"
+"""In every export: which checkpoint it is of, and how it was made."""
+
+_CLASSES = (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    KeyRefused,
+    NotFound,
+    PermissionRefused,
+    SchemaMismatch,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What is asked for.
+
+    Attributes:
+        out: does not exist, or is an empty directory; its parent exists.
+        roles: of `hf` one, of the others one or both.
+        model: the base model's directory, for config and tokenizer.
+        is_first_model: hold `model` to the digest that the run recorded of it at its start.
+        weight_decay: of the run, for the optimizer's state.
+    """
+
+    to: Layout
+    out: Path
+    roles: tuple[Role, ...]
+    dtype: Literal["keep", "float32", "bfloat16"]
+    model: Path
+    is_first_model: bool
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far it is, in bytes of the checkpoint; `peak`: of tensors in memory at once."""
+
+    phase: Literal["verify", "model", "load", "write", "sync"]
+    done: int = 0
+    total: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was made; `peak_bytes`: of tensors, in memory at once."""
+
+    out: str
+    checkpoint: str
+    to: Layout
+    roles: tuple[Role, ...]
+    dtype: str
+    num_files: int
+    num_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the child's."""
+
+    total: int | None = None
+    peak: int = 0
+    done: int | None = None
+    ok: bool = False
+    error: dict[str, str | None] | None = None
+    exit_code: int = 0
+
+
+def export(
+    directory: Path,
+    wish: Wish,
+    progress: Callable[[Progress], None] = lambda _: None,
+    *,
+    key_file: Path | None = None,
+) -> Exported:
+    """Export one checkpoint directory.
+
+    Args:
+        key_file: the key to open it with, where it is not the one that its run is configured with.
+
+    Raises:
+        PermissionRefused: `out` holds something, or the storage refused.
+        NotFound: there is no checkpoint, or `out` has no parent directory.
+        CheckpointCorrupt: the checkpoint does not verify.
+        DataError: the base model is not the run's, or lacks config or tokenizer.
+        SchemaMismatch: state laid out by another version.
+        KeyRefused: it needs a key that is not there.
+    """
+    started = time.monotonic()
+    require_packages("torch", "transformers", "safetensors", wanted_by="export")
+    # The parent's links are followed, `out` itself is not: a rename would replace a link.
+    out = wish.out.parent.resolve() / wish.out.name
+    require_free(out, directory)
+    keys = keys_for(directory, key_file)
+    manifest = known_manifest(directory, keys)
+    require_own(manifest, directory)
+    CheckpointCipher.of(manifest, keys, where=directory)  # says so before a long read
+    progress(Progress(phase="verify", total=manifest.num_bytes))
+    verdict = verify(directory, keys=keys)
+    if not verdict.ok or verdict.manifest is None:
+        raise CheckpointCorrupt(
+            "the checkpoint does not verify",
+            where=directory,
+            found=verdict.one_line(),
+            remedy="export one that does (`verl-slurm verify RUN`)",
+        )
+    if wish.is_first_model:
+        progress(Progress(phase="model"))
+        _require_first_model(wish.model, verdict.manifest)
+    with staged(out) as staging:
+        peak = _fill(directory, verdict.manifest.digest, staging, wish, progress, key_file)
+        _record(staging, verdict.manifest, wish)
+        progress(Progress(phase="sync"))
+        num_files, num_bytes = make_durable(staging)
+    return Exported(
+        out=str(out),
+        checkpoint=manifest.name,
+        to=wish.to,
+        roles=wish.roles,
+        dtype=wish.dtype,
+        num_files=num_files,
+        num_bytes=num_bytes,
+        peak_bytes=peak,
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def _require_first_model(model: Path, manifest: Manifest) -> None:
+    """Config and tokenizer must be those that the run was started with, as far as it wrote that down."""
+    expected = manifest.frozen.get("reference")
+    if expected is None or not model.is_dir():
+        return  # no word about it; a directory that is not there is refused by who needs it
+    found = fingerprint(model).digest
+    if found != expected:
+        raise DataError(
+            "the base model has changed since the run started",
+            where=model,
+            found=f"digest {found[:16]}",
+            expected=expected[:16],
+            remedy=f"put it back, or say that its config and tokenizer are right: --model {model}",
+        )
+
+
+def _fill(
+    directory: Path,
+    digest: str,
+    staging: Path,
+    wish: Wish,
+    progress: Callable[[Progress], None],
+    key_file: Path | None,
+) -> int:
+    """Let the child write; returns the bytes of tensors it has in memory at once."""
+    progress(Progress(phase="load"))
+    command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
+    command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]
+    command += ["--dtype", wish.dtype, "--weight-decay", repr(wish.weight_decay), "--roles", *wish.roles]
+    command += [] if key_file is None else ["--key-file", str(key_file)]
+    with torch_environment() as environment, tempfile.TemporaryFile() as words:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=environment
+        )
+        assert child.stdout is not None
+        last = _Line()
+        total = peak = 0
+        try:
+            for raw in child.stdout:
+                last = _parsed(raw)
+                if last.total is not None:
+                    total, peak = last.total, last.peak
+                if last.total is not None or last.done is not None:
+                    progress(Progress(phase="write", done=last.done or 0, total=total, peak=peak))
+            child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+            child.stdout.close()
+        if last.error is not None:
+            raise _as_error(last)
+        if child.returncode != 0 or not last.ok:
+            raise _broken(child.returncode, words)
+    return peak
+
+
+def _parsed(raw: bytes) -> _Line:
+    try:
+        return msgspec.json.decode(raw, type=_Line)
+    except msgspec.MsgspecError:
+        return _Line()
+
+
+def _as_error(line: _Line) -> VerlSlurmError:
+    facts: dict[str, Any] = dict(line.error or {})
+    kind = next((c for c in _CLASSES if int(c.exit_code) == line.exit_code), VerlSlurmError)
+    return kind(facts.pop("what", None) or "the export broke", **facts)
+
+
+def _broken(returncode: int, words: IO[bytes]) -> VerlSlurmError:
+    words.seek(0)
+    lines = words.read().decode(errors="replace").strip().splitlines()
+    if returncode == -signal.SIGXCPU:
+        return DataError(
+            "the base model's config or tokenizer keeps a library busy without end",
+            found="more CPU time than any good one takes",
+            remedy="name another directory of the base model with --model DIR",
+        )
+    killed = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+    hint = "more memory, or a layout of smaller files: --to hf" if returncode == -signal.SIGKILL else None
+    return VerlSlurmError(
+        "the export broke", found=f"{killed}: {lines[-1]}" if lines else killed, remedy=hint or "report it"
+    )
+
+
+def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
+    origin = {
+        name: getattr(manifest, name)
+        for name in ("name", "step", "safe_point", "phase", "epoch", "created_utc", "digest", "schema_id")
+    }
+    how = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(wish).items()}
+    del how["out"], how["is_first_model"]
+    text = json.dumps({"checkpoint": origin, "export": how}, indent=1, sort_keys=True)
+    (staging / RECORD).write_text(text + "\n")

@@ -1,0 +1,1 @@
+"""Checkpoints as files: commit, verify, list, set aside, prune, scrub."""

@@ -1,0 +1,118 @@
+"""What lies in a run's checkpoint directory, from names and manifests alone: cheap, and no verdict."""
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.specification import STAGING_NAME
+from verl_slurm.checkpoint.store.tree import names_in
+from verl_slurm.checkpoint.store.verify import read_manifest
+
+__all__ = ["list_checkpoints"]
+
+_RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
+
+
+def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[CheckpointInfo]:
+    """Every entry, committed ones first, each kind newest first. No directory: an empty list.
+
+    `committed` says that the manifest is whole, not that its files are: ask `verify` for that.
+
+    Args:
+        partial: of `RunPaths.partial`: partial checkpoints are the committed ones there, and full ones are foreign;
+            everywhere else it is the other way round.
+
+    Raises:
+        OSError: the checkpoint directory cannot be read.
+        PermissionRefused: it, or the quarantine, is a link.
+    """
+    entries = [path for path in _children(paths, paths.checkpoints) if not _is_ours(paths, path)]
+    infos = [info for path in entries if (info := _classify(path, partial)) is not None]
+    for path in _children(paths, paths.quarantine):
+        if path.is_dir() and not path.is_symlink():
+            step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
+            infos.append(
+                CheckpointInfo(
+                    kind="quarantined",
+                    name=path.name,
+                    path=path,
+                    step=step,
+                    safe_point=safe_point,
+                    detail=f"reason in {path.name}.reason.json",
+                )
+            )
+    return sorted(infos, key=lambda i: (_RANKS[i.kind], -i.step, -i.safe_point, i.name))
+
+
+def _children(paths: RunPaths, directory: Path) -> list[Path]:
+    return [directory / name for name in names_in(paths.run, directory)]
+
+
+def _is_ours(paths: RunPaths, path: Path) -> bool:
+    """The hint, its temporary files and the quarantine are part of the layout, and no checkpoints."""
+    return path in (paths.latest, paths.quarantine) or (
+        path.name.startswith(f".{paths.latest.name}.") and path.name.endswith(".tmp")
+    )
+
+
+def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
+    """What `path` is; None: a living run has renamed or removed it since it was listed."""
+    order = checkpoint_order(path.name)
+    staged = STAGING_NAME.fullmatch(path.name)
+    try:
+        is_directory = stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return None
+    if staged is not None and is_directory:
+        step, safe_point = checkpoint_order(staged[1]) or (-1, -1)
+        return CheckpointInfo(
+            kind="torn",
+            name=path.name,
+            path=path,
+            step=step,
+            safe_point=safe_point,
+            detail="staging directory: being written, or its writer died",
+        )
+    if order is None or not is_directory:
+        return CheckpointInfo(kind="foreign", name=path.name, path=path, detail="not a checkpoint's name")
+    step, safe_point = order
+    try:
+        manifest = read_manifest(path)
+    except (OSError, VerlSlurmError) as error:
+        if not os.path.lexists(path):
+            return None
+        return CheckpointInfo(
+            kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
+        )
+    if bool(manifest.components) != partial:
+        # Somebody has put it here. To whoever looks where a run can go on, a partial one is nothing.
+        detail = f"a partial checkpoint: {', '.join(manifest.components)} only"
+        return CheckpointInfo(
+            kind="foreign",
+            name=path.name,
+            path=path,
+            step=step,
+            safe_point=safe_point,
+            detail="a full checkpoint among partial ones" if partial else detail,
+        )
+    return CheckpointInfo(
+        kind="committed",
+        name=path.name,
+        path=path,
+        step=step,
+        safe_point=safe_point,
+        epoch=manifest.epoch,
+        phase=manifest.phase,
+        world_size=manifest.world_size,
+        parent=manifest.parent,
+        created_utc=manifest.created_utc,
+        num_files=len(manifest.files),
+        num_bytes=manifest.num_bytes,
+        metrics={} if isinstance(manifest.metrics, msgspec.UnsetType) else manifest.metrics,
+    )

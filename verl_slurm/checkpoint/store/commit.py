@@ -1,0 +1,275 @@
+"""From staging to committed: the only door (`format.py`, section 4).
+
+A name that is taken. Two saves at the same safe point hold the same state, so when the directory of that
+name verifies it is kept and ours is dropped: replacing it would mean a moment without either. When it is
+damaged it is first moved to quarantine. Nothing is ever removed to make room.
+
+Unless another number of ranks saved it, or other parts: safe points are counted on each rank, so the sixth of
+four ranks is further on than the sixth of two, and of the same place the numbers differ by rounding. Then ours takes
+the name, and the other one waits in quarantine, bound to our staging directory: where that is still there at the next
+start, we died in between, and it is put back (`sweep`).
+"""
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.base.digest import num_threads
+from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.base.files import fsync_path, private_dir, write_file
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse, render, sealed
+from verl_slurm.checkpoint.format.signature import sign
+from verl_slurm.checkpoint.format.specification import (
+    MANIFEST,
+    STAGING_NAME,
+    FileEntry,
+    Manifest,
+    missing_parts,
+    path_problem,
+)
+from verl_slurm.checkpoint.store.chunks import hash_file
+from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, put_back, put_back_unfinished
+from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_below, open_directory
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+
+__all__ = ["Staging", "abort", "begin", "commit", "name_staging", "seal", "sweep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """A checkpoint that is being written.
+
+    Attributes:
+        directory: where every rank writes; its last name is what rank 0 broadcasts.
+        final: what the rename will make of it.
+    """
+
+    directory: Path
+    final: Path
+    step: int
+    safe_point: int
+
+
+def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
+    """Make an empty staging directory, 0700, with a name nobody can guess.
+
+    Runs on rank 0.
+    """
+    private_dir(paths.checkpoints)
+    staging = name_staging(paths, step, safe_point)
+    staging.directory.mkdir(mode=0o700)
+    return staging
+
+
+def name_staging(paths: RunPaths, step: int, safe_point: int) -> Staging:
+    """The same, with nothing made yet: no storage is asked, and none can hold us up (`files.make_private`)."""
+    final = paths.checkpoint(step, safe_point)
+    directory = paths.staging(final, secrets.token_hex(8))
+    return Staging(directory=directory, final=final, step=step, safe_point=safe_point)
+
+
+def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
+    """Make `files` durable and take their sizes and digests.
+
+    Args:
+        staging_dir: `Staging.directory`.
+        files: paths below it that this rank wrote and has closed, `actor/index.json`.
+
+    Returns:
+        One entry a file, in the order given.
+
+    Raises:
+        OSError: a file is missing, a link, or could not be made durable. The save is lost then: after a
+            failed fsync the kernel may have dropped the pages, and a second fsync would lie.
+
+    Runs on every rank, for its own files.
+    """
+    names = list(files)
+    for name in names:
+        problem = path_problem(name)
+        if problem is not None:
+            raise ValueError(f"{problem}: {name!r}")
+    with open_directory(staging_dir) as root:
+        with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="seal") as pool:
+            entries = list(pool.map(lambda name: _seal_file(root, name), names))
+        folders = {folder for name in names for folder in _folders(name)}
+        for folder in sorted(folders, reverse=True):
+            with open_below(root, folder) as fd:
+                os.fchmod(fd, 0o700)
+                os.fsync(fd)  # noqa: TID251 - by descriptor
+        os.fsync(root)  # noqa: TID251 - by descriptor
+    return entries
+
+
+def commit(
+    staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], None], keys: Keyring | None = None
+) -> Path:
+    """Make a sealed staging directory a checkpoint. Durable when it returns.
+
+    Args:
+        manifest: with all ranks' entries in `files`; its digest is filled in here.
+        epoch_check: raises `Fenced` when this incarnation no longer owns the run. Asked directly before the
+            rename.
+        keys: where given, the manifest is signed with the current one, which its files are encrypted with.
+
+    Returns:
+        The final directory: ours, or the verified one with the same state that had the name already.
+
+    Raises:
+        CheckpointCorrupt: the tree is not exactly what was sealed.
+        Fenced: by `epoch_check`.
+        OSError: the storage refused. On any error the staging directory is left for `abort`.
+
+    Runs on rank 0.
+    """
+    manifest = sealed(manifest)
+    if keys is not None:
+        manifest = sign(manifest, keys.current)
+    data = render(manifest)
+    parse(data, where=staging.directory / MANIFEST)  # never write what no reader would accept
+    _check_sealed(staging, manifest)
+    epoch_check()
+    write_file(staging.directory / MANIFEST, data)
+    replaced: Path | None = None
+    if os.path.lexists(staging.final):
+        verdict = verify(staging.final, keys=keys)
+        other = verdict.manifest if verdict.ok else None
+        if other is not None and (why := _difference(other, manifest)):
+            epoch_check()
+            replaced = move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
+        elif verdict.ok:
+            fsync_path(staging.final.parent)  # whoever renamed it may have died before it did so
+            abort(staging)
+            _point_latest(staging)
+            return staging.final
+        elif not verdict.damaged:
+            raise CheckpointCorrupt(
+                "the name is taken by a checkpoint that cannot be judged",
+                where=staging.final,
+                found=verdict.one_line(),
+                expected="one that verifies, or none",
+                remedy="the save is given up; look at its owner and its storage",
+            )
+        else:
+            epoch_check()
+            move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
+    try:
+        epoch_check()
+        _rename(staging, manifest)
+    except BaseException:
+        if replaced is not None:
+            put_back(replaced, staging.final)  # or nothing would have the name
+        raise
+    fsync_path(staging.final.parent)
+    _point_latest(staging)
+    return staging.final
+
+
+def _difference(other: Manifest, ours: Manifest) -> str:
+    """Why the state in `other`, of the same name, is not ours; empty: it is."""
+    for what in ("world_size", "topology", "components"):
+        theirs, mine = getattr(other, what), getattr(ours, what)
+        if theirs != mine:
+            return f"replaced by a save of this name with another {what}: {theirs} here, {mine} there"
+    return ""
+
+
+def _rename(staging: Staging, manifest: Manifest) -> None:
+    try:
+        os.rename(staging.directory, staging.final)  # noqa: TID251 - its errors are judged apart from fsync's
+    except OSError:
+        # NFS may say ESTALE or ENOENT for a rename that was done and whose reply was lost.
+        if staging.directory.exists() or not _is_ours(staging.final, manifest):
+            raise
+
+
+def abort(staging: Staging) -> None:
+    """Remove a staging directory that will not be committed; gone already is fine.
+
+    Runs on rank 0.
+    """
+    _remove(staging.directory)
+
+
+def sweep(paths: RunPaths) -> list[Path]:
+    """Remove what dead saves and prunes left; returns it. First, what a dead save had begun to replace is put back."""
+    removed = []
+    names = sorted(names_in(paths.run, paths.checkpoints))
+    names_in(paths.run, paths.quarantine)  # refuses a link: what lies behind it is not ours to put back
+    put_back_unfinished(paths.checkpoints)
+    for name in names:
+        path = paths.checkpoints / name
+        if STAGING_NAME.fullmatch(name) and stat.S_ISDIR(path.lstat().st_mode):
+            _remove(path)
+        elif name.startswith(f".{paths.latest.name}.") and name.endswith(".tmp"):
+            path.unlink(missing_ok=True)
+        else:
+            continue
+        removed.append(path)
+    return removed
+
+
+def _folders(name: str) -> list[str]:
+    return [name[:at] for at, char in enumerate(name) if char == "/"]
+
+
+def _seal_file(root: int, name: str) -> FileEntry:
+    with open_below(root, name) as fd:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{name} is not a regular file")
+        os.fchmod(fd, 0o600)
+        os.fsync(fd)  # noqa: TID251 - by descriptor
+        return hash_file(fd, name)
+
+
+def _check_sealed(staging: Staging, manifest: Manifest) -> None:
+    """The tree must hold what was sealed and nothing else: all else, nobody made durable."""
+    wanted = {entry.path: entry.size for entry in manifest.files}
+    with open_directory(staging.directory) as root:
+        there = {e.path: (e.kind, e.info.st_size) for e in list_tree(root) if e.kind != "directory"}
+    wrong = [f"{path}: not sealed" for path in sorted(there.keys() - wanted.keys())]
+    wrong += [f"{path}: sealed, but missing" for path in sorted(wanted.keys() - there.keys())]
+    for path in sorted(there.keys() & wanted.keys()):
+        if there[path] != ("file", wanted[path]):
+            wrong.append(f"{path}: {there[path][0]} of {there[path][1]} bytes, sealed with {wanted[path]}")
+    wrong += [f"{part}: required" for part in missing_parts(manifest)]
+    if (manifest.name, checkpoint_order(manifest.name)) != (
+        staging.final.name,
+        (staging.step, staging.safe_point),
+    ):
+        wrong.append(f"manifest of {manifest.name} for {staging.final.name}")
+    if wrong:
+        raise CheckpointCorrupt(
+            "the staged checkpoint is not what was sealed",
+            where=staging.directory,
+            found="; ".join(wrong[:5]),
+            remedy="the save is given up; the checkpoint before it counts",
+        )
+
+
+def _is_ours(final: Path, manifest: Manifest) -> bool:
+    try:
+        return read_manifest(final).digest == manifest.digest
+    except (OSError, VerlSlurmError):
+        return False
+
+
+def _point_latest(staging: Staging) -> None:
+    hint = staging.final.parent / "latest"
+    try:
+        write_file(hint, staging.final.name.encode() + b"\n")
+    except OSError:
+        # The checkpoint is committed; a stale hint must not make that look like a failure.
+        return
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)

@@ -1,0 +1,160 @@
+"""Is a copy in RUN/frozen still what its name says? Every byte is read from the medium; a fault is reported.
+
+The name is the digest of the model's tree as it was read, links told from files. A copy has no links, so what was in
+the tree is written down beside it (`<digest>.json`, a `Fingerprint` that has that digest: it vouches for itself). A
+copy from before there was such a record is judged by what the caller has just seen of the source, or by its own
+tree, which is the same where the source had no links; else it cannot be judged, and that is said.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import Problem, Verdict
+from verl_slurm.checkpoint.store.tree import names_in
+from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint, sealed
+
+__all__ = ["check_frozen", "frozen_digests", "record_frozen"]
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_BLOCK = 4 << 20
+_Contents = dict[str, tuple[int, str]]
+"""Path → size and SHA-256; an empty directory's is empty."""
+
+
+def frozen_digests(paths: RunPaths) -> list[str]:
+    """The names of the copies that lie there, sorted."""
+    names = names_in(paths.run, paths.frozen)
+    return sorted(n for n in names if _DIGEST.fullmatch(n) and (paths.frozen / n).is_dir())
+
+
+def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
+    """Write down what belongs into the copy of that digest, durably; nothing to do where it stands already."""
+    if _record(paths, seen.digest) is None:
+        write_file(_record_path(paths, seen.digest), msgspec.json.encode(seen, order="sorted") + b"\n")
+
+
+def check_frozen(
+    paths: RunPaths, digest: str, *, seen: Fingerprint | None = None, bytes_per_s: float | None = None
+) -> Verdict:
+    """Read one copy back.
+
+    Args:
+        digest: its name.
+        seen: what the source has been found to be just now; counts where it has that digest.
+        bytes_per_s: read no faster; None: as fast as it goes.
+
+    Returns:
+        The verdict; `damaged` where bytes are other ones beyond doubt. Never raises for what it finds.
+
+    Runs at every start.
+    """
+    began = time.monotonic()
+    problems: list[Problem] = []
+    found: _Contents = {}
+    try:
+        for path, size, sha256 in _read(paths.frozen / digest, problems, bytes_per_s):
+            found[path] = (size, sha256)
+    except OSError as error:
+        problems.append(_unreadable(".", error))
+    expected = _expected(paths, digest, seen)
+    if expected is not None:
+        unread = {problem.path for problem in problems}
+        problems += _differences(expected, found, unread)
+    elif not problems and _digest_of(found) != digest:
+        what = "not its own tree's digest, and nothing says which of its files were links: not to be judged"
+        problems.append(Problem(path=".", what=what, kind="version"))
+    return Verdict(
+        name=f"frozen/{digest}",
+        ok=not problems,
+        problems=tuple(sorted(problems, key=lambda problem: problem.path)),
+        manifest=None,
+        num_bytes=sum(size for size, _ in found.values()),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Iterator[tuple[str, int, str]]:
+    """(path, size, SHA-256) of every file, and of every empty directory; no link is followed."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    began, total = time.monotonic(), 0
+    for folder, folders, names in os.walk(root, onerror=failed):
+        here = os.path.relpath(folder, root)
+        if not folders and not names and here != ".":
+            yield here, 0, ""
+        for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
+            path = os.path.normpath(os.path.join(here, name))
+            digest, size = hashlib.sha256(), 0
+            try:
+                fd = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+                with os.fdopen(fd, "rb", buffering=0) as file:
+                    # What lies in memory says nothing about the medium.
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    while block := file.read(_BLOCK):
+                        digest.update(block)
+                        size, total = size + len(block), total + len(block)
+                        if bytes_per_s:  # a speed limit is the one thing that only time can bring about
+                            time.sleep(max(0.0, began + total / bytes_per_s - time.monotonic()))
+            except OSError as error:
+                problems.append(_unreadable(path, error))
+                continue
+            yield path, size, digest.hexdigest()
+
+
+def _unreadable(path: str, error: OSError) -> Problem:
+    if error.errno == errno.ELOOP:
+        return Problem(path=path, what="a link where a plain file belongs")
+    return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind="unreadable")
+
+
+def _differences(expected: _Contents, found: _Contents, unread: set[str]) -> list[Problem]:
+    problems = [Problem(path=p, what="missing") for p in expected.keys() - found.keys() - unread]
+    problems += [Problem(path=p, what="extra: not in the model") for p in found.keys() - expected.keys()]
+    for path in expected.keys() & found.keys():
+        if expected[path] != found[path]:
+            (size, sha256), (here, other) = expected[path], found[path]
+            what = f"size {here}, expected {size}" if here != size else f"sha256 {other}, expected {sha256}"
+            problems.append(Problem(path=path, what=what))
+    return problems
+
+
+def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Contents | None:
+    known = seen if seen is not None and seen.digest == digest else _record(paths, digest)
+    if known is None:
+        return None
+    return {path: (entry.size, entry.sha256) for path, entry in known.files.items()}
+
+
+def _record(paths: RunPaths, digest: str) -> Fingerprint | None:
+    """What was written down; None where that is missing, or does not have the digest."""
+    try:
+        data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
+        record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
+        return record if sealed(record.files).digest == digest else None
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+
+
+def _digest_of(found: _Contents) -> str:
+    return sealed(
+        {
+            path: FileDigest(size=size, sha256=sha256, kind="file" if sha256 else "directory")
+            for path, (size, sha256) in found.items()
+        }
+    ).digest
+
+
+def _record_path(paths: RunPaths, digest: str) -> Path:
+    return paths.frozen / f"{digest}.json"

@@ -1,0 +1,269 @@
+"""The second copy of each checkpoint, on the nodes' own disks: the specification, and all that is done to it.
+
+```
+LOCAL/<run>-<8 hex>/<node>/       0700. LOCAL: checkpoint.local_dir; hex: of the SHA-256 of the run directory's path
+  step_000012/                    a part: the files of this node's ranks, and the manifest of the whole
+  .step_000012.<nonce>.tmp/       a part that is being written; the nonce is that of the shared staging directory.
+                                  With a manifest it is whole, and counts: its writer died as it took an older
+                                  part of that name away
+```
+
+In a save to both media the parts are committed when every node has its own, whether or not shared storage is done by
+then; rank 0 makes one manifest for both. So a part may be all there is of a checkpoint, beside a staging directory on
+shared storage that nobody will finish: the sweep takes that one, and the part comes home.
+
+The parts of all nodes, laid over one another, are the checkpoint. A part is written as the whole is: fsynced,
+manifest last, renamed. It counts for nothing by itself: what is brought home (`send_home` on each node, then
+`assemble`) becomes a checkpoint only after every byte of it was verified on the shared storage.
+
+Where the parts are damaged, and a copy of the same save lies damaged in quarantine, `assemble` takes from that one the
+files that verify (`fill`): one manifest serves both copies.
+"""
+
+import hashlib
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_slurm.base import bounded
+from verl_slurm.base.bounded import read_regular
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.files import fsync_path, private_dir, rename, require_own, require_safe_way, write_file
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.format.info import Verdict
+from verl_slurm.checkpoint.format.manifest import checkpoint_order, render
+from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, Manifest
+from verl_slurm.checkpoint.store.chunks import Reading, read_checked
+from verl_slurm.checkpoint.store.fill import fill, set_aside_copies
+from verl_slurm.checkpoint.store.tree import list_tree, open_directory
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+
+__all__ = [
+    "Assembled",
+    "LocalPart",
+    "assemble",
+    "commit_part",
+    "drop_staging",
+    "list_parts",
+    "local_directory",
+    "part_problems",
+    "prune_parts",
+    "send_home",
+    "this_node",
+]
+
+_NONCE_HEX = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart:
+    """What one node holds of a checkpoint."""
+
+    name: str
+    path: Path
+    manifest: Manifest
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return checkpoint_order(self.name) or (-1, -1)
+
+
+def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None:
+    """Where `node` keeps its parts of this run; None: nowhere, `checkpoint.local_dir` is not set.
+
+    The node's name is in the path because some clusters call a shared directory local.
+    """
+    if not base:
+        return None
+    root = paths.root.resolve()
+    key = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+    return Path(base) / f"{root.name}-{key}" / node
+
+
+def this_node() -> str:
+    """What Slurm calls this node; without Slurm, its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
+    """Make a fully written staging directory the node's part. Durable when it returns.
+
+    Args:
+        manifest: sealed, of the whole checkpoint.
+
+    Raises:
+        OSError: the node's disk refuses.
+
+    Runs on one rank per node.
+    """
+    write_file(staging / MANIFEST, render(manifest))
+    final = staging.parent / manifest.name
+    if final.exists():
+        # Of a former save at the same safe point: the same state, and perhaps all there is of it. Ours counts
+        # under its present name already (`list_parts`), should the power go meanwhile.
+        fsync_path(final.parent)
+        drop_staging(final)
+    rename(staging, final)
+    return LocalPart(name=manifest.name, path=final, manifest=manifest)
+
+
+def drop_staging(path: Path) -> None:
+    """Remove a part or a staging directory of one; gone already is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+
+
+def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
+    """This node's parts whose manifest verifies, newest first; anything else is passed over.
+
+    What a later incarnation saved is newer, whatever its step: the run may have gone back.
+
+    Of one name there may be two: see the specification.
+
+    Args:
+        keys: where given, a manifest that is not signed with one of them is passed over, too.
+
+    Raises:
+        PermissionRefused: the directory, or the run's around it, is another user's, or others may write it. Its name
+            can be guessed, and what is in it would be resumed from.
+    """
+    if not os.path.lexists(directory):
+        return []
+    require_safe_way(directory.parent.parent, "checkpoint.local_dir")
+    _require_ours(directory.parent)
+    _require_ours(directory)
+    parts = []
+    names = os.listdir(directory)
+    for name in names:
+        staged = STAGING_NAME.fullmatch(name)
+        if staged is None and CHECKPOINT_NAME.fullmatch(name) is None:
+            continue
+        try:
+            manifest = read_manifest(directory / name, keys=keys)
+        except (OSError, VerlSlurmError):
+            continue
+        if manifest.name == (staged[1] if staged else name):
+            parts.append(LocalPart(name=manifest.name, path=directory / name, manifest=manifest))
+    return sorted(parts, key=lambda part: (part.manifest.epoch, part.order), reverse=True)
+
+
+def _require_ours(directory: Path) -> None:
+    with open_directory(directory) as fd:
+        require_own(
+            os.fstat(fd),
+            directory,
+            "the place of the second copies is not ours alone",
+            "set checkpoint.local_dir to a directory of your own on the nodes' disks",
+        )
+
+
+def part_problems(part: LocalPart) -> list[str]:
+    """Read every file of the part from its disk; what is wrong with it."""
+    problems: list[str] = []
+    with open_directory(part.path) as root:
+        there = {entry.path for entry in list_tree(root) if entry.kind == "file"}
+        wanted = [Reading(entry) for entry in part.manifest.files if entry.path in there]
+        read_checked(
+            root,
+            wanted,
+            on_problem=lambda path, what: problems.append(f"{path}: {what}"),
+        )
+    return problems
+
+
+def prune_parts(directory: Path, keep: int) -> list[str]:
+    """Remove what a dead save left and all but the newest `keep` parts; returns their names.
+
+    Runs on one rank per node.
+    """
+    kept = {part.path.name for part in list_parts(directory)[:keep]}
+    gone = []
+    for name in sorted(os.listdir(directory)):
+        is_ours = CHECKPOINT_NAME.fullmatch(name) or (name.startswith(".step_") and name.endswith(".tmp"))
+        if is_ours and name not in kept:
+            drop_staging(directory / name)
+            gone.append(name)
+    return gone
+
+
+def send_home(part: LocalPart, paths: RunPaths) -> Path:
+    """Copy a part to where `assemble` looks for it, durably; on every node that has one, in any order.
+
+    Parts of one checkpoint meet in one directory: its nonce is the manifest's digest.
+
+    Raises:
+        OSError: a disk refuses.
+    """
+    nonce = (part.manifest.digest or "")[:_NONCE_HEX]
+    target = paths.staging(paths.checkpoints / part.name, nonce)
+    private_dir(paths.checkpoints)
+    private_dir(target)
+    ours = {entry.path for entry in part.manifest.files} | {MANIFEST}
+    with open_directory(part.path) as root:
+        names = [entry.path for entry in list_tree(root) if entry.kind == "file" and entry.path in ours]
+    for name in names:
+        to = target / name
+        to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if name == MANIFEST:
+            # Several nodes write the same one.
+            write_file(to, read_regular(part.path / name, bounded.MANIFEST))
+            continue
+        shutil.copyfile(part.path / name, to, follow_symlinks=False)
+        to.chmod(0o600)
+        fsync_path(to)
+    for folder in sorted({(target / name).parent for name in names}, reverse=True):
+        fsync_path(folder)
+    return target
+
+
+class Assembled(NamedTuple):
+    """What became of one checkpoint whose parts came home.
+
+    Attributes:
+        good: it is a checkpoint now.
+        filled: files that came from a copy in quarantine.
+    """
+
+    verdict: Verdict
+    good: bool
+    filled: list[str]
+
+
+def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
+    """Make checkpoints of the parts that came home, where they are whole; remove the rest.
+
+    Saves that are being written meanwhile are not touched: no manifest's digest is their nonce.
+
+    Args:
+        keys: where given, what came home must be signed with one of them.
+    """
+    results = []
+    for home in sorted(paths.checkpoints.iterdir()):
+        named = STAGING_NAME.fullmatch(home.name)
+        try:
+            manifest = read_manifest(home) if named else None
+        except (OSError, VerlSlurmError):
+            continue  # the sweep at the next start takes it
+        if named is None or manifest is None or named[2] != (manifest.digest or "")[:_NONCE_HEX]:
+            continue
+        name = manifest.name
+        final = paths.checkpoints / name
+        verdict = verify(home, name=name, keys=keys)
+        filled = []
+        if verdict.damaged and not os.path.lexists(final):
+            wrong = {problem.path for problem in verdict.problems}
+            copies = set_aside_copies(paths, name, read_regular(home / MANIFEST, bounded.MANIFEST))
+            filled = fill(home, [entry for entry in manifest.files if entry.path in wrong], copies)
+            if filled:
+                verdict = verify(home, name=name, keys=keys)
+        good = verdict.ok and not os.path.lexists(final)
+        if good:
+            rename(home, final)
+        else:
+            drop_staging(home)
+        results.append(Assembled(verdict, good, filled))
+    return results

@@ -1,0 +1,283 @@
+"""A directory that somebody else wrote, made a checkpoint of ours (`checkpoint.format.specification`, section 1). No
+torch.
+
+A guest writes into the work directory of its incarnation, on the run's own file system: `RunPaths.work`. What is whole
+is renamed into a staging directory, made private and durable, hashed, and committed by the only door
+(`checkpoint.store.commit`). So it cannot be seen half written, a fenced incarnation harms nobody, and nothing is
+copied.
+"""
+
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.bounded import CONFIG, read_regular
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.files import private_dir, rename, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import metrics_of
+from verl_slurm.checkpoint.format.schema import current_schema, render_schema
+from verl_slurm.checkpoint.format.specification import (
+    GUEST_FILES,
+    FileEntry,
+    Guest,
+    Manifest,
+    Topology,
+    path_problem,
+)
+from verl_slurm.checkpoint.store import commit as door
+from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_directory
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.dataset.fingerprint import record as fingerprint
+
+__all__ = ["GuestSave", "SavedTree", "clear_work", "commit_tree", "require_guest", "sweep_work"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuestSave:
+    """What is known of a save besides its files.
+
+    Attributes:
+        step: whole steps done.
+        epoch: the incarnation that wrote it; it must own the run still.
+        parent: name of the checkpoint that this incarnation resumed from; None: it began from nothing.
+        world_size: ranks that wrote it, and that its files are for.
+        metrics: of the step that it ends; what is not finite is left out.
+        metadata: for people, e.g. the versions of the guest's libraries.
+        began: `time.monotonic` when the save began; None: now.
+    """
+
+    guest: Guest
+    step: int
+    epoch: int
+    world_size: int
+    parent: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    began: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTree:
+    """A committed checkpoint. `seconds`: since `GuestSave.began`."""
+
+    name: str
+    path: Path
+    seconds: float
+    num_bytes: int
+    num_files: int
+
+
+def commit_tree(
+    paths: RunPaths,
+    save: GuestSave,
+    parts: Mapping[str, Path],
+    *,
+    texts: Mapping[str, bytes] | None = None,
+    sealed: Sequence[FileEntry] = (),
+    epoch_check: Callable[[], None] | None = None,
+) -> SavedTree:
+    """Make `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
+
+    What is no regular file or has a name that no manifest may hold is refused; empty directories are left out.
+
+    Args:
+        parts: name in the checkpoint → the directory or file to move there; on the run's file system, usually below
+            `paths.work(save.epoch)`. One of them is `format.guest_directory`.
+        texts: further small files, by their name in the checkpoint (verl's `latest_checkpointed_iteration.txt`).
+        sealed: entries of files that were made durable and hashed already, by the rank that wrote each
+            (`checkpoint.store.commit.seal`); all others are here.
+        epoch_check: default: `fence.require_epoch`.
+
+    Returns:
+        Where it is. With a checkpoint of this step there already, verified and of as many ranks, that one: ours is
+        dropped, since two saves at the same step hold the same state.
+
+    Raises:
+        Fenced: a newer incarnation owns the run.
+        CheckpointCorrupt: a link, a special file, a name that may not be, or a part that is missing.
+        OSError: the storage refused. On any error nothing is left of the save, but for the parts that were not moved.
+
+    By one rank alone.
+    """
+    began = time.monotonic() if save.began is None else save.began
+    check = epoch_check or (lambda: require_epoch(paths, save.epoch))
+    check()
+    staging = door.begin(paths, save.step, 0)
+    try:
+        for name, source in parts.items():
+            _move(source, staging.directory / name)
+        for name, data in (_small_files(paths, save) | dict(texts or {})).items():
+            write_file(staging.directory / name, data)
+        known = {entry.path: entry for entry in sealed}
+        files = _files(staging.directory)
+        entries = door.seal(staging.directory, [name for name in files if name not in known])
+        manifest = _manifest(paths, save, staging.final.name, (*entries, *known.values()), began)
+        final = door.commit(staging, manifest, epoch_check=check)
+    except BaseException:
+        shutil.rmtree(staging.directory, ignore_errors=True)
+        raise
+    seconds = time.monotonic() - began
+    return SavedTree(
+        name=final.name,
+        path=final,
+        seconds=seconds,
+        num_bytes=manifest.num_bytes,
+        num_files=len(manifest.files),
+    )
+
+
+def require_guest(directory: Path, guest: Guest, *, world_size: int | None = None) -> Manifest:
+    """The manifest of a checkpoint that a guest of this kind wrote; the lead has verified its files.
+
+    Args:
+        world_size: ranks that there must have been; None: any number.
+
+    Raises:
+        ConfigError: somebody else's, or of another number of ranks.
+        CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.store.verify.read_manifest`.
+
+    Before anything of it is loaded.
+    """
+    manifest = read_manifest(directory)
+    whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
+    if whose != guest:
+        raise ConfigError(
+            "the checkpoint is of another kind of loop",
+            where=directory,
+            found=whose,
+            expected=guest,
+            remedy="go on with the trainer.backend that wrote it, or start with checkpoint.resume_from=null",
+        )
+    if world_size is not None and manifest.world_size != world_size:
+        raise ConfigError(
+            "the checkpoint is of another number of ranks",
+            where=directory,
+            found=manifest.world_size,
+            expected=world_size,
+            remedy=f"go on with distributed.dp_size={manifest.world_size}",
+        )
+    return manifest
+
+
+def clear_work(paths: RunPaths, epoch: int) -> Path:
+    """The empty work directory of an incarnation, 0700; what a dead generation of it left is removed.
+
+    By one rank, before the first save of a generation.
+    """
+    work = paths.work(epoch)
+    names_in(paths.run, work.parent)  # refuses a link: what it leads to is not ours to remove
+    shutil.rmtree(work, ignore_errors=True)
+    private_dir(work)
+    return work
+
+
+def sweep_work(paths: RunPaths) -> list[Path]:
+    """Remove what guests of dead incarnations had not brought to a commit; returns it. No error for what stays.
+
+    A former life that still writes there finds its directory gone, and could not have committed anyhow.
+
+    At a start, when the epoch is ours and no rank runs yet.
+
+    Raises:
+        PermissionRefused: the directory is a link.
+    """
+    work = paths.root / "work"
+    found = [work / name for name in sorted(names_in(paths.run, work))]
+    for path in found:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink()
+    return [path for path in found if not os.path.lexists(path)]
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        rename(source, target, durable=False)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot be moved into the checkpoint: {error.strerror}",
+            str(source),
+            None,
+            str(target),
+        ) from error
+
+
+def _small_files(paths: RunPaths, save: GuestSave) -> dict[str, bytes]:
+    metadata = {
+        **save.metadata,
+        "step": save.step,
+        "phase": "step_end",
+        "index": 0,
+        "guest": save.guest,
+        "metrics": metrics_of(save.metrics),
+    }
+    # run.yaml is what the next start is to do, and may have been edited since this one read it.
+    config = paths.trained_with if paths.trained_with.exists() else paths.run_yaml
+    small = (
+        read_regular(config, CONFIG),
+        msgspec.json.format(msgspec.json.encode(metadata), indent=1) + b"\n",
+        render_schema(current_schema()),
+    )
+    return dict(zip(GUEST_FILES, small, strict=True))
+
+
+def _files(staging: Path) -> list[str]:
+    """Every file of the tree; refuses what is none, and removes directories without one."""
+    with open_directory(staging) as root:
+        entries = list_tree(root)
+    files = [entry.path for entry in entries if entry.kind == "file"]
+    wrong = [f"{entry.path}: a {entry.kind}" for entry in entries if not _is_plain(entry.info.st_mode)]
+    wrong += [f"{path}: {problem}" for path in files if (problem := path_problem(path))]
+    if wrong:
+        raise CheckpointCorrupt(
+            "what the training loop saved cannot be a checkpoint",
+            where=staging,
+            found="; ".join(wrong[:5]),
+            expected="regular files, with names of letters, digits and _.=+@-",
+            remedy="the save is given up; the checkpoint before it counts",
+        )
+    needed = {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+    for entry in reversed(entries):
+        if entry.kind == "directory" and entry.path not in needed:
+            (staging / entry.path).rmdir()
+    return files
+
+
+def _is_plain(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+
+
+def _manifest(
+    paths: RunPaths, save: GuestSave, name: str, entries: Sequence[FileEntry], began: float
+) -> Manifest:
+    data = fingerprint.read(paths)
+    return Manifest(
+        name=name,
+        step=save.step,
+        safe_point=0,
+        phase="step_end",
+        epoch=save.epoch,
+        parent=save.parent,
+        schema_id=current_schema().schema_id,
+        dataset_fingerprint=data.digest if data is not None else "",
+        world_size=save.world_size,
+        topology=Topology(dp=save.world_size),
+        files=tuple(entries),
+        guest=save.guest,
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        save_seconds=round(time.monotonic() - began, 3),
+        metrics=metrics_of(save.metrics) or msgspec.UNSET,
+    )

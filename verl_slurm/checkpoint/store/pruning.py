@@ -1,0 +1,144 @@
+"""Pruning by hand: reads back, plans, says, and carries out that very plan.
+
+`look` does all the reading and deciding and changes nothing; `carry_out` removes what the plan it is handed names,
+and nothing else. A dry run is the first without the second.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.base.errors import CheckpointCorrupt, NotFound
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best
+from verl_slurm.checkpoint.decide.retention import PrunePlan, plan_prune
+from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.quarantine import is_set_aside
+from verl_slurm.checkpoint.store.tree import open_own
+from verl_slurm.checkpoint.store.verify import verify
+
+__all__ = ["Look", "carry_out", "look"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What was found and what is to be done about it.
+
+    Attributes:
+        plan: over all committed checkpoints.
+        good: the newest that verifies; the plan keeps it.
+        bad: newer ones that do not, each in a line. They stay: what becomes of them is the recovery's decision.
+        quarantined: that are to be removed besides; empty unless it was asked for.
+        sizes: bytes by name, of all of these.
+    """
+
+    plan: PrunePlan
+    good: str
+    bad: tuple[str, ...]
+    quarantined: tuple[str, ...]
+    sizes: dict[str, int]
+
+
+def look(
+    paths: RunPaths,
+    keep_last: int,
+    *,
+    keep_every: int = 0,
+    best: Best | None = None,
+    protected: Collection[str] = (),
+    quarantine_too: bool = False,
+    verifier: Callable[[Path], Verdict] = verify,
+) -> Look:
+    """Read checkpoints back from the newest on until one is good, and plan with that one alone as good.
+
+    Args:
+        keep_last, keep_every, best, protected: as in `plan_prune`.
+        quarantine_too: what was set aside may go. Only where something good is left: until then it may be all
+            that can still be rescued by hand.
+
+    Raises:
+        NotFound: there is no committed checkpoint.
+        CheckpointCorrupt: none verifies, so nothing may go.
+    """
+    infos = list_checkpoints(paths)
+    committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
+    if not committed:
+        raise NotFound(
+            "the run has no checkpoint yet", where=paths.root, remedy=f"verl-slurm status {paths.root}"
+        )
+    good, bad = _newest_good(committed, verifier)
+    if good is None:
+        raise CheckpointCorrupt(
+            "no checkpoint verifies, so none is removed",
+            where=paths.root,
+            found=bad[0],
+            remedy=f"verl-slurm verify {paths.root}",
+        )
+    # What was put there in another way is not ours to remove.
+    aside = [i for i in infos if i.kind == "quarantined" and quarantine_too and is_set_aside(i.path)]
+    sizes = {info.name: info.num_bytes for info in committed}
+    sizes |= {info.name: _tree_bytes(info.path) for info in aside}
+    return Look(
+        plan=plan_prune(
+            committed,
+            keep_last,
+            keep_every=keep_every,
+            best=best,
+            verified={good},
+            num_verified=1,
+            protected=protected,
+        ),
+        good=good,
+        bad=tuple(bad),
+        quarantined=tuple(info.name for info in aside),
+        sizes=sizes,
+    )
+
+
+def carry_out(paths: RunPaths, found: Look) -> list[str]:
+    """Remove what `found` names, oldest first; returns the names removed.
+
+    The run may be training meanwhile: what it removed first is passed over, what it has added is not in the plan.
+
+    Raises:
+        OSError: one could not be removed; those before it are gone, those after it are whole.
+    """
+    removed = apply_prune(paths, found.plan)
+    if not found.quarantined:
+        return removed
+    with open_own(paths.run, paths.quarantine) as quarantine:
+        for name in found.quarantined:
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no name")
+            shutil.rmtree(name, dir_fd=quarantine)
+            with suppress(FileNotFoundError):
+                os.unlink(f"{name}.reason.json", dir_fd=quarantine)  # last: nothing lies there without one
+            removed.append(name)
+        os.fsync(quarantine)  # noqa: TID251 - by descriptor
+    return removed
+
+
+def _newest_good(
+    newest_first: Collection[CheckpointInfo], verifier: Callable[[Path], Verdict]
+) -> tuple[str | None, list[str]]:
+    bad: list[str] = []
+    for info in newest_first:
+        verdict = verifier(info.path)
+        if verdict.ok:
+            return info.name, bad
+        bad.append(verdict.one_line())
+    return None, bad
+
+
+def _tree_bytes(directory: Path) -> int:
+    """As it lies there: what is quarantined may have a manifest that lies."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            total += os.lstat(os.path.join(folder, name)).st_size
+    return total

@@ -1,0 +1,177 @@
+"""The files of a checkpoint as they were before encryption, whether it is encrypted or not; every byte checked.
+
+What is encrypted is vouched for by the tags, which bind each chunk to its file, place and checkpoint; what is
+not, by the manifest's digests. With keys the manifest itself must be signed with one of them.
+
+A file is read whole only if its kind may be that large (`_LIMITS`): its size is the writer's own choice, and a hole
+of any size takes no disk.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.bounded import Limit, TooMuch
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.encryption import CheckpointCipher
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, sealed_size
+from verl_slurm.checkpoint.format.tensor_index import INDEX
+from verl_slurm.checkpoint.store.chunks import Reading, Wanted, entry_of, read_checked
+from verl_slurm.checkpoint.store.tree import open_below, open_directory
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.runtime_state.format import MAX_CONTENT_BYTES
+
+__all__ = ["CheckpointReader", "read_range", "read_small"]
+
+_LIMITS = {
+    "config.yaml": bounded.CONFIG,
+    "metadata.json": bounded.RECORD,
+    "orchestration.json": bounded.DATA_FILES,
+    "scheduler.json": bounded.SMALL,
+    SCHEMA_VERSION: bounded.SMALL,
+    INDEX: bounded.INDEX,
+}
+"""By the last name of a path; what else is read whole is a runtime state."""
+_RUNTIME_STATE = Limit(num_bytes=MAX_CONTENT_BYTES)
+_WINDOW_BYTES = 16 << 20
+
+
+class CheckpointReader:
+    """A checkpoint that `verify` found whole, to be read.
+
+    Args:
+        keys: where some are configured; None opens what is not encrypted.
+
+    Attributes:
+        directory: as given.
+        manifest: authentic where keys are given.
+
+    Raises:
+        OSError, SchemaMismatch, CheckpointCorrupt: `read_manifest`.
+        KeyRefused: it needs a key that is not there, or is not signed with one of ours.
+    """
+
+    def __init__(self, directory: Path, keys: Keyring | None = None) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory, keys=keys)
+        self._cipher = CheckpointCipher.of(self.manifest, keys, where=directory)
+        self._entries = {entry.path: entry for entry in self.manifest.files}
+
+    def read(self, path: str) -> bytes:
+        """A whole file, as it was before encryption. For small ones: tensors are read by `reading`.
+
+        Raises:
+            OSError: the storage did not give it.
+            CheckpointCorrupt: it is not what was committed, or larger than its kind may be.
+        """
+        entry = self._entries.get(path)
+        try:
+            if entry is None:
+                raise ValueError("not in the manifest")
+            return read_small(self.directory, entry, self._cipher)
+        except ValueError as error:
+            raise _not_committed(self.directory / path, error) from None
+
+    def window(self, path: str) -> Callable[[int, int], memoryview]:
+        """What reads parts of a file, as it was before encryption, one behind the other: offset and size → bytes.
+
+        Of a file that may be large it holds some MB, every chunk checked. What it returns raises CheckpointCorrupt
+        and OSError.
+        """
+        entry = self._entries[path]
+        start, held = 0, memoryview(b"")
+
+        def read(at: int, size: int) -> memoryview:
+            nonlocal start, held
+            if not start <= at <= at + size <= start + len(held):
+                try:
+                    data = read_range(self.directory, entry, self._cipher, at, max(size, _WINDOW_BYTES))
+                except ValueError as error:
+                    raise _not_committed(self.directory / path, error) from None
+                start, held = at, memoryview(data)
+            return held[at - start : at - start + size]
+
+        return read
+
+    def plain_size(self, path: str) -> int:
+        """Bytes of a file before encryption; -1 where there is no such file."""
+        entry = self._entries.get(path)
+        return -1 if entry is None else _plain_size(entry)
+
+    def reading(self, path: str, wanted: Sequence[Wanted]) -> Reading:
+        """For `chunks.read_checked`: these ranges of a file that is there."""
+        entry = self._entries[path]
+        sealed = self._cipher is not None and _is_sealed(entry)
+        return Reading(entry, wanted, self._cipher.opener(entry) if sealed and self._cipher else None)
+
+
+def read_small(directory: Path, entry: FileEntry, cipher: CheckpointCipher | None) -> bytes:
+    """A whole file as it was before encryption, within the limit of its kind.
+
+    Raises:
+        OSError: the storage did not give it.
+        ValueError: it is not what was committed, or larger than its kind may be.
+        CheckpointCorrupt: its tags are not those of what was encrypted.
+    """
+    limit = _LIMITS.get(entry.path.rsplit("/", 1)[-1], _RUNTIME_STATE)
+    if _plain_size(entry) > limit.num_bytes:
+        raise TooMuch(f"{entry.size} bytes, at most {limit.num_bytes}")
+    with open_directory(directory) as root, open_below(root, entry.path) as fd:
+        size = os.fstat(fd).st_size
+        if size != entry.size:
+            raise ValueError(f"{size} bytes, expected {entry.size}")
+        data = bounded.read_fd(fd, Limit(num_bytes=sealed_size(limit.num_bytes)))
+    if msgspec.structs.replace(entry_of(entry.path, data), plain_size=entry.plain_size) != entry:
+        raise ValueError("another SHA-256")
+    return data if cipher is None or not _is_sealed(entry) else cipher.open(entry, data)
+
+
+def read_range(
+    directory: Path, entry: FileEntry, cipher: CheckpointCipher | None, start: int, most: int
+) -> bytes:
+    """At most `most` bytes from `start` on, as they were before encryption; the chunks they lie in are checked.
+
+    Raises:
+        OSError: the storage did not give it.
+        ValueError: it is not what was committed.
+    """
+    data = bytearray(max(0, min(most, _plain_size(entry) - start)))
+    place = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
+    opener = cipher.opener(entry) if data and cipher is not None and _is_sealed(entry) else None
+    wanted = [Wanted(start, len(data), place)] if data else None
+    problems: list[str | OSError] = []
+    with open_directory(directory) as root:
+        read_checked(
+            root,
+            [Reading(entry, wanted, opener)],
+            threads=1,
+            on_problem=lambda _, what: problems.append(what),
+            from_medium=False,
+        )
+    for problem in problems:
+        if isinstance(problem, OSError):
+            raise problem
+        raise ValueError(problem)
+    return bytes(data)
+
+
+def _not_committed(where: Path, found: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "a file of the checkpoint is not the one that was committed",
+        where=where,
+        found=found,
+        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+    )
+
+
+def _plain_size(entry: FileEntry) -> int:
+    return entry.size if isinstance(entry.plain_size, msgspec.UnsetType) else entry.plain_size
+
+
+def _is_sealed(entry: FileEntry) -> bool:
+    return not isinstance(entry.plain_size, msgspec.UnsetType)

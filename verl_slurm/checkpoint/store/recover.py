@@ -1,0 +1,199 @@
+"""Carries out `restore.decide_resume`: verifies, sets aside, checks the schema, and names what to load."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, SchemaMismatch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.restore import decide_resume
+from verl_slurm.checkpoint.format.components import require_full
+from verl_slurm.checkpoint.format.info import Verdict
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.schema import (
+    SchemaVersion,
+    check_schema,
+    current_schema,
+    read_schema,
+)
+from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.verify import verify
+
+__all__ = ["ResumeChoice", "choose_resume", "set_aside"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeChoice:
+    """What a start begins from.
+
+    Attributes:
+        name: the checkpoint directory's name; None: from the beginning.
+        path: where it is (for an explicit path, possibly outside the run).
+        manifest: its verified manifest.
+        verdicts: of everything that was checked, newest first.
+        set_aside: where damaged ones were moved.
+        reasons: one line a judgement, for the journal and the user.
+    """
+
+    name: str | None
+    path: Path | None
+    manifest: Manifest | None = None
+    verdicts: tuple[Verdict, ...] = ()
+    set_aside: tuple[Path, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+def choose_resume(
+    paths: RunPaths,
+    resume_from: str | None,
+    expected_schema: SchemaVersion | None = None,
+    *,
+    move_damaged: bool = True,
+    verifier: Callable[[Path], Verdict] = verify,
+) -> ResumeChoice:
+    """Find what to resume from.
+
+    Args:
+        resume_from: `auto`: the newest of this run that verifies (none: from the beginning). None: from the
+            beginning. Else a checkpoint's directory, or the name of one of this run.
+        expected_schema: default: `current_schema()`.
+        move_damaged: False only looks and leaves everything where it is.
+        verifier: the full check.
+
+    Raises:
+        SchemaMismatch: the one to resume from has a state layout that we do not read.
+        CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
+        KeyRefused: the same, of one that was not made with our key.
+        NotFound: an explicit one is not there.
+        ConfigError: an explicit one is partial.
+
+    Runs at every start.
+    """
+    schema = expected_schema or current_schema()
+    if resume_from is None:
+        return ResumeChoice(name=None, path=None, reasons=("resume_from is null: from the beginning",))
+    if resume_from == "auto":
+        return _auto(paths, schema, move_damaged, verifier)
+    return _explicit(paths, resume_from, schema, verifier)
+
+
+def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
+    """Move checkpoint `name` of this run to quarantine; returns where it lies, None when it is gone.
+
+    Raises:
+        ValueError: `name` is no checkpoint's name.
+    """
+    if checkpoint_order(name) is None:
+        raise ValueError(f"{name!r} is no checkpoint's name")
+    return move_to_quarantine(paths.checkpoints / name, [reason])
+
+
+def _auto(
+    paths: RunPaths,
+    schema: SchemaVersion,
+    move_damaged: bool,
+    verifier: Callable[[Path], Verdict],
+) -> ResumeChoice:
+    infos = list_checkpoints(paths)
+    by_name = {info.name: info.path for info in infos}
+    verdicts: dict[str, Verdict] = {}
+    decision = decide_resume(infos, verdicts)
+    while decision.action == "verify" and decision.name is not None:
+        verdicts[decision.name] = verifier(by_name[decision.name])
+        decision = decide_resume(infos, verdicts)
+    moved = [
+        move_to_quarantine(by_name[name], [str(p) for p in verdicts[name].problems])
+        for name in decision.set_aside
+        if move_damaged
+    ]
+    fresh = ResumeChoice(
+        name=None,
+        path=None,
+        verdicts=tuple(verdicts.values()),
+        set_aside=tuple(path for path in moved if path is not None),
+        reasons=decision.reasons,
+    )
+    if decision.action == "fresh" or decision.name is None:
+        return fresh
+    verdict = verdicts[decision.name]
+    if decision.action == "refuse":
+        raise _refusal(by_name[decision.name], verdict)
+    return _use(fresh, by_name[decision.name], verdict, schema)
+
+
+def _explicit(
+    paths: RunPaths,
+    resume_from: str,
+    schema: SchemaVersion,
+    verifier: Callable[[Path], Verdict],
+) -> ResumeChoice:
+    named = checkpoint_order(resume_from) is not None
+    path = paths.checkpoints / resume_from if named else Path(resume_from).expanduser().resolve()
+    if not os.path.lexists(path):
+        raise NotFound(
+            "there is no such checkpoint",
+            where=path,
+            expected="a checkpoint directory, auto or null as checkpoint.resume_from",
+            remedy="verl-slurm checkpoints lists what there is",
+        )
+    verdict = verifier(path)
+    if not verdict.ok:
+        raise _refusal(path, verdict)
+    reasons = (verdict.one_line(), f"checkpoint.resume_from names {path}")
+    return _use(
+        ResumeChoice(name=None, path=None, verdicts=(verdict,), reasons=reasons),
+        path,
+        verdict,
+        schema,
+    )
+
+
+def _use(
+    choice: ResumeChoice,
+    path: Path,
+    verdict: Verdict,
+    schema: SchemaVersion,
+) -> ResumeChoice:
+    """`choice` with the verified checkpoint at `path` in it, once its schema is known to fit."""
+    saved = read_schema(path)
+    if verdict.manifest is None or saved.schema_id != verdict.manifest.schema_id:
+        raise CheckpointCorrupt(
+            "the manifest and the schema file disagree",
+            where=path,
+            found=saved.schema_id,
+            expected=verdict.manifest.schema_id if verdict.manifest else None,
+            remedy="resume from another checkpoint (verl-slurm checkpoints)",
+        )
+    require_full(verdict.manifest, path)
+    check_schema(saved, schema, where=path)
+    return replace(choice, name=path.name, path=path, manifest=verdict.manifest)
+
+
+def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | SchemaMismatch:
+    for problem in verdict.problems:
+        if problem.kind == "version":
+            return SchemaMismatch(
+                "the checkpoint is of another format version",
+                where=path,
+                found=problem.what,
+                remedy="resume with the version of verl-slurm that wrote it",
+            )
+    if verdict.needs_key:
+        return KeyRefused(
+            "the checkpoint was not made with our key",
+            where=path,
+            found=verdict.one_line(),
+            remedy="name the key it was made with in checkpoint.encryption",
+        )
+    return CheckpointCorrupt(
+        "the checkpoint does not verify",
+        where=path,
+        found=verdict.one_line(),
+        expected="every file as its manifest says",
+        remedy="set checkpoint.resume_from=auto, or name another (verl-slurm checkpoints)"
+        if verdict.damaged
+        else "check the storage and who owns the files, then start again",
+    )

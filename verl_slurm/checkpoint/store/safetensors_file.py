@@ -1,0 +1,69 @@
+"""The header of a safetensors file, and whether the file is as long as it says.
+
+The format is 8 bytes little-endian N, N bytes of JSON, then the tensors at `data_offsets` behind that:
+https://github.com/huggingface/safetensors#format. There is no checksum in it: what is found is a file that was cut off.
+"""
+
+import os
+import struct
+from typing import NamedTuple
+
+import msgspec
+
+from verl_slurm.base.bounded import SAFETENSORS_HEADER, decode_json
+from verl_slurm.base.errors import UNREADABLE
+
+__all__ = ["Header", "Tensor", "read_header", "safetensors_problem"]
+
+_NO_HEADER = "a header that is not one of safetensors"
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """What is asked of a tensor's entry; `__metadata__` has neither."""
+
+    shape: list[int] | None = None
+    data_offsets: tuple[int, int] | None = None
+
+
+class Header(NamedTuple):
+    """What the file says of itself: the entries by tensor name, and its own bytes (without the 8 before it)."""
+
+    entries: dict[str, Tensor]
+    num_bytes: int
+
+
+def read_header(fd: int) -> Header | str:
+    """The header, or what is wrong with it."""
+    size = os.fstat(fd).st_size
+    first = os.pread(fd, 8, 0)
+    if len(first) < 8:
+        return f"{size} bytes, less than a header"
+    (length,) = struct.unpack("<Q", first)
+    if length > min(SAFETENSORS_HEADER.num_bytes, size - 8):
+        return f"a header of {length} bytes in a file of {size}"
+    try:
+        data = os.pread(fd, length, 8)
+        return Header(decode_json(data, dict[str, Tensor], SAFETENSORS_HEADER, doubles=False), length)
+    except UNREADABLE:
+        return _NO_HEADER
+
+
+def safetensors_problem(fd: int) -> str:
+    """What is wrong with the file, by its header and its size; empty where nothing is."""
+    header = read_header(fd)
+    if isinstance(header, str):
+        return header
+    try:
+        ends = [_end(entry) for name, entry in header.entries.items() if name != "__metadata__"]
+    except ValueError:
+        return _NO_HEADER
+    expected = 8 + header.num_bytes + max(ends, default=0)
+    size = os.fstat(fd).st_size
+    return "" if size == expected else f"{size} bytes, its header says {expected}"
+
+
+def _end(entry: Tensor) -> int:
+    start, end = entry.data_offsets or (-1, -1)
+    if not 0 <= start <= end:
+        raise ValueError("no place in the file")
+    return end

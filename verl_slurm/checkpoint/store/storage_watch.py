@@ -1,0 +1,82 @@
+"""Watches one medium over the saves of one process, and speaks up when its state changes, once."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.checkpoint.decide.storage import HealthKind, Need, Outcome, Room, judge_health, need_of_next
+from verl_slurm.checkpoint.store.free_space import room_for
+
+__all__ = ["StorageWatch"]
+
+_REMEMBERED = 64
+
+
+class StorageWatch:
+    """One medium: shared storage, or the node-local backup.
+
+    Args:
+        name: how notices call it.
+        path: what is written there; need not exist yet.
+        estimate: of the first save, before one was measured.
+        earlier: (bytes, seconds) of saves of earlier processes, oldest first: the usual speed is then known.
+        ask: `room_for`.
+
+    Attributes:
+        room: what the last `before_save` was answered; None: nobody has asked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        *,
+        estimate: Need,
+        earlier: Iterable[tuple[int, float]] = (),
+        ask: Callable[[Path, Need], Room] = room_for,
+    ) -> None:
+        self._name, self._path, self._need, self._ask = name, path, estimate, ask
+        self._outcomes = [Outcome(num_bytes=count, seconds=seconds) for count, seconds in earlier]
+        self._kind: HealthKind = "unknown"
+        self.room: Room | None = None
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """All that is known of its saves, oldest first."""
+        return tuple(self._outcomes)
+
+    def before_save(self) -> tuple[Notice, ...]:
+        """Ask whether the next save fits. The save is tried all the same: only the write itself is proof."""
+        before = None if self.room is None else self.room.enough
+        self.room = room = self._ask(self._path, self._need)
+        if room.enough is False and before is not False:
+            text = f"{self._name} has no room for the next save: {room.reason}"
+            return (Notice(topic="storage", text=text, loud=True),)
+        if room.enough and before is False:
+            return (Notice(topic="storage", text=f"{self._name} has room again: {room.reason}", loud=False),)
+        return ()
+
+    def saved(self, num_bytes: int, seconds: float, num_files: int) -> tuple[Notice, ...]:
+        """A save went well; the next is expected to be like it."""
+        self._need = need_of_next(num_bytes, num_files)
+        return self._heard(Outcome(num_bytes=num_bytes, seconds=seconds))
+
+    def failed(self, reason: str) -> tuple[Notice, ...]:
+        """A save failed on this medium."""
+        return self._heard(Outcome(error=reason or "for an unknown reason"))
+
+    def _heard(self, outcome: Outcome) -> tuple[Notice, ...]:
+        self._outcomes = [*self._outcomes, outcome][-_REMEMBERED:]
+        health = judge_health(self._outcomes)
+        before, self._kind = self._kind, health.kind
+        bad = ("slow", "failing")
+        if health.kind == before or (health.kind not in bad and before not in bad):
+            return ()
+        words = {
+            "slow": "is SLOW",
+            "failing": "is FAILING",
+            "well": "is well again",
+            "unknown": "works again",
+        }
+        text = f"{self._name} {words[health.kind]}: {health.reason}"
+        return (Notice(topic="storage", text=text, loud=health.kind in bad),)

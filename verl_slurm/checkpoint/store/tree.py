@@ -1,0 +1,153 @@
+"""Walking and opening below a directory without ever following a link (openat, O_NOFOLLOW)."""
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_slurm.base.bounded import TooMuch
+from verl_slurm.base.errors import PermissionRefused
+from verl_slurm.checkpoint.format.specification import MAX_DEPTH
+
+__all__ = ["Entry", "list_tree", "names_in", "open_below", "open_directory", "open_own"]
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a FIFO in the place of a file must not wait for a writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One name below a directory.
+
+    Attributes:
+        path: relative, `/` between names.
+    """
+
+    path: str
+    info: os.stat_result
+
+    @property
+    def kind(self) -> str:
+        mode = self.info.st_mode
+        if stat.S_ISREG(mode):
+            return "file"
+        if stat.S_ISDIR(mode):
+            return "directory"
+        return "link" if stat.S_ISLNK(mode) else "special file"
+
+
+@contextmanager
+def open_directory(path: Path | str, *, below: int | None = None) -> Iterator[int]:
+    """A descriptor of a directory that is no link.
+
+    Raises:
+        OSError: it is not there, a link (ELOOP, ENOTDIR), or not ours to read.
+    """
+    fd = os.open(path, _DIRECTORY, dir_fd=below)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def open_own(run: Path, folder: Path) -> Iterator[int]:
+    """A descriptor of a directory of a run, below which something is to be listed, moved or removed.
+
+    The way to `run` may have links, which its user typed. Below it none is followed: in a run that was handed over it
+    can lead anywhere.
+
+    Raises:
+        PermissionRefused: a name between is a link.
+        OSError: a name is missing, or not ours to read.
+    """
+    with ExitStack() as opened:
+        fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, fd)
+        way = run
+        for name in folder.relative_to(run).parts:
+            way /= name
+            try:
+                fd = opened.enter_context(open_directory(name, below=fd))
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                    raise
+                raise PermissionRefused(
+                    "a directory of the run is none",
+                    where=way,
+                    found=f"a link to {os.readlink(way)}" if way.is_symlink() else "something else",
+                    expected="a directory",
+                    remedy="move the real one here, or make the whole run directory the link",
+                ) from error
+        yield fd
+
+
+def names_in(run: Path, folder: Path) -> list[str]:
+    """What lies in a directory of a run; none where it is missing. Raises as `open_own`."""
+    try:
+        with open_own(run, folder) as fd:
+            return os.listdir(fd)
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def open_below(root: int, path: str) -> Iterator[int]:
+    """A read descriptor of `path` below the directory `root`; no name on the way may be a link.
+
+    Raises:
+        OSError: a name is missing, a link, or not ours to read.
+    """
+    *folders, name = path.split("/")
+    opened: list[int] = []
+    try:
+        current = root
+        for folder in folders:
+            current = os.open(folder, _DIRECTORY, dir_fd=current)
+            opened.append(current)
+        opened.append(os.open(name, _FILE, dir_fd=current))
+        yield opened[-1]
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def list_tree(root: int, most: int = sys.maxsize) -> list[Entry]:
+    """Everything below the directory `root`, links and special files as themselves; sorted by path.
+
+    Directories deeper than any checkpoint has are named and not entered. What is removed while we walk is left out: a
+    tree that others work in must not look as if it were not there at all.
+
+    Args:
+        most: entries that are held in memory, each about 1 KB.
+
+    Raises:
+        OSError: a directory cannot be read.
+        TooMuch: there are more than `most`; no more of them were read.
+    """
+    entries: list[Entry] = []
+    _descend(root, "", entries, most)
+    return sorted(entries, key=lambda entry: entry.path)
+
+
+def _descend(fd: int, prefix: str, entries: list[Entry], most: int) -> None:
+    """Append what is in `fd` and below it. Raises as `list_tree`."""
+    begin = len(entries)
+    with os.scandir(fd) as names:
+        for name in names:
+            if len(entries) == most:
+                raise TooMuch(f"more than {most} files and directories")
+            with suppress(FileNotFoundError):
+                entries.append(Entry(path=prefix + name.name, info=name.stat(follow_symlinks=False)))
+    for entry in entries[begin:]:
+        if entry.kind == "directory" and entry.path.count("/") < MAX_DEPTH:
+            with (
+                suppress(FileNotFoundError),
+                open_directory(entry.path.rsplit("/", 1)[-1], below=fd) as below,
+            ):
+                _descend(below, entry.path + "/", entries, most)

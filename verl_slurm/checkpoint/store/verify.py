@@ -1,0 +1,221 @@
+"""Is a directory, byte for byte, the checkpoint that was committed? Reads every byte; fails closed.
+
+Found, each with the path it is about: no manifest, one that does not parse or whose digest is wrong, a file
+missing, extra, of another size or content, a link or special file, a directory nobody named, a name that is
+not the manifest's, a required part that is not there, files that others own or may write. A fault is
+reported, never repaired. Torch, msgpack and zstd see nothing of a checkpoint before this said yes.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, SchemaMismatch
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.one_line import printable
+from verl_slurm.checkpoint.format.info import Problem, ProblemKind, Verdict
+from verl_slurm.checkpoint.format.manifest import parse
+from verl_slurm.checkpoint.format.signature import authenticate
+from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, missing_parts
+from verl_slurm.checkpoint.store.chunks import Reading, read_checked
+from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_directory
+
+__all__ = ["read_manifest", "verify"]
+
+_MOST_EXTRA = 4096
+"""Files and directories beside those of the manifest. Each takes about 1 KB of memory, and a line of the verdict."""
+
+# These say that the tree is not what was committed; any other error may be the storage's mood.
+_TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
+
+
+def verify(
+    directory: Path,
+    *,
+    name: str | None = None,
+    require_owner: bool = True,
+    keys: Keyring | None = None,
+    threads: int | None = None,
+    bytes_per_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Verdict:
+    """Check one checkpoint directory in full.
+
+    Args:
+        directory: `.../step_000012`; its last name must not be a link.
+        name: the checkpoint's, where the directory has another one (still).
+        require_owner: everything must belong to us and be writable by nobody else. Loading needs that
+            (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
+        keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
+        threads: that read and hash; default: that of `read_checked`.
+        bytes_per_s: read no faster, with one thread; None: as fast as it goes.
+
+    Returns:
+        The verdict. Never raises for what it finds, not even for a directory that is not there.
+    """
+    started = clock()
+    name = name or directory.name
+    problems: list[Problem] = []
+    manifest: Manifest | None = None
+    num_bytes = 0
+    try:
+        with open_directory(directory) as root:
+            parsed = _manifest(root, problems)
+            manifest = _authentic(parsed, keys, problems)
+            # By the manifest as it lies there: one that is signed with another key may be good, with all its files.
+            entries = list_tree(root, sum(map(len, _named(parsed))) + _MOST_EXTRA)
+            if require_owner:
+                here = Entry(path=".", info=os.fstat(root))
+                problems.extend(_untrusted([here, *entries]))
+            if manifest is not None:
+                if manifest.name != name:
+                    problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
+                problems.extend(_tree_problems(manifest, entries))
+                num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
+    except bounded.TooMuch as error:
+        # "damaged" is set aside; a good checkpoint of another key is not.
+        kind: ProblemKind = "untrusted" if manifest is None else "damaged"
+        problems.append(Problem(path=".", what=f"{error}: nothing of it was read", kind=kind))
+    except OSError as error:
+        problems.append(_os_problem(".", error))
+    return Verdict(
+        name=name,
+        ok=not problems,
+        problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
+        manifest=manifest,
+        num_bytes=num_bytes,
+        seconds=clock() - started,
+    )
+
+
+def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
+    """The manifest of a checkpoint, itself verified; the files it names are not looked at.
+
+    Args:
+        keys: where given, it must be signed with one of them.
+
+    Raises:
+        KeyRefused: it is not.
+        OSError: it cannot be read.
+        SchemaMismatch: it is of another format version.
+        CheckpointCorrupt: it does not verify.
+    """
+    with open_directory(directory) as root:
+        manifest = _read_manifest(root, directory / MANIFEST)
+    if keys is not None:
+        authenticate(manifest, keys, where=directory / MANIFEST)
+    return manifest
+
+
+def _read_manifest(root: int, where: object) -> Manifest:
+    with open_below(root, MANIFEST) as fd:
+        try:
+            data = bounded.read_fd(fd, bounded.MANIFEST)
+        except bounded.TooMuch as error:
+            raise CheckpointCorrupt("the manifest does not verify", where=where, found=error) from None
+    return parse(data, where=where)
+
+
+def _manifest(root: int, problems: list[Problem]) -> Manifest | None:
+    try:
+        return _read_manifest(root, MANIFEST)
+    except FileNotFoundError:
+        problems.append(Problem(path=MANIFEST, what="missing: this was never committed"))
+    except SchemaMismatch as error:
+        found = f"format version {error.found}, this code reads {error.expected}"
+        problems.append(Problem(path=MANIFEST, what=found, kind="version"))
+    except CheckpointCorrupt as error:
+        problems.append(Problem(path=MANIFEST, what=str(error.found)))
+    except OSError as error:
+        problems.append(_os_problem(MANIFEST, error))
+    return None
+
+
+def _authentic(manifest: Manifest | None, keys: Keyring | None, problems: list[Problem]) -> Manifest | None:
+    """`manifest`, unless keys are set and it is not signed with one of them: then it vouches for nothing."""
+    if manifest is None or keys is None:
+        return manifest
+    try:
+        authenticate(manifest, keys, where=MANIFEST)
+    except (KeyRefused, CheckpointCorrupt) as error:
+        # Not "damaged": it may be a good checkpoint of another key, and is not to be moved away.
+        kind: ProblemKind = "key" if isinstance(error, KeyRefused) else "untrusted"
+        problems.append(Problem(path=MANIFEST, what=error.one_line(), kind=kind))
+        return None
+    return manifest
+
+
+def _untrusted(entries: list[Entry]) -> list[Problem]:
+    problems = []
+    for entry in entries:
+        if entry.kind == "link":
+            continue  # reported as a link; its own mode means nothing
+        if entry.info.st_uid != os.geteuid():
+            what = f"belongs to uid {entry.info.st_uid}, expected {os.geteuid()}"
+        elif stat.S_IMODE(entry.info.st_mode) & 0o022:
+            what = f"may be written by others (mode {stat.S_IMODE(entry.info.st_mode):04o})"
+        else:
+            continue
+        problems.append(Problem(path=entry.path, what=what, kind="untrusted"))
+    return problems
+
+
+def _named(manifest: Manifest | None) -> tuple[set[str], set[str]]:
+    """The files and the directories that a checkpoint has by its manifest."""
+    files = {entry.path for entry in manifest.files} if manifest is not None else set()
+    files.add(MANIFEST)
+    return files, {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+
+
+def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
+    """Names alone: what is there and should not be, what should be there at all."""
+    files, folders = _named(manifest)
+    problems = [
+        Problem(path=p, what="a required part is not in the manifest") for p in missing_parts(manifest)
+    ]
+    for entry in entries:
+        if entry.kind == "file":
+            if entry.path not in files:
+                problems.append(Problem(path=entry.path, what="extra: not in the manifest"))
+        elif entry.kind == "directory":
+            if entry.path not in folders:
+                problems.append(Problem(path=entry.path, what="extra directory: not in the manifest"))
+        else:
+            problems.append(Problem(path=entry.path, what=f"is a {entry.kind}, expected a regular file"))
+    return problems
+
+
+def _check_files(
+    root: int, manifest: Manifest, problems: list[Problem], threads: int | None, bytes_per_s: float | None
+) -> int:
+    """Read and check every file the manifest names; returns the bytes read."""
+
+    def found(path: str, what: str | OSError) -> None:
+        problems.append(
+            _os_problem(path, what) if isinstance(what, OSError) else Problem(path=path, what=what)
+        )
+
+    return read_checked(
+        root,
+        [Reading(entry) for entry in manifest.files],
+        threads=threads,
+        on_problem=found,
+        bytes_per_s=bytes_per_s,
+    )
+
+
+def _shown(problem: Problem) -> Problem:
+    """With what came from the disk escaped: a file's name may hold newlines, colours, or be no UTF-8."""
+    return Problem(path=printable(problem.path), what=printable(problem.what), kind=problem.kind)
+
+
+def _os_problem(path: str, error: OSError) -> Problem:
+    if error.errno == errno.ENOENT:
+        return Problem(path=path, what="missing")
+    if error.errno in _TREE_ERRORS:
+        return Problem(path=path, what="a link or another type of file where a plain one belongs")
+    return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind="unreadable")

@@ -1,0 +1,132 @@
+"""What a rollout engine needs: of the other values (pure), of the model's config.json, of this Python environment.
+
+vLLM's conditions, so that they are met before a job is queued: `vllm.config.model.verify_with_parallel_config` (heads)
+and `vllm.v1.attention.backends.cpu_attn.get_supported_head_sizes` (0.30.0).
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
+from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.schema import RunConfig
+
+__all__ = [
+    "check_engine",
+    "max_model_len",
+    "model_complaints",
+    "require_engine",
+    "rollout_complaints",
+    "sampling_dtype",
+]
+
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_TP = "rollout.tensor_parallel_size"
+
+
+def max_model_len(config: RunConfig) -> int:
+    """Tokens of the longest sequence that sampling can make: the prompt and the response."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """What the configuration alone says against its engine."""
+    rollout, shape = config.rollout, config.distributed
+    size = rollout.tensor_parallel_size
+    if size == 1:
+        return
+    if rollout.engine != "vllm":
+        yield Complaint(
+            _TP,
+            f"{size}, with rollout.engine={rollout.engine}",
+            "1: every rank samples alone",
+            f"set {_TP}=1",
+        )
+    elif shape.ranks_per_node % size:
+        yield Complaint(
+            _TP,
+            f"{size}, and {counted(shape.ranks_per_node, 'rank')} on a node",
+            "a divisor of the ranks of one node: they share each layer's work",
+            f"lower {_TP}, or raise distributed.dp_size",
+        )
+
+
+def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Complaint]:
+    """What the model's config.json says against `rollout.engine=vllm`. Unknown fields are vLLM's own to judge."""
+    text = model.get("text_config")
+    model = text if isinstance(text, dict) else model
+    heads, limit = model.get("num_attention_heads"), model.get("max_position_embeddings")
+    size, longest = config.rollout.tensor_parallel_size, max_model_len(config)
+    if isinstance(heads, int) and heads % size:
+        yield Complaint(_TP, str(size), f"a divisor of the model's {heads} attention heads", f"change {_TP}")
+    width = model.get("head_dim")
+    if not isinstance(width, int) and isinstance(heads, int) and isinstance(model.get("hidden_size"), int):
+        width = model["hidden_size"] // max(heads, 1)
+    if config.distributed.device == "cpu" and isinstance(width, int) and width not in _CPU_HEAD_SIZES:
+        yield Complaint(
+            "rollout.engine",
+            f"vllm, and a model with heads of {width} on a CPU",
+            f"heads of {', '.join(map(str, _CPU_HEAD_SIZES))}",
+            "set rollout.engine=hf, or another model.path, e.g. builtin:tiny32",
+        )
+    if isinstance(limit, int) and longest > limit and not _stretched(model):
+        yield Complaint(
+            "rollout.max_new_tokens",
+            f"{longest} tokens with data.max_prompt_tokens",
+            f"at most the model's {limit}",
+            "lower rollout.max_new_tokens or data.max_prompt_tokens",
+        )
+
+
+def _stretched(model: Mapping[str, Any]) -> bool:
+    """Whether its positions are scaled (YaRN and others), so that vLLM takes more than the number in the file."""
+    ropes = (model.get("rope_scaling"), model.get("rope_parameters"))
+    return any("factor" in rope for rope in ropes if isinstance(rope, dict))
+
+
+def require_engine(config: RunConfig) -> None:
+    """Refuse an engine that this Python environment does not have.
+
+    Raises:
+        ConfigError: how to install it.
+    """
+    if config.rollout.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed here",
+            where="rollout.engine",
+            found="vllm",
+            remedy=(
+                "on GPUs `pip install 'verl-slurm[vllm]'`, on CPUs `make vllm` and then"
+                " .venv-vllm/bin/python -m verl_slurm.cli submit ...; or set rollout.engine=hf"
+            ),
+        )
+
+
+def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> None:
+    """The engine can sample from a model.
+
+    Args:
+        where: its directory or name, for the error.
+        model: the content of its config.json.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.rollout.engine != "vllm":
+        return
+    for complaint in model_complaints(config, model):
+        raise ConfigError(
+            "vLLM cannot sample from this model",
+            where=f"{where}: {complaint.key}",
+            found=complaint.found,
+            expected=complaint.expected,
+            remedy=complaint.remedy,
+        )
+
+
+def sampling_dtype(config: RunConfig) -> str:
+    """What the actor computes in: a sampler of another precision would sample from another policy."""
+    mixed = config.distributed.mixed_precision
+    return config.model.dtype if mixed == "none" else mixed

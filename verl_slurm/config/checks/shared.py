@@ -1,0 +1,352 @@
+"""What the types alone cannot say about a config: values that must go together. Pure."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
+from verl_slurm.config.checks.algorithm import algorithm_complaints
+from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.checks.data import data_complaints
+from verl_slurm.config.checks.loops import guest_complaints
+from verl_slurm.config.checks.observability import observability_complaints
+from verl_slurm.config.checks.rollout import rollout_complaints
+from verl_slurm.config.checks.tiers import tier_complaints
+from verl_slurm.config.checks.train import train_complaints
+from verl_slurm.config.reward_spec import FORMS, parse_reward
+from verl_slurm.config.roles import trained_roles
+from verl_slurm.config.schema import ContainerConfig, RunConfig
+
+__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
+_LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
+# sbatch options that submit sets itself; a second value would contradict the daemon.
+OWN_OPTIONS = {
+    "array",
+    "cpus-per-task",
+    "error",
+    "export",
+    "gpus-per-node",
+    "job-name",
+    "mem",
+    "no-requeue",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "requeue",
+    "signal",
+    "test-only",
+    "time",
+    "wait",
+    "wrap",
+}
+
+
+def check(config: RunConfig, source: str) -> None:
+    """Refuse a config whose values do not go together.
+
+    Raises:
+        ConfigError: the first complaint, and how many more there are.
+    """
+    found = list(complaints(config))
+    if not found:
+        return
+    first = found[0]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    raise ConfigError(
+        "the values do not go together" + more,
+        where=f"{source}: {first.key}",
+        found=first.found,
+        expected=first.expected,
+        remedy=first.remedy,
+    )
+
+
+def complaints(config: RunConfig) -> list[Complaint]:
+    """Everything wrong with `config`, in the order of the sections."""
+    parts: list[Callable[[RunConfig], Iterable[Complaint]]]
+    parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
+    if not config.trainer.is_guest:
+        parts[3:3] = [data_complaints, _batches, rollout_complaints, train_complaints]
+    found = [complaint for part in parts for complaint in part(config)]
+    found += observability_complaints(config.observability)
+    return [*found, *tier_complaints(config.tiers)]
+
+
+def _names(config: RunConfig) -> Iterator[Complaint]:
+    if not _NAME.fullmatch(config.name):
+        yield Complaint(
+            "name", repr(config.name), "letters, digits, `.`, `_`, `-`; at most 64", "choose another name"
+        )
+    rest = config.run_dir.replace("{name}", "")
+    if not rest.isprintable() or "{" in rest or "}" in rest or not config.run_dir.strip():
+        yield Complaint(
+            "run_dir", repr(config.run_dir), "a path, with {name} at most", "e.g. run_dir: runs/{name}"
+        )
+    for key, text in (("model.path", config.model.path), ("data.root", config.data.root)):
+        if not text.strip() or not text.isprintable():
+            yield Complaint(key, repr(text), "a path or builtin:NAME", "give a path")
+    local_dir = config.checkpoint.local_dir
+    if local_dir is not None and not (local_dir.startswith("/") and local_dir.isprintable()):
+        yield Complaint(
+            "checkpoint.local_dir",
+            repr(local_dir),
+            "an absolute path",
+            "e.g. checkpoint.local_dir: /local/nvme",
+        )
+    reward = config.model.reward
+    if parse_reward(reward) is None:
+        yield Complaint("model.reward", repr(reward), FORMS, "e.g. model.reward: rule:arithmetic")
+
+
+def _shape(config: RunConfig) -> Iterator[Complaint]:
+    shape = config.distributed
+    if shape.mixed_precision != "none" and config.model.dtype != "float32":
+        yield Complaint(
+            "distributed.mixed_precision",
+            f"{shape.mixed_precision}, and model.dtype={config.model.dtype}",
+            "float32 parameters, to be mixed with",
+            "set model.dtype=float32, or distributed.mixed_precision=none",
+        )
+    if shape.world_size % shape.nodes:
+        yield Complaint(
+            "distributed.nodes",
+            f"{counted(shape.world_size, 'rank')} on {counted(shape.nodes, 'node')}",
+            "the same number of ranks on every node",
+            "make dp_size * tp_size * pp_size a multiple of distributed.nodes",
+        )
+    elif (
+        shape.device == "cuda"
+        and config.slurm.gpus_per_node < shape.ranks_per_node
+        and not {"gres", "gpus"} & set(config.slurm.extra)
+    ):
+        yield Complaint(
+            "slurm.gpus_per_node",
+            str(config.slurm.gpus_per_node),
+            f"{shape.ranks_per_node}, one for each rank of a node",
+            f"set slurm.gpus_per_node={shape.ranks_per_node}",
+        )
+
+
+def _batches(config: RunConfig) -> Iterator[Complaint]:
+    yield from algorithm_complaints(config)
+    train, rollout = config.train, config.rollout
+    for key, whole, part in (
+        (
+            "rollout.micro_batch_size_per_device",
+            train.batch_size_per_device,
+            rollout.micro_batch_size_per_device,
+        ),
+        ("train.mini_batch_size_per_device", train.batch_size_per_device, train.mini_batch_size_per_device),
+        (
+            "train.micro_batch_size_per_device",
+            train.mini_batch_size_per_device,
+            train.micro_batch_size_per_device,
+        ),
+    ):
+        if whole % part:
+            yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
+    pieces, stages = (
+        train.mini_batch_size_per_device // train.micro_batch_size_per_device,
+        config.distributed.pp_size,
+    )
+    if stages > 1 and pieces < stages:
+        yield Complaint(
+            "distributed.pp_size",
+            f"{stages} stages, and mini-batches of {pieces} micro-batches",
+            "as many micro-batches as stages, or more: 1F1B keeps them all at work",
+            f"e.g. train.micro_batch_size_per_device={max(train.mini_batch_size_per_device // stages, 1)}",
+        )
+    if train.warmup_steps > train.steps:
+        yield Complaint(
+            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
+        )
+
+
+def _divisor(whole: int, near: int) -> int:
+    """A divisor of `whole`, at most `near` and not far below; of a slip of the pen with 16 digits, a small one."""
+    return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
+
+
+def _times(config: RunConfig) -> Iterator[Complaint]:
+    lead_s, limit_s = config.slurm.signal_lead_s, config.slurm.time_limit_min * 60
+    if lead_s >= limit_s:
+        yield Complaint(
+            "slurm.signal_lead_s",
+            f"{lead_s} s",
+            f"less than the time limit of {limit_s} s",
+            "lower slurm.signal_lead_s or raise slurm.time_limit_min",
+        )
+    if config.daemon.save_margin_s >= lead_s:
+        yield Complaint(
+            "daemon.save_margin_s",
+            f"{config.daemon.save_margin_s} s",
+            f"less than slurm.signal_lead_s={lead_s} s",
+            "lower daemon.save_margin_s",
+        )
+
+
+def _keys(config: RunConfig) -> Iterator[Complaint]:
+    keys = config.checkpoint.encryption
+    if keys is None:
+        return
+    # What is found is not shown: somebody may have put the key itself there.
+    if (keys.key_file is None) == (keys.key_env is None):
+        yield Complaint(
+            "checkpoint.encryption",
+            "neither" if keys.key_file is None else "both",
+            "key_file or key_env",
+            "e.g. encryption: {key_file: /home/me/run.key}; `verl-slurm key new FILE` makes one",
+        )
+    if any(not Path(p).is_absolute() for p in [keys.key_file, *keys.old_key_files] if p is not None):
+        yield Complaint(
+            "checkpoint.encryption.key_file",
+            "something else",
+            "an absolute path",
+            "write it out: every node has to find it",
+        )
+    if keys.key_env is not None and not _VARIABLE.fullmatch(keys.key_env):
+        yield Complaint(
+            "checkpoint.encryption.key_env",
+            "something else",
+            "the name of a variable, A-Z, 0-9 and _",
+            "e.g. key_env: VERL_SLURM_KEY",
+        )
+
+
+def _cadence(config: RunConfig) -> Iterator[Complaint]:
+    checkpoint = config.checkpoint
+    rows, key = checkpoint.intervals, "checkpoint.intervals"
+    if rows and checkpoint.cadence != "adaptive":
+        yield Complaint(
+            "checkpoint.cadence",
+            f"{checkpoint.cadence}, and intervals that it does not read",
+            "adaptive with checkpoint.intervals",
+            "set checkpoint.cadence=adaptive, or remove checkpoint.intervals",
+        )
+    ends = [row.until_step for row in rows]
+    if any(end is None for end in ends[:-1]):
+        yield Complaint(
+            key,
+            f"row {ends.index(None) + 1} of {len(rows)} without until_step",
+            "until_step in every row but the last",
+            "only the last row holds for the rest",
+        )
+    elif rows and ends[-1] is not None:
+        yield Complaint(
+            key,
+            f"nothing for the steps after {ends[-1]}",
+            "a last row without until_step",
+            f"add {{every: {rows[-1].every}}} at the end",
+        )
+    limits = [end for end in ends if end is not None]
+    if any(after <= before for before, after in pairwise(limits)):
+        yield Complaint(key, f"until_step {limits}", "until_step rising from row to row", "put them in order")
+    if checkpoint.cadence == "young_daly" and checkpoint.min_every_steps > checkpoint.every_steps:
+        yield Complaint(
+            "checkpoint.min_every_steps",
+            str(checkpoint.min_every_steps),
+            f"at most checkpoint.every_steps={checkpoint.every_steps}",
+            "lower it",
+        )
+
+
+def _partial_saves(config: RunConfig) -> Iterator[Complaint]:
+    checkpoint = config.checkpoint
+    parts, every = checkpoint.components, checkpoint.partial_every_steps
+    remedy = "full saves stay as they are; see checkpoint.components in the schema"
+    if len(set(parts)) != len(parts):
+        yield Complaint("checkpoint.components", str(list(parts)), "each component once", "remove the second")
+    if parts and not every:
+        yield Complaint(
+            "checkpoint.partial_every_steps",
+            "0, with components that no save would be limited to",
+            "how often a partial save is made",
+            f"set checkpoint.partial_every_steps, or remove checkpoint.components; {remedy}",
+        )
+    if every and not parts:
+        yield Complaint(
+            "checkpoint.components",
+            "[], with partial_every_steps",
+            "what a partial save holds, e.g. [actor]",
+            f"set it, or checkpoint.partial_every_steps=0; {remedy}",
+        )
+    if checkpoint.include_optimizer and not parts:
+        yield Complaint(
+            "checkpoint.include_optimizer",
+            "true, with no components",
+            "components that it goes with",
+            f"remove it; {remedy}",
+        )
+    trained = trained_roles(config.train)
+    if set(parts) - set(trained):
+        yield Complaint(
+            "checkpoint.components",
+            str(list(parts)),
+            f"what train.algorithm={config.train.algorithm} trains: {', '.join(trained)}",
+            "remove the rest",
+        )
+    if checkpoint.include_optimizer and set(parts) == set(trained):
+        yield Complaint(
+            "checkpoint.components",
+            "all of them, and the optimizer",
+            "less than a full save",
+            "save fully more often instead: checkpoint.every_steps",
+        )
+
+
+def _slurm(config: RunConfig) -> Iterator[Complaint]:
+    slurm = config.slurm
+    for key, word in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos)):
+        if word is not None and not _WORD.fullmatch(word):
+            yield Complaint(f"slurm.{key}", repr(word), "one word", f"see `sinfo` or ask for a valid {key}")
+    for option, value in slurm.extra.items():
+        if option in OWN_OPTIONS:
+            yield Complaint(
+                f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
+            )
+        elif not _LONG_OPTION.fullmatch(option):
+            yield Complaint(
+                f"slurm.extra.{option!r}",
+                "not an option",
+                "sbatch's long name without dashes",
+                "e.g. constraint",
+            )
+        elif isinstance(value, str) and not value.isprintable():
+            # A line break would end the #SBATCH line and start a command of its own.
+            yield Complaint(f"slurm.extra.{option}", repr(value), "one line of text", "remove the line break")
+    if slurm.container is not None:
+        yield from _container(config, slurm.container)
+
+
+def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Complaint]:
+    image = container.image
+    if not image.strip() or not image.isprintable() or image.startswith("-"):
+        yield Complaint(
+            "slurm.container.image", repr(image), "a path or a name", "e.g. /images/verl-slurm.sif"
+        )
+    if not container.python.strip() or not container.python.isprintable() or container.python.startswith("-"):
+        yield Complaint("slurm.container.python", repr(container.python), "a program", "e.g. python3")
+    for place in container.binds:
+        if not place.startswith("/") or not place.isprintable() or set(place) & set(",:"):
+            yield Complaint(
+                "slurm.container.binds",
+                repr(place),
+                "an absolute path without `,` and `:`",
+                "runtimes read those as separators: choose another path",
+            )
+    if set(config.run_dir) & set(",:"):
+        yield Complaint(
+            "run_dir",
+            repr(config.run_dir),
+            "a path without `,` and `:` where there is a container",
+            "runtimes read those as separators: choose another path",
+        )

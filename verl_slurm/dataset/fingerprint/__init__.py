@@ -1,0 +1,1 @@
+"""The fingerprint of a data set: taken, recorded for a run, and compared at each start."""

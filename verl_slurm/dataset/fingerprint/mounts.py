@@ -1,0 +1,86 @@
+"""What the kernel says of mounted file systems, as far as the stamps of their files are concerned.
+
+A device number is a name that one kernel gave. For a disk it says which disk; for a network file system it
+is made up at each mount, and another node of the same job has another: there the server's name is the
+better one. And some file systems (btrfs, overlay) give their files numbers that no mount has: those are found
+by the mount that a file lies below.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Mount", "mount_of", "mounts", "parse_mounts"]
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+# Here the kernel sets ctime, by its own clock.
+_LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+# Here a server does. Of these, a source `server:/export` names the same files on every node.
+_SHARED = {"beegfs", "ceph", "gpfs", "lustre", "nfs", "nfs4"}
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(NamedTuple):
+    """One mounted file system."""
+
+    kind: str
+    source: str
+
+    @property
+    def keeps_ctime(self) -> bool:
+        """Each write moves ctime, and no program can set it.
+
+        Not so, or not known: FUSE (sshfs and s3fs say mtime instead), vfat and exfat (have none), cifs (its
+        clients can set it), squashfs, erofs and ISO images (an image made anew has the old stamps).
+        """
+        return self.kind in _LOCAL or self.kind in _SHARED
+
+    @property
+    def name(self) -> str | None:
+        """The same on every node; None where there is no such name."""
+        return f"{self.kind} {self.source}" if self.kind in _SHARED and ":" in self.source else None
+
+
+def mounts() -> dict[int, Mount]:
+    """Device number → mount; empty where the kernel does not tell."""
+    return {device: mount for _, device, mount in _listed()}
+
+
+def mount_of(path: str | Path) -> Mount | None:
+    """The mount that `path` lies on; None where the kernel does not tell."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            told = Path(f"/proc/self/fdinfo/{fd}").read_text()
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    found = re.search(r"^mnt_id:\s*(\d+)$", told, re.MULTILINE)
+    return next((m for number, _, m in _listed() if found and number == found[1]), None)
+
+
+def parse_mounts(text: str) -> list[tuple[str, int, Mount]]:
+    """Mount id, device number and mount of each line of /proc/self/mountinfo, see proc(5).
+
+    Pure. Lines that are none are passed over.
+    """
+    found = []
+    for line in text.splitlines():
+        left, separator, right = line.partition(" - ")
+        words, last = left.split(" "), right.split(" ")
+        if not separator or len(words) < 3 or len(last) < 2:
+            continue
+        major, _, minor = words[2].partition(":")
+        if major.isdecimal() and minor.isdecimal() and max(len(major), len(minor)) < 10:
+            source = _OCTAL.sub(lambda match: chr(int(match[1], 8)), last[1])
+            found.append((words[0], os.makedev(int(major), int(minor)), Mount(last[0], source)))
+    return found
+
+
+def _listed() -> list[tuple[str, int, Mount]]:
+    try:
+        return parse_mounts(_MOUNTINFO.read_text(errors="replace"))
+    except OSError:
+        return []

@@ -1,0 +1,279 @@
+"""The data set's fingerprint: taken of a tree, recorded for a run, and held against what is there now.
+
+What it is: `data_tree`. A look is full (every byte is read) or cached (a file with the same path, device, inode,
+size, mtime and ctime is taken to hash as before; what that cannot see is said in `hash_cache`). Which one:
+
+* What is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a change that
+  is accepted (`--force-resume`), a first start without a submission.
+* What is only compared with the record is cached: a later submission and its dry run, the daemon before each
+  start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, DatasetDrift
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.dataset.fingerprint import cache as hash_cache
+from verl_slurm.dataset.fingerprint.entries import (
+    FORMAT,
+    Drift,
+    FileDigest,
+    Fingerprint,
+    Kind,
+    drift,
+    sealed,
+    tree_digest,
+)
+from verl_slurm.dataset.fingerprint.hashing import Digests, hash_files
+from verl_slurm.dataset.fingerprint.walk import data_error, glance, lines_of, walk
+
+__all__ = [
+    "Drift",
+    "FileDigest",
+    "Fingerprint",
+    "Survey",
+    "check_dataset",
+    "drift",
+    "fingerprint",
+    "look",
+    "read",
+    "remember",
+    "survey",
+    "write",
+]
+
+# A tree that changes this often while it is read is being written to.
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What a look at a tree found, and how."""
+
+    root: Path
+    found: Fingerprint
+    num_read: int
+    """Files whose content was read now; the others are as the cache knew them."""
+    unnoticed: tuple[str, ...] = ()
+    """Full looks only: files of other content than the cache says, though their stamp is the same."""
+    notices: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None
+    """None: the cache is good as it is."""
+    trusted: frozenset[str] = frozenset()
+    began_ns: int = 0
+
+
+def fingerprint(root: Path | str, *, threads: int | None = None) -> Fingerprint:
+    """Read and hash the whole tree below `root`.
+
+    Args:
+        threads: that hash; default: as many as help.
+
+    Raises:
+        DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of
+            links, a device, socket or pipe, a name that is no UTF-8, or keeps changing while it is read.
+    """
+    return survey(root, threads=threads).found
+
+
+def survey(
+    root: Path | str,
+    *,
+    cache: Path | None = None,
+    full: bool = False,
+    threads: int | None = None,
+    clock_ns: Callable[[], int] = time.time_ns,
+) -> Survey:
+    """Look at the tree below `root`. Writes nothing: that is `remember`.
+
+    Args:
+        cache: of an earlier look; None: every file is read.
+        full: read every file all the same, and say where the cache was wrong.
+        threads: that hash; default: as many as help.
+        clock_ns: the wall clock, ns since 1970.
+
+    Raises:
+        DataError: as `fingerprint`.
+    """
+    root = Path(root)
+    began_ns = clock_ns()
+    seen, (old, notice) = glance(root, lambda: hash_cache.load(cache) if cache else (None, None))
+    lines = None
+    if not full and old is not None and old.whole and seen is not None:
+        if seen == old.text:
+            return Survey(root=root, found=old.fingerprint, num_read=0)
+        lines = lines_of(root, seen)  # where there are links, or in another order
+        if lines is not None and set(lines) == set(old.lines()):
+            return Survey(root=root, found=old.fingerprint, num_read=0)
+    cached = old.known() if old is not None else {}
+    lines = lines or lines_of(root, seen) or walk(root)
+    found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached), threads)
+    unnoticed = [_path(line) for line in lines if full and line in cached and known[line] != cached[line]]
+    return Survey(
+        root=root,
+        found=found,
+        num_read=num_read,
+        unnoticed=tuple(sorted(unnoticed)),
+        notices=(notice,) if notice else (),
+        lines=tuple(lines),
+        trusted=frozenset() if full else frozenset(cached),
+        began_ns=began_ns,
+    )
+
+
+def remember(path: Path, seen: Survey) -> str | None:
+    """Keep what `seen` found as the hash cache `path`; what went wrong with that, in one line."""
+    if seen.lines is None:
+        return None
+    kept = hash_cache.settled(seen.root, seen.found, seen.lines, seen.trusted, began_ns=seen.began_ns)
+    return hash_cache.save(path, kept)
+
+
+def read(paths: RunPaths) -> Fingerprint | None:
+    """The fingerprint the run started with, or None when none is recorded.
+
+    Raises:
+        CheckpointCorrupt: what is recorded is not whole.
+    """
+    try:
+        data = bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT)
+        found = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
+        if found.format != FORMAT:
+            raise ValueError(f"format {found.format}, expected {FORMAT}")
+        if found.digest != tree_digest(found.files):
+            raise ValueError("its digest is not that of its entries")
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "the recorded data set fingerprint cannot be read",
+            where=paths.fingerprint,
+            found=error,
+            remedy="remove it and start again, if you know that the data did not change",
+        ) from error
+    return found
+
+
+def write(paths: RunPaths, found: Fingerprint) -> None:
+    """Record what the run starts with, durably.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = msgspec.json.encode(found, order="sorted")
+    write_file(paths.fingerprint, msgspec.json.format(text, indent=1) + b"\n")
+
+
+def look(
+    paths: RunPaths, root: Path | str, recorded: Fingerprint | None, *, may_record: bool = False
+) -> Survey:
+    """Look at the data of a run, in full where what is found may be recorded. Writes nothing.
+
+    Args:
+        recorded: what to compare with; None: what is found will be recorded.
+        may_record: a difference may be accepted, and recorded then.
+
+    Raises:
+        DataError: as `fingerprint`.
+    """
+    if recorded is None:
+        return survey(root)
+    seen = survey(root, cache=paths.hash_cache)
+    if may_record and drift(recorded, seen.found):
+        return survey(root)
+    return seen
+
+
+def check_dataset(
+    paths: RunPaths,
+    root: Path | str,
+    *,
+    accept: bool = False,
+    notice: Callable[[str], None] = lambda text: None,
+) -> Fingerprint:
+    """Hold the data at `root` to what the run started with; records it where nothing is recorded yet.
+
+    Args:
+        accept: take changed data and record it (`--force-resume`).
+        notice: told of a hash cache that cannot be read or kept.
+
+    Raises:
+        DatasetDrift: it is not the same; the differing files are in `found`.
+        DataError: it cannot be hashed.
+
+    Runs at every start.
+    """
+    recorded = read(paths)
+    seen = look(paths, root, recorded, may_record=accept)
+    found = seen.found
+    difference = drift(recorded, found) if recorded is not None else None
+    for text in (*seen.notices, remember(paths.hash_cache, seen)):
+        if text:
+            notice(text)
+    if difference and not accept:
+        raise DatasetDrift(
+            "the data set is not the one the run started with",
+            where=root,
+            found=difference.one_line(),
+            expected=f"the files of {paths.fingerprint}",
+            remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
+        )
+    if recorded is None or difference:
+        write(paths, found)
+    return found
+
+
+def _read_tree(
+    root: Path, lines: list[str], known: Digests, threads: int | None
+) -> tuple[Fingerprint, list[str], int, Digests]:
+    """Read what is not known, and walk again until a walk shows nothing new.
+
+    Returns:
+        What was found, the lines it was found of, how many files were read, and `known` with these.
+    """
+    read_now: set[str] = set()
+    for _ in range(_ATTEMPTS + 1):
+        unknown = [line for line in lines if line not in known and not line.startswith("d ")]
+        if not unknown and (found := _assemble(root, lines, known)) is not None:
+            return found, lines, len(read_now), known
+        hashed = hash_files(root, unknown, threads=threads)
+        known.update(hashed)
+        read_now.update(hashed)
+        before = lines
+        # Most often nothing changed meanwhile: so it is put together while find looks.
+        seen, found = glance(root, partial(_assemble, root, before, known))
+        lines = lines_of(root, seen) or walk(root)
+        if found is not None and (lines == before or set(lines) == set(before)):
+            return found, lines, len(read_now), known
+    raise data_error("the data set changes while it is read", root, "files come and go", "files at rest")
+
+
+def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | None:
+    """None: there is a line that is not known."""
+    files = {}
+    try:
+        for line in lines:
+            if not line.startswith("d "):
+                letter, _, _, size, _, _, path = line.split(" ", 6)
+                kind: Kind = "link" if letter == "l" else "file"
+                files[path] = FileDigest(size=int(size), sha256=known[line], kind=kind)
+    except KeyError:
+        return None
+    if not files:
+        raise data_error("the data set is empty", root, "no file below it", "at least one file")
+    folders = [line[2:] for line in lines if line.startswith("d ")]
+    parents = {path.rpartition("/")[0] for path in (*folders, *files)}
+    empty = FileDigest(size=0, sha256="", kind="directory")
+    return sealed(files | {path: empty for path in folders if path not in parents})
+
+
+def _path(line: str) -> str:
+    return line.split(" ", 6)[6]

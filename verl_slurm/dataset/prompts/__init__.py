@@ -1,0 +1,1 @@
+"""Data files of all kinds, row by row."""

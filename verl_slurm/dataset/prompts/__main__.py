@@ -1,0 +1,40 @@
+"""`python -m verl_slurm.dataset.prompts`: looks at data with bounded memory; JSON on stdin and stdout.
+
+A process of its own: a compressed page, a dictionary or a line of JSON may need a thousand times its size in memory.
+"""
+
+import os
+import resource
+import sys
+
+import msgspec
+
+from verl_slurm.base.errors import DataError
+from verl_slurm.dataset.prompts.look import Wanted, look_at
+
+__all__ = ["main"]
+
+MAX_BYTES = 352 << 20
+"""Of memory that is the process's own; pyarrow, a tokenizer and a row together need less than half of it."""
+
+
+def main() -> int:
+    """Always 0: an error is an answer, too."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
+    try:
+        answer: dict[str, object] = {"look": look_at(wanted)}
+    except DataError as error:
+        parts = ("what", "where", "found", "expected", "remedy")
+        said = {part: getattr(error, part) for part in parts}
+        answer = {"error": {part: None if text is None else str(text) for part, text in said.items()}}
+    except MemoryError:
+        answer = {"error": None}
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Which chat template a run has, as far as that can be told without transformers."""
+
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.bounded import SMALL, TOKENIZER, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE, DataError
+
+__all__ = ["has_template", "no_conversations", "no_template", "read_template"]
+
+
+def read_template(path: Path) -> str:
+    """The Jinja template at `path`.
+
+    Raises:
+        DataError: none there, or no text.
+    """
+    remedy = "set data.chat_template to auto, none or the path of a Jinja template"
+    try:
+        return read_regular(path, SMALL, follow=True).decode()
+    except OSError as error:
+        raise DataError("no such chat template", where=path, found=error.strerror, remedy=remedy) from None
+    except ValueError as error:
+        raise DataError("not a chat template", where=path, found=error, remedy=remedy) from None
+
+
+def has_template(model: Path) -> bool:
+    """Whether the tokenizer of a model directory has a chat template of its own."""
+    if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
+        return True
+    try:
+        data = read_regular(model / "tokenizer_config.json", TOKENIZER, follow=True)
+        said = decode_json(data, dict[str, msgspec.Raw], TOKENIZER, doubles=False)
+    except (OSError, *UNREADABLE):
+        return False
+    return bytes(said.get("chat_template", b"null")).strip() not in (b"null", b'""', b"[]")
+
+
+def no_template(where: object) -> DataError:
+    """The prompts are conversations, and there is nothing to make text of them."""
+    return DataError(
+        "the prompts are conversations and the tokenizer has no chat template",
+        where=where,
+        expected="chat_template in tokenizer_config.json, or chat_template.jinja",
+        remedy="set data.chat_template to a Jinja file, or model.path to a chat model",
+    )
+
+
+def no_conversations(where: object) -> DataError:
+    """Conversations, and the configuration says that there are none."""
+    return DataError(
+        "the prompts are conversations and data.chat_template is none",
+        where=where,
+        expected="text",
+        remedy="set data.chat_template=auto, or data.prompt_key to a key with text",
+    )

@@ -1,0 +1,222 @@
+"""Which files of a data directory hold the prompts. Pure: decided from the names below the root.
+
+Without `data.files` the first of these that matches is taken:
+
+1. `*.jsonl` directly in the root;
+2. a data set that `datasets` saved (`state.json` and `*.arrow`): the files that state.json names, in its order;
+3. files of one other kind directly in the root: `*.parquet`, `*.json`, `*.csv`, `*.tsv` or `*.arrow`;
+4. the same in `ROOT/data`, as snapshots of the Hugging Face hub have it.
+
+Files of several kinds, or of several splits (train and test), are refused: `data.files` says which ones are meant.
+`data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories.
+Files are read in the order of their paths.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable
+
+import msgspec
+
+from verl_slurm.base.errors import UNREADABLE, DataError
+
+__all__ = ["SUFFIXES", "choose"]
+
+SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
+_EXPECTED = "*.jsonl, *.parquet, *.json, *.csv, *.tsv, or a directory that `datasets` saved"
+_ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json"}
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_SHOWN = 4
+
+
+class _State(msgspec.Struct):
+    """Of the state.json of `Dataset.save_to_disk`, what is used here."""
+
+    data_files: list[dict[str, str]] = msgspec.field(name="_data_files")
+
+
+def choose(
+    names: Collection[str], pattern: str | None, read: Callable[[str], bytes], *, root: object, key: str
+) -> list[str]:
+    """The files that hold prompts, in the order in which they are read.
+
+    Args:
+        names: paths of the files below the root, relative, with `/`.
+        pattern: `data.files`; None: by the rule above.
+        read: gives the bytes of one of `names`.
+        root, key: for the message; `key` is `data.root` or `data.eval_root`.
+
+    Raises:
+        DataError: no file, or more than one reading of the directory.
+    """
+    files_key = key.replace("root", "files")
+    if pattern is not None:
+        parts = _parts(pattern)
+        chosen = sorted(name for name in names if _matches(parts, name))
+        if not chosen:
+            raise DataError(
+                f"no file matches {files_key}={pattern}",
+                where=root,
+                found=_listing(names),
+                expected="a pattern relative to that directory, e.g. data/train-*.parquet",
+                remedy=f"set {files_key}",
+            )
+        if odd := [name for name in chosen if not name.endswith(SUFFIXES)]:
+            raise DataError(
+                "a file of a kind that is not read",
+                where=f"{root}/{odd[0]}",
+                expected=_EXPECTED,
+                remedy=f"narrow {files_key}={pattern}, or {_CONVERT}",
+            )
+        return chosen
+    top = sorted(name for name in names if "/" not in name)
+    if jsonl := [name for name in top if name.endswith(".jsonl")]:
+        return jsonl
+    if "state.json" in top and any(name.endswith(".arrow") for name in top):
+        return _saved(top, read, root)
+    if "dataset_dict.json" in top:
+        splits = sorted({name.partition("/")[0] for name in names if name.endswith("/state.json")})
+        raise DataError(
+            "the data set has several splits",
+            where=root,
+            found=", ".join(splits) or "dataset_dict.json",
+            expected="the directory of one split",
+            remedy=f"set {key}={root}/{splits[0] if splits else 'train'}",
+        )
+    for folder in ("", "data/"):
+        inside = [name for name in sorted(names) if name.startswith(folder)]
+        inside = [name for name in inside if "/" not in name.removeprefix(folder)]
+        held = [name for name in inside if name.endswith(SUFFIXES) and name not in _ABOUT_DATA]
+        if held:
+            return _of_one_kind(held, root, files_key)
+    raise DataError(
+        "no prompts in the data directory",
+        where=root,
+        found=_listing(names),
+        expected=_EXPECTED,
+        remedy=_remedy(names, root, key, files_key),
+    )
+
+
+_CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each line'
+
+
+def _of_one_kind(held: list[str], root: object, files_key: str) -> list[str]:
+    kinds = sorted({name[name.rindex(".") :] for name in held})
+    if len(kinds) > 1:
+        raise DataError(
+            "the data directory has files of several kinds",
+            where=root,
+            found=_listing(held),
+            expected="one kind",
+            remedy=f"say which ones: {files_key}='{_prefix(held[0])}*{kinds[0]}'",
+        )
+    splits = sorted({found[1].lower() for name in held if (found := _SPLIT.match(name.rpartition("/")[2]))})
+    if len(splits) > 1:
+        first = "train" if "train" in splits else splits[0]
+        raise DataError(
+            "the data directory has several splits",
+            where=root,
+            found=_listing(held),
+            expected="one split, or a pattern that says which one",
+            remedy=f"set {files_key}='{_prefix(held[0])}{first}*{kinds[0]}'",
+        )
+    return held
+
+
+def _prefix(name: str) -> str:
+    return name[: name.rfind("/") + 1]
+
+
+def _saved(top: list[str], read: Callable[[str], bytes], root: object) -> list[str]:
+    where = f"{root}/state.json"
+    try:
+        state = msgspec.json.decode(read("state.json"), type=_State)
+        files = [entry["filename"] for entry in state.data_files]
+    except (KeyError, *UNREADABLE) as error:
+        raise DataError(
+            "the saved data set cannot be read",
+            where=where,
+            found=error,
+            expected="state.json as Dataset.save_to_disk writes it",
+            remedy="save the data set again",
+        ) from None
+    if missing := [name for name in files if name not in top]:
+        raise DataError(
+            "the saved data set is not whole",
+            where=where,
+            found=f"no {missing[0]}",
+            remedy="copy or save the data set again",
+        )
+    return files
+
+
+def _listing(names: Iterable[str]) -> str:
+    """What lies there: directories by name and a few files."""
+    files = sorted(name for name in names if "/" not in name)
+    folders = sorted({name.partition("/")[0] + "/" for name in names if "/" in name})
+    shown = [*files, *folders] if files or len(folders) > 1 else sorted(names)
+    if not shown:
+        return "no file"
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> str:
+    if below := sorted(name for name in names if "/" in name and name.endswith(SUFFIXES)):
+        folder, _, name = below[0].rpartition("/")
+        suffix = name[name.rindex(".") :]
+        return f"set {key}={root}/{folder}, or {files_key}='**/*{suffix}' for all directories below"
+    if names:
+        return f"set {key} to another directory, or {_CONVERT}"
+    return f"set {key} to a directory with prompts"
+
+
+def _parts(pattern: str) -> list[str]:
+    """A glob as `**/`, `*`, `?` and the text between; equal stars in a row are one."""
+    parts = [part for part in re.split(r"(\*\*/|\*|\?)", pattern) if part]
+    return [
+        part for part, before in zip(parts, ["", *parts], strict=False) if part[0] != "*" or part != before
+    ]
+
+
+def _matches(parts: Iterable[str], name: str) -> bool:
+    """Whether a glob matches all of `name`.
+
+    Follows every reading of the glob at once, so the work grows with the product of both lengths. A regular expression
+    tries one reading after the other, and each star multiplies their number.
+    """
+    ends = {0}  # where in `name` the parts so far can end
+    for part in parts:
+        if part == "**/":
+            ends = _after_folders(name, ends)
+        elif part == "*":
+            ends = _within_name(name, ends)
+        elif part == "?":
+            ends = {at + 1 for at in ends if at < len(name) and name[at] != "/"}
+        else:
+            ends = {at + len(part) for at in ends if name.startswith(part, at)}
+        if not ends:
+            return False
+    return len(name) in ends
+
+
+def _within_name(name: str, begins: set[int]) -> set[int]:
+    ends: set[int] = set()
+    reached = -1
+    for begin in sorted(begins):
+        if begin > reached:  # otherwise in the same name as one before, which reaches as far
+            slash = name.find("/", begin)
+            reached = slash if slash >= 0 else len(name)
+            ends.update(range(begin, reached + 1))
+    return ends
+
+
+def _after_folders(name: str, begins: set[int]) -> set[int]:
+    walked: set[int] = set()
+    for begin in begins:
+        at = begin
+        # A slash right at the beginning closes no directory: `**/` takes whole, non-empty names.
+        while (slash := name.find("/", at)) > at and slash + 1 not in walked:
+            at = slash + 1
+            walked.add(at)
+    return begins | walked

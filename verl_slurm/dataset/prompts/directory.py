@@ -1,0 +1,162 @@
+"""The data files of a root: listed, chosen, opened, and held to their digests.
+
+A rank trains on the files of the fingerprint and on their bytes: a file is read into memory once, hashed there, and
+parsed from there. So what trains is what was recorded, whatever becomes of the file meanwhile.
+"""
+
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from verl_slurm.base.bounded import Limit, TooMuch, open_regular, read_regular
+from verl_slurm.base.errors import DataError, DatasetDrift
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.choice import choose
+from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
+
+__all__ = ["Content", "data_files", "no_rows", "plural", "prompts_below"]
+
+Content = tuple[int, str]
+"""Of a file as it was fingerprinted: bytes, SHA-256."""
+
+_DEEPEST = 32
+_SMALL_BYTES = 1 << 20
+
+
+def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> list[str]:
+    """The data files below `root` as they lie there now, relative, in the order in which they are read.
+
+    Raises:
+        DataError: no such directory, no permission, or see `choice.choose`.
+    """
+    remedy = f"set {key} to a directory with prompts"
+    if not root.is_dir():
+        found = "a file" if root.exists() else "nothing"
+        where, named = (
+            root,
+            f"; one file of a directory: {key}={root.parent} and {_files_key(key)}={root.name}",
+        )
+        raise DataError(
+            "no such data directory", where=where, found=found, remedy=remedy + named * root.is_file()
+        )
+    pattern = _pattern(config, key)
+    try:
+        names = list(_names(root))
+    except OSError as error:
+        raise DataError(
+            "the data cannot be read", where=error.filename or root, found=error.strerror, remedy="chmod u+rx"
+        ) from None
+    return choose(names, pattern, lambda name: _small(root / name), root=root, key=key)
+
+
+def prompts_below(
+    root: Path, config: DataConfig, recorded: Mapping[str, Content] | None = None, *, key: str = "data.root"
+) -> Iterator[tuple[str, Prompt, str]]:
+    """(place, prompt, answer) of every row below `root`.
+
+    Args:
+        recorded: path below the root → content, of every file that the fingerprint has: only these files are read, and
+            only with that content. None: what lies there.
+        key: `data.root`, of which `data.limit` is the number of rows, or `data.eval_root`.
+
+    Raises:
+        DatasetDrift: a file is not what was recorded.
+        DataError: no rows, or a bad one.
+    """
+
+    def read(name: str) -> bytes:
+        return _read(root / name, None if recorded is None else recorded.get(name, (0, "")))
+
+    if recorded is None:
+        names = data_files(root, config, key=key)
+    else:
+        names = choose(list(recorded), _pattern(config, key), read, root=root, key=key)
+    limit = config.limit if key == "data.root" else None
+    rows = 0
+    for name in names:
+        if rows == limit:
+            break
+        for place in prompts_of(io.BytesIO(read(name)), root / name, config):
+            if rows == limit:
+                break
+            rows += 1
+            yield place
+    if not rows:
+        raise no_rows(root, len(names), key)
+
+
+def no_rows(root: Path, num_files: int, key: str) -> DataError:
+    """A directory whose files are all empty."""
+    return DataError(
+        "the data root holds no prompts",
+        where=root,
+        found=f"{plural(num_files, 'file')} without a row",
+        expected="at least one row",
+        remedy=f"set {key}",
+    )
+
+
+def plural(count: int, word: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _files_key(key: str) -> str:
+    return key.replace("root", "files")
+
+
+def _pattern(config: DataConfig, key: str) -> str | None:
+    return config.files if key == "data.root" else config.eval_files
+
+
+def _names(root: Path) -> Iterator[str]:
+    """Every file below `root`, links followed as the fingerprint does."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
+        inside = os.path.relpath(folder, root)
+        if inside.count("/") >= _DEEPEST:  # a loop of links; the fingerprint names it
+            folders.clear()
+        yield from (name if inside == "." else f"{inside}/{name}" for name in files)
+
+
+def _small(path: Path) -> bytes:
+    try:
+        with os.fdopen(open_regular(path, follow=True), "rb") as file:
+            return file.read(_SMALL_BYTES)
+    except (OSError, TooMuch) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError | TooMuch) -> DataError:
+    found = error.strerror if isinstance(error, OSError) else error
+    return DataError("a data file cannot be read", where=path, found=found, remedy=f"chmod u+r {path}")
+
+
+def _read(path: Path, recorded: Content | None) -> bytes:
+    size, digest = (sys.maxsize, "") if recorded is None else recorded
+    try:
+        # With the recorded size as the limit: what came into its place may be larger than any memory.
+        data = read_regular(path, Limit(num_bytes=size), follow=True)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except TooMuch as error:
+        if recorded is None:
+            raise _unreadable(path, error) from None
+        found = str(error)
+    else:
+        if recorded is None or (there := hashlib.sha256(data).hexdigest()) == digest:
+            return data
+        found = f"SHA-256 {there[:16]}"
+    raise DatasetDrift(
+        "a data file is not the one that was fingerprinted",
+        where=path,
+        found=found,
+        expected=f"{size} bytes, SHA-256 {digest[:16]}" if digest else "a file of the fingerprint",
+        remedy="restore the data, and see who else may write there",
+    )

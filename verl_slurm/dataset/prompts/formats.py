@@ -1,0 +1,200 @@
+"""The rows of one data file, one after the other, as dictionaries: JSON Lines, JSON arrays, CSV and TSV.
+
+A row is held in memory while it is looked at and no longer. The text of a row has at most `MAX_ROW_CHARS`, because
+JSON may take 30 times its size in memory. Parquet and Arrow are in `arrow.py`.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Collection, Iterator
+from typing import Any, BinaryIO
+
+from verl_slurm.base.errors import UNREADABLE, DataError
+
+__all__ = ["MAX_ROW_CHARS", "Place", "records"]
+
+MAX_ROW_CHARS = 8 << 20
+
+Place = tuple[str, Any]
+"""Where a row stands (`FILE:LINE`), and the row: whatever the file has there."""
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[Place]:
+    """Every row of `file`, in its order.
+
+    Args:
+        file: at its beginning; it can seek.
+        name: its path: the suffix decides the format, and it is named in errors.
+        columns: keys at the top of a row that are needed; a format with columns may leave out the others.
+
+    Raises:
+        DataError: it cannot be read, with the place.
+    """
+    suffix = name[name.rindex(".") :]
+    if suffix in (".parquet", ".arrow"):
+        from verl_slurm.dataset.prompts.arrow import arrow_records  # pyarrow is an extra
+
+        return arrow_records(file, name, columns)
+    _refuse_utf16(file, name)
+    if suffix in (".csv", ".tsv"):
+        return _csv(file, name, "," if suffix == ".csv" else "\t")
+    if suffix == ".json" and _first_character(file) == b"[":
+        return _json_array(file, name)
+    return _json_lines(file, name)
+
+
+def _refuse_utf16(file: BinaryIO, name: str) -> None:
+    start = file.read(4)
+    if start[:2] in _UTF16 or b"\0" in start:
+        raise DataError(
+            "the data file is not UTF-8",
+            where=name,
+            found="UTF-16 or UTF-32" if start[:2] in _UTF16 else "a NUL byte at its start, as UTF-16 has",
+            expected="UTF-8",
+            remedy=f"iconv -f UTF-16 -t UTF-8 {name} > NEW",
+        )
+    file.seek(len(_BOM) if start.startswith(_BOM) else 0)
+
+
+def _first_character(file: BinaryIO) -> bytes:
+    at = file.tell()
+    start = file.read(4096).lstrip()
+    file.seek(at)
+    return start[:1]
+
+
+def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
+    number = 0
+    while line := file.readline(MAX_ROW_CHARS + 1):
+        if len(line) > MAX_ROW_CHARS:
+            raise _too_long(f"{name}:{number + 1}")
+        # A lone carriage return ends a line, too, as it always has here.
+        for piece in line.splitlines() if b"\r" in line else (line,):
+            number += 1
+            if not piece.strip():
+                continue
+            where = f"{name}:{number}"
+            try:
+                yield where, json.loads(piece)
+            except UNREADABLE as error:
+                raise DataError(
+                    "a line is not JSON",
+                    where=where,
+                    found=error,
+                    expected="one JSON object a line",
+                    remedy="fix or remove the line",
+                ) from None
+
+
+def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
+    """Element by element, out of a window of the text: the whole of it is never decoded at once."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    decoder = json.JSONDecoder()
+    window, at, number, done = "", 0, 0, False
+    remedy = "fix the file, or write one JSON object a line as .jsonl"
+
+    def more() -> bool:
+        nonlocal window, at
+        try:
+            read = text.read(max(MAX_ROW_CHARS - (len(window) - at), 1 << 16))
+        except UnicodeDecodeError as error:
+            raise DataError("the data file is not UTF-8", where=name, found=error, remedy=remedy) from None
+        window, at = window[at:] + read, 0
+        return bool(read)
+
+    def skip(characters: str) -> str:
+        """The next character that is none of these; empty at the end of the file."""
+        nonlocal at
+        while True:
+            while at < len(window) and window[at] in characters:
+                at += 1
+            if at < len(window) or not more():
+                return window[at : at + 1]
+
+    try:
+        skip(" \t\r\n")
+        at += 1  # the bracket
+        done = skip(" \t\r\n") == "]"
+        while not done:
+            number += 1
+            where = f"{name}: element {number}"
+            try:
+                value, end = decoder.raw_decode(window, at)
+                if end == len(window) and more():  # a number may go on
+                    value, end = decoder.raw_decode(window, at)
+            except UNREADABLE as error:
+                if len(window) - at > MAX_ROW_CHARS:
+                    raise _too_long(where) from None
+                if not more():
+                    raise DataError("not JSON", where=where, found=error, remedy=remedy) from None
+                number -= 1
+                continue
+            yield where, value
+            at = end
+            match skip(" \t\r\n"):
+                case ",":
+                    at += 1
+                    skip(" \t\r\n")
+                case "]":
+                    done = True
+                case found:
+                    raise DataError(
+                        "not JSON", where=where, found=found or "the end", expected=", or ]", remedy=remedy
+                    )
+    finally:
+        text.detach()
+
+
+def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    csv.field_size_limit(MAX_ROW_CHARS)
+
+    def lines() -> Iterator[str]:
+        while line := text.readline(MAX_ROW_CHARS + 1):
+            if len(line) > MAX_ROW_CHARS:
+                raise _too_long(name)
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            if not cells:
+                continue
+            if header is None:
+                header = cells
+                continue
+            where = f"{name}:{reader.line_num}"
+            if len(cells) != len(header):
+                raise DataError(
+                    "a row has another number of fields than the header",
+                    where=where,
+                    found=len(cells),
+                    expected=len(header),
+                    remedy="fix the row; text with commas, quotes or newlines stands in double quotes",
+                )
+            yield where, dict(zip(header, cells, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(
+            "the table cannot be read",
+            where=f"{name}:{reader.line_num}",
+            found=error,
+            expected="UTF-8, a header line, fields in double quotes where they need them",
+            remedy="fix the file",
+        ) from None
+    finally:
+        text.detach()
+
+
+def _too_long(where: str) -> DataError:
+    return DataError(
+        "a row is too long",
+        where=where,
+        found=f"more than {MAX_ROW_CHARS >> 20} MiB",
+        expected="one prompt a row",
+        remedy="fix or remove the row",
+    )

@@ -1,0 +1,150 @@
+"""A look at the data of a run before it is queued: every row, as far as time allows, and the length of the prompts.
+
+It is made in a process of its own (`python -m verl_slurm.dataset.prompts`) with bounded memory, because a small file
+may claim to be a large one. The ranks read every row in any case.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.errors import DataError
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
+from verl_slurm.dataset.prompts.directory import data_files, no_rows
+from verl_slurm.dataset.prompts.rows import prompts_of
+
+__all__ = ["Look", "Wanted", "look_at"]
+
+_AT_LEAST_ROWS = 2000
+"""Looked at however slow the machine is."""
+_TEXTS_AT_ONCE = 1000
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What to look at."""
+
+    data: DataConfig
+    root: str
+    key: str
+    """`data.root` or `data.eval_root`."""
+    tokenizer: str | None
+    """A tokenizer.json; None: the length of the prompts is not looked at."""
+    has_template: bool
+    """There is a chat template."""
+    seconds: float = 2.0
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen."""
+
+    files: int
+    rows: int
+    whole: bool
+    """All rows were looked at."""
+    conversations: bool
+    """A prompt among them is a list of messages."""
+    measured: bool
+    """The length of every prompt was looked at, too."""
+
+
+class _Tokenizer(Protocol):
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]: ...
+
+
+def look_at(wanted: Wanted) -> Look:
+    """See the module.
+
+    Raises:
+        DataError: what the ranks would refuse.
+    """
+    root, config = Path(wanted.root), wanted.data
+    files = data_files(root, config, key=wanted.key)
+    limit = config.limit if wanted.key == "data.root" else None
+    lengths = _Lengths(_load(wanted.tokenizer), config.max_prompt_tokens)
+    until = time.monotonic() + wanted.seconds
+    rows, whole, conversations = 0, True, False
+    for name in files:
+        if rows == limit:
+            break
+        path = root / name
+        try:
+            with os.fdopen(open_regular(path, follow=True), "rb") as file:
+                for where, prompt, _ in prompts_of(file, path, config):
+                    rows += 1
+                    if isinstance(prompt, str):
+                        lengths.add(where, prompt)
+                    elif config.chat_template == "none":
+                        raise no_conversations(where)
+                    elif not wanted.has_template:
+                        raise no_template(where)
+                    else:
+                        conversations = True
+                    if rows == limit:
+                        break
+                    # After the first row of each file, so that each is looked into.
+                    if rows >= _AT_LEAST_ROWS and time.monotonic() > until:
+                        whole = False
+                        break
+        except TooMuch as error:
+            raise DataError(
+                "not a file", where=path, found=error, expected="a regular file", remedy=f"set {wanted.key}"
+            ) from None
+        except OSError as error:
+            raise DataError(
+                "a data file cannot be read", where=path, found=error.strerror, remedy=f"chmod u+r {path}"
+            ) from None
+    lengths.look()
+    if not rows:
+        raise no_rows(root, len(files), wanted.key)
+    measured = whole and lengths.there and not conversations
+    return Look(files=len(files), rows=rows, whole=whole, conversations=conversations, measured=measured)
+
+
+class _Lengths:
+    """Counts tokens, a batch of prompts at a time."""
+
+    def __init__(self, tokenizer: _Tokenizer | None, most: int) -> None:
+        self._tokenizer, self._most = tokenizer, most
+        self._held: list[tuple[str, str]] = []
+        self.there = tokenizer is not None
+
+    def add(self, where: str, prompt: str) -> None:
+        if self._tokenizer is not None:
+            self._held.append((where, prompt))
+            if len(self._held) == _TEXTS_AT_ONCE:
+                self.look()
+
+    def look(self) -> None:
+        held, self._held = self._held, []
+        if self._tokenizer is None or not held:
+            return
+        found = self._tokenizer.encode_batch_fast([prompt for _, prompt in held], add_special_tokens=False)
+        for (where, prompt), tokens in zip(held, found, strict=True):
+            if len(tokens) > self._most:
+                raise DataError(
+                    "a prompt is too long",
+                    where=f"{where}, prompt {prompt[:40]!r}",
+                    found=f"{len(tokens)} tokens",
+                    expected=f"at most data.max_prompt_tokens={self._most}",
+                    remedy="raise data.max_prompt_tokens",
+                )
+
+
+def _load(path: str | None) -> _Tokenizer | None:
+    if path is None:
+        return None
+    try:
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+        tokenizer = Tokenizer.from_file(path)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    except Exception:  # noqa: BLE001 - it raises plain Exception; the ranks have more ways to load a tokenizer
+        return None
+    loaded: _Tokenizer = tokenizer
+    return loaded

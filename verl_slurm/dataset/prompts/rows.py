@@ -1,0 +1,141 @@
+"""From a row of a data file to a prompt and an answer.
+
+A key is a name at the top of the row, or a path with dots into nested columns (`reward_model.ground_truth`). A prompt
+is text, or a conversation: a list of `{role, content}`, which the model's chat template turns into text. An answer that
+is no text is given to the reward as JSON.
+"""
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import PurePath
+from typing import Any, BinaryIO
+
+from verl_slurm.base.errors import DataError
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.formats import records
+
+__all__ = ["Messages", "Prompt", "prompts_of"]
+
+Messages = list[dict[str, Any]]
+"""A conversation as chat templates take it: `role` and `content`, and what else stands there (`name`, `tool_calls`)."""
+Prompt = str | Messages
+
+_SHOWN = 12
+_MISSING = object()
+
+
+def prompts_of(file: BinaryIO, name: str | PurePath, config: DataConfig) -> Iterator[tuple[str, Prompt, str]]:
+    """(place, prompt, answer) of every row of a data file.
+
+    Raises:
+        DataError: a row has no prompt or no answer, or the file cannot be read.
+    """
+    prompt_key, answer_key = config.prompt_key, config.answer_key
+    for where, row in records(file, str(name), _columns(config)):
+        if not isinstance(row, dict):
+            raise DataError(
+                "a line is not an object",
+                where=where,
+                found=type(row).__name__,
+                expected=f"an object with {prompt_key!r}",
+                remedy="fix or remove it",
+            )
+        prompt = _prompt(_value(row, prompt_key), row, where, prompt_key)
+        yield where, prompt, "" if answer_key is None else _answer(row, where, answer_key)
+
+
+def _columns(config: DataConfig) -> Collection[str]:
+    keys = [key for key in (config.prompt_key, config.answer_key) if key is not None]
+    return {key.partition(".")[0] for key in keys}
+
+
+def _value(row: dict[str, Any], key: str) -> Any:
+    """`_MISSING` where there is none. A name with dots in it counts before a path."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value:
+        raise _no_text(value, row, where, key, "text, or a list of {role, content}", "data.prompt_key")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _no_conversation(where, key, f"message {number + 1}: {_kind(message)}")
+        # Formats with columns have every key in every row, as null.
+        message = {name: part for name, part in message.items() if part is not None}
+        content = message.get("content")
+        if isinstance(content, list):
+            kinds = {part.get("type") if isinstance(part, dict) else None for part in content}
+            if kinds - {"text"}:
+                raise _no_conversation(where, key, f"message {number + 1} with {_kind(content)}")
+            content = message["content"] = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(content, str) and "tool_calls" not in message:
+            raise _no_conversation(where, key, f"message {number + 1}: {_kind(message)}")
+        messages.append(message)
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            "a conversation ends with the assistant's message",
+            where=where,
+            expected=f"a user's message at the end of {key!r}: the policy answers it",
+            remedy="leave out the last message, or put it under data.answer_key",
+        )
+    return messages
+
+
+def _answer(row: dict[str, Any], where: str, key: str) -> str:
+    value = _value(row, key)
+    if isinstance(value, str):
+        return value
+    if value is _MISSING or value is None:
+        remedy = "data.answer_key; data.answer_key=null if there are no answers"
+        raise _no_text(value, row, where, key, "an answer", remedy)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _no_text(value: Any, row: dict[str, Any], where: str, key: str, expected: str, remedy: str) -> DataError:
+    there = ", ".join(_keys(row)) or "none"
+    found = f"keys {there}" if value is _MISSING else f"{_kind(value)} there"
+    return DataError(
+        f"a row has no text under {key!r}",
+        where=where,
+        found=found,
+        expected=f"{expected} under {key!r}",
+        remedy=f"set {remedy}",
+    )
+
+
+def _no_conversation(where: str, key: str, found: str) -> DataError:
+    return DataError(
+        "a conversation that cannot be used",
+        where=where,
+        found=found,
+        expected=f"a list of {{role, content}} under {key!r}, content being text",
+        remedy="fix the row; images and other media are not served",
+    )
+
+
+def _keys(row: dict[str, Any]) -> list[str]:
+    """The keys there are, those in sections with their paths."""
+    keys = []
+    for name, value in row.items():
+        keys += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [str(name)]
+    return keys if len(keys) <= _SHOWN else [*keys[:_SHOWN], f"and {len(keys) - _SHOWN} more"]
+
+
+def _kind(value: Any) -> str:
+    names = {str: "empty text", type(None): "null", list: "a list", dict: "an object", bool: "a truth value"}
+    names |= {int: "a number", float: "a number"}
+    if isinstance(value, list) and value:
+        return f"a list of {_kind(value[0])}" if not isinstance(value[0], str) else "a list of text"
+    if isinstance(value, dict) and value:
+        return f"an object with {', '.join(map(str, list(value)[:_SHOWN]))}"
+    return names.get(type(value), type(value).__name__)

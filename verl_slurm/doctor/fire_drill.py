@@ -1,0 +1,215 @@
+"""A fire drill: a small job that is warned and ended for real, and tells who got which signal, when.
+
+```
+queue the job → every node has reported → scancel -b -s USR1 → requeue it (or preempt it by a job of another partition)
+  → Slurm ends its first life → its second life says so → what was seen is judged
+```
+
+The job, its output and its directory are gone afterwards, whatever happened.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.doctor.findings import Finding, bad
+from verl_slurm.doctor.node_probe import NodeReport
+from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
+from verl_slurm.slurm.batch import sbatch_options, submission_environment
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.commands import NODE_LIST
+
+__all__ = ["fire_drill"]
+
+_LIMIT_MIN = 5
+_LOOK_S = 0.3
+"""Slurm and shared file systems tell nobody: they are asked."""
+_SIGNAL_S = 10.0
+_WARNING = "SIGUSR1"
+_OURS = ("job-name", "time", "signal", "requeue", "nodes")
+
+
+async def fire_drill(
+    config: RunConfig,
+    parent: Path,
+    kill_wait_s: int,
+    *,
+    preempt_by: str | None,
+    wait_s: float,
+    show: Callable[[str], None],
+) -> list[Finding]:
+    """Run one.
+
+    Args:
+        config: whose job it imitates: partition, account, nodes, options.
+        parent: an existing directory that all nodes see.
+        kill_wait_s: Slurm's KillWait.
+        preempt_by: a partition whose jobs preempt; None: the job is requeued instead, which ends it the same way.
+        wait_s: at most so long for the job to start, each of two times.
+        show: told what is being waited for.
+
+    Raises:
+        SlurmRefused, SlurmMissing: the job was not accepted, or Slurm does not answer.
+    """
+    directory = parent / f".verl-slurm-drill-{secrets.token_hex(6)}"
+    directory.mkdir(mode=0o700)
+    # A forgotten SBATCH_NO_REQUEUE would answer for the cluster; so would the job that we may be inside of.
+    client = SlurmClient(submission_environment(os.environ, config))
+    jobs: list[int] = []
+    try:
+        job = await _queue(client, _argv(config, directory))
+        jobs.append(job)
+        nodes = config.distributed.nodes
+        if problem := await _start(client, job, directory, nodes, wait_s, show):
+            return [
+                bad("fire drill", problem, "look at `squeue --me` and at the partition's state; try again")
+            ]
+        show("warning the batch process")
+        warned = time.time()
+        await client.signal_batch(job, "USR1")
+        await _until(lambda: _seen(directory, "batch", _WARNING) is not None, _SIGNAL_S)
+        how = f"preemption by {preempt_by}" if preempt_by else "requeue"
+        show(f"ending it: {how}")
+        ended = time.time()
+        if preempt_by:
+            where = (await client.job(job)).node_list
+            jobs.append(await _queue(client, _rival_argv(config, directory, preempt_by, where)))
+        else:
+            await client.requeue(job, config.daemon.requeue_delay_s, own_restarts=0)
+        show("waiting for its second life")
+        again = directory / "again"
+        await _until(again.exists, wait_s + kill_wait_s)
+        record = _record(directory, nodes, how, kill_wait_s, warned, ended)
+        return [*judge_nodes(_reports(directory, nodes)), *judge_drill(record)]
+    finally:
+        (directory / "over").touch()
+        for number in jobs:
+            await _end(client, number)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _argv(config: RunConfig, directory: Path) -> list[str]:
+    """As the run's own job is queued, but short. The script is Python itself: no shell reads any of it."""
+    script = directory / "drill.py"
+    script.write_text(
+        f"#!{sys.executable} -P\nimport sys\nfrom verl_slurm.doctor.drill_job import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    options = [o for o in sbatch_options(config) if o[2:].split("=")[0] not in _OURS]
+    mine = ["--job-name=verl-slurm-doctor", f"--time={_LIMIT_MIN}", f"--nodes={config.distributed.nodes}"]
+    logs = str(directory).replace("%", "%%")  # sbatch puts words of its own in place of %x
+    mine += ["--requeue", "--signal=B:USR1@10", "--open-mode=append", f"--output={logs}/batch.log"]
+    local = [config.checkpoint.local_dir] if config.checkpoint.local_dir else []
+    return [*options, *mine, str(script), "batch", str(directory), *local]
+
+
+def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
+    """It wants the drill's own nodes: with any others it would end the jobs of other people."""
+    script = directory / "rival.py"
+    script.write_text(f"#!{sys.executable} -P\nimport time\ntime.sleep(1)\n")
+    asked = ["--job-name=verl-slurm-doctor", "--time=1", f"--nodes={config.distributed.nodes}", "--exclusive"]
+    asked += [f"--partition={partition}", "--output=/dev/null"]
+    if where is None or NODE_LIST.fullmatch(where) is None:
+        raise SlurmRefused(
+            "the job of the fire drill has no nodes that could be asked for",
+            found=where or "none",
+            remedy="try again; without --preempt-by it is requeued instead",
+        )
+    asked.append(f"--nodelist={where}")
+    return [*asked, str(script)]
+
+
+async def _queue(client: SlurmClient, words: list[str]) -> int:
+    remedy = "change the slurm section of the configuration; a run would be refused as well"
+    queueing = asyncio.ensure_future(client.submit(words, "the job of the fire drill", remedy=remedy))
+    try:
+        return await asyncio.shield(queueing)
+    except asyncio.CancelledError:
+        await _end(client, await queueing)  # Ctrl-C does not stop sbatch
+        raise
+
+
+async def _start(
+    client: SlurmClient, job: int, directory: Path, nodes: int, wait_s: float, show: Callable[[str], None]
+) -> str:
+    """Wait until every node has reported; why not, if not."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if len(list(directory.glob("node-*.json"))) >= nodes and (directory / "batch.alive").exists():
+            return ""
+        if (directory / "problem").exists():
+            return (directory / "problem").read_text()
+        facts = await client.job(job)
+        if facts.is_over:
+            log = directory / "batch.log"
+            said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+            return f"the job ended by itself: {facts.state} {said[-1] if said else ''}".strip()
+        show(f"job {job}: {facts.state.lower()} {facts.reason or ''}".strip())
+        await asyncio.sleep(_LOOK_S)
+    return f"job {job} did not start within {wait_s:.0f} s"
+
+
+async def _until(there: Callable[[], bool], patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while not there() and time.monotonic() < deadline:  # noqa: ASYNC110 - see _LOOK_S
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _end(client: SlurmClient, job: int) -> None:
+    try:
+        if not (await client.job(job)).is_over:
+            await client.cancel(job)
+    except (NotFound, SlurmMissing, SlurmRefused):
+        return  # it has a time limit of minutes
+
+
+def _reports(directory: Path, nodes: int) -> list[NodeReport]:
+    return [
+        msgspec.json.decode((directory / f"node-{number}.json").read_bytes(), type=NodeReport)
+        for number in range(nodes)
+    ]
+
+
+def _signals(directory: Path, who: str) -> list[tuple[str, float]]:
+    path = directory / f"{who}.seen"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(name, float(at)) for name, _, at in (line.partition(" ") for line in lines) if at]
+
+
+def _seen(directory: Path, who: str, name: str) -> float | None:
+    return next((at for seen, at in _signals(directory, who) if seen == name), None)
+
+
+def _record(
+    directory: Path, nodes: int, how: str, kill_wait_s: int, warned: float, ended: float
+) -> DrillRecord:
+    steps = [f"step-{number}" for number in range(nodes)]
+    told = {who: _signals(directory, who) for who in ("batch", *steps)}
+    warning = _seen(directory, "batch", _WARNING)
+    terms = [at for signals in told.values() for name, at in signals if name == "SIGTERM"]
+    signs = [path.stat().st_mtime for path in directory.glob("*.alive")]
+    again = directory / "again"
+
+    def after(who: list[str]) -> tuple[str, ...]:
+        # By name: the kernel hands pending signals out by number, so when each was taken says little of their order.
+        return tuple(sorted({name for one in who for name, at in told[one] if at >= ended}))
+
+    return DrillRecord(
+        how=how,
+        kill_wait_s=kill_wait_s,
+        warning_to_batch_s=None if warning is None else max(warning - warned, 0.0),
+        warning_to_steps=any(name == _WARNING and at < ended for who in steps for name, at in told[who]),
+        signals_to_batch=after(["batch"]),
+        signals_to_steps=after(steps),
+        kill_after_s=max(signs) - min(terms) if terms and signs else None,
+        again_after_s=float(again.read_text()) - ended if again.exists() else None,
+    )

@@ -1,0 +1,58 @@
+"""A guest's run without a daemon: under torchrun or alone, by hand, into a directory of the user's choice. No torch.
+
+There is nobody to ask for a save, to verify what was saved, or to start again; so what a lead does at a start is done
+here, by rank 0: it takes the run's epoch, sweeps what dead ones left, and finds the newest checkpoint that verifies.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.loop_checkpoint import sweep_work
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import RunConfig
+
+__all__ = ["Start", "begin"]
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Rank 0's word to all: the run's directory, the incarnation, and the checkpoint's name; empty: from the start."""
+
+    root: str
+    epoch: int
+    resume: str
+
+
+def begin(run_dir: Path) -> Start:
+    """Take the run at `run_dir`, which need not be there yet, and find what to go on from. Rank 0.
+
+    Raises:
+        ConfigError: a daemon's lead lives there.
+        Fenced: another process took it in the same moment.
+        CheckpointCorrupt, SchemaMismatch: `recover.choose_resume`.
+        PermissionRefused: it is another user's.
+    """
+    paths = RunPaths(run_dir.absolute())
+    private_dir(paths.root)
+    if paths.lead_address.exists():
+        raise ConfigError(
+            "a daemon serves this run",
+            where=paths.lead_address,
+            expected="a directory of its own for a loop that is started by hand",
+            remedy=f"verl-slurm status {paths.root}; if its job is dead, remove that file",
+        )
+    if not paths.run_yaml.exists():
+        write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
+    mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
+    private_dir(paths.checkpoints)
+    sweep(paths)
+    sweep_work(paths)
+    choice = choose_resume(paths, "auto")
+    return Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")

@@ -1,0 +1,124 @@
+"""What the callbacks of Hugging Face and Lightning have in common: the session, the saver, and how a run ends.
+
+The framework owns the loop and its own checkpoint files; it calls us at the end of each step, on every rank. Where no
+daemon is (`Session.has_daemon`), a callback leaves the framework alone, and no saver is made.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn, Self
+
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.restarts import restart_may_help
+from verl_slurm.checkpoint.format.specification import guest_directory
+from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.loops.session import Session
+from verl_slurm.loops.step_end import StepEndSaver, free_ranks, own_ranks
+
+__all__ = ["Served"]
+
+
+class Served:
+    """A framework's callback, before the framework's own class in the order of methods.
+
+    Used as a context, the run counts as finished at the end of the `with` block, not of the training: what is done with
+    the trained model there is done again when it is interrupted.
+
+    Args:
+        session: default: the one that this process's environment describes.
+
+    Attributes:
+        session: the line to the daemon.
+        resume: what the framework goes on from, as its own argument takes it; None: from the start.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = Session.open() if session is None else session
+        self._saver: StepEndSaver | None = None
+        self._metrics: dict[str, float] = {}
+        self._held = False
+        self._finished_at: int | None = None
+        try:
+            self.resume = self._resume()
+        except VerlSlurmError as error:
+            self._refuse(error)
+            raise
+
+    def __enter__(self) -> Self:
+        self._held = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._held = False
+        if kind is None:
+            self._finish()
+        self._close(broken=kind is not None)
+
+    def _resume(self) -> str | None:
+        """`resume`; reads what is needed of the checkpoint."""
+        raise NotImplementedError
+
+    def _own_files(self, needed: str, whose: str) -> Path | None:
+        """The framework's own directory in the verified checkpoint to go on from; None: from the start.
+
+        Args:
+            needed: what must be in it, for it to be of this framework.
+            whose: its name, for people.
+
+        Raises:
+            ConfigError: it is of another loop, or of another number of ranks.
+        """
+        resume = self.session.resume
+        if resume is None:
+            return None
+        manifest = require_guest(resume, "loop", world_size=self.session.world_size)
+        directory = resume / guest_directory("loop", manifest.step)
+        if not (directory / needed).exists():
+            raise ConfigError(
+                f"the checkpoint is not one of {whose}",
+                where=directory,
+                found=", ".join(sorted(path.name for path in directory.iterdir())[:5]),
+                expected=needed,
+                remedy="go on with the loop that wrote it, or start with checkpoint.resume_from=null",
+            )
+        return directory
+
+    def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:
+        """At the start of the training, when the framework has its process group: make the saver. Collective."""
+        ranks = own_ranks(
+            self.session, "have it find its ranks in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK)"
+        )
+        self._saver = StepEndSaver(self.session, ranks, guest="loop", step=step, metadata=metadata)
+        self._saver.begin(step, total)
+        return self._saver
+
+    def _refuse(self, error: BaseException) -> None:
+        """Tell the daemon that another start would end in the same way, if so; otherwise this is a crash."""
+        if isinstance(error, VerlSlurmError) and not restart_may_help(error):
+            self.session.refused(error)
+
+    def _finish(self) -> None:
+        if self._finished_at is not None:
+            self.session.finished(self._finished_at)
+            self._finished_at = None
+            self._close()
+
+    def _leave(self) -> NoReturn:
+        self._close()
+        sys.stdout.flush()
+        raise SystemExit(0)
+
+    def _close(self, *, broken: bool = False) -> None:
+        """Nothing more is asked or said.
+
+        Args:
+            broken: other ranks may be anywhere: nothing is done that they would have to join.
+        """
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        saver.end()
+        self.session.close()
+        if not broken:
+            free_ranks(saver.ranks)

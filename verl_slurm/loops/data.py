@@ -1,0 +1,108 @@
+"""A `DataLoader` that can go on in the middle of an epoch, with the very batches that are left.
+
+What a loader does is a function of the random generators at the start of its epoch (the order of the samples, the seeds
+of its workers), and of what its dataset and its collate function draw on the way. So an epoch is taken up again by
+putting the generators back to its start, loading the batches that were trained on once more, for nothing, and then
+putting the generators back to where they were when the checkpoint was saved. That costs the loading time of those
+batches, and holds with workers, random augmentation and any sampler that is reproducible itself.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from verl_slurm.save.ranks import rng
+
+__all__ = ["Generators", "ResumableDataLoader", "from_wire", "to_wire"]
+
+Generators = dict[str, bytes | np.ndarray]
+"""The state of every generator (`save.ranks.rng.capture`)."""
+
+
+class ResumableDataLoader(DataLoader[Any]):
+    """`torch.utils.data.DataLoader`, word for word, and resumable. Iterate over one epoch at a time.
+
+    Also what Lightning takes for a stateful one (`state_dict`, `load_state_dict`): for a single process that is all
+    there is to do; of several ranks Lightning saves the first one's only, and `loops.lightning` sees to the others.
+
+    Attributes:
+        epoch_began: the generators at the start of the epoch that runs, or ran last; None: none began.
+        served: batches of it that were handed out.
+    """
+
+    epoch_began: Generators | None = None
+    served: int = 0
+    _to_resume: "tuple[int, Generators, Generators] | None" = None
+
+    def resume(self, served: int, epoch_began: Generators, then: Generators) -> None:
+        """Have the next epoch be one that was begun before.
+
+        Args:
+            served: batches of it that were trained on.
+            epoch_began: the generators at its start.
+            then: the generators behind those batches, and behind what was done with them.
+        """
+        self._to_resume = (served, epoch_began, then)
+
+    def forget(self) -> None:
+        """The next epoch begins from its start, after all."""
+        self._to_resume = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        todo, self._to_resume = self._to_resume, None
+        skipped = 0
+        if todo is not None:
+            skipped, began, _ = todo
+            rng.restore(began)
+        self.epoch_began, self.served = rng.capture(), skipped
+        batches = super().__iter__()
+        if todo is not None:
+            for _ in islice(batches, skipped):
+                pass
+            rng.restore(todo[2])
+        for batch in batches:
+            self.served += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """For Lightning: loadable with `torch.load(weights_only=True)`."""
+        if self.epoch_began is None:
+            return {}
+        return {
+            "served": self.served,
+            "epoch_began": _to_tensors(self.epoch_began),
+            "then": _to_tensors(rng.capture()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self.resume(
+                int(state["served"]), _from_tensors(state["epoch_began"]), _from_tensors(state["then"])
+            )
+
+
+def to_wire(state: Generators) -> dict[str, bytes]:
+    """For a file of ours."""
+    return {name: value if isinstance(value, bytes) else value.tobytes() for name, value in state.items()}
+
+
+def from_wire(state: dict[str, bytes]) -> Generators:
+    """What `to_wire` was given: torch's states are arrays, the others are not."""
+    return {
+        name: np.frombuffer(value, dtype=np.uint8) if name in ("torch", "cuda") else value
+        for name, value in state.items()
+    }
+
+
+def _to_tensors(state: Generators) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in to_wire(state).items()
+    }
+
+
+def _from_tensors(state: dict[str, torch.Tensor]) -> Generators:
+    return from_wire({name: value.numpy().tobytes() for name, value in state.items()})

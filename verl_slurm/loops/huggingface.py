@@ -1,0 +1,307 @@
+"""The service for a Hugging Face `Trainer`: saved when the daemon asks, committed, resumed, and done when it is done.
+
+```
+from verl_slurm.loops.huggingface import VerlSlurmCallback
+
+service = VerlSlurmCallback()
+trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
+service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
+```
+
+Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this incarnation
+(`args.output_dir` points there while it trains), from where each is moved into a checkpoint of ours as soon as it is
+whole. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` says how many stay. Saved is what the
+Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, the last step, and when the daemon asks.
+
+Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
+
+What a resumed run has in common with an undisturbed one, and what not: docs/guests-frameworks.md.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, TrainOutput
+
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.loops.callback import Served
+from verl_slurm.loops.session import Session
+from verl_slurm.loops.step_end import StepEndSaver
+from verl_slurm.wire.messages import SaveRequest
+
+__all__ = ["VerlSlurmCallback"]
+
+_STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME
+_EVALUATION_MARGIN = 1.5
+
+
+class _NothingLeft(Exception):
+    """The checkpoint is of the last step: the Trainer itself would train one step more (transformers 5.10)."""
+
+
+class VerlSlurmCallback(Served, TrainerCallback):
+    """See the module. Made by a user's script, on every rank; `Served` tells of its use as a context.
+
+    Args:
+        session: default: the one that this process's environment describes.
+
+    Attributes:
+        session: the line to the daemon.
+        resume: the verified checkpoint's directory, as `Trainer.train(resume_from_checkpoint=...)` takes it; None: from
+            the start.
+        stopped: the daemon asked to stop, and the training did.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
+        super().__init__(session)
+        self.stopped = False
+        self._output_dir = ""
+        self._strategy: Any = None
+        self._told = -1
+        self._began = self._evaluation_began = 0.0
+        self._evaluation_s: float | None = None
+        self._steps_of_epoch = 0
+
+    def _resume(self) -> str | None:
+        directory = self._own_files(_STATE, "the Hugging Face Trainer")
+        return None if directory is None else str(directory)
+
+    def train(self, trainer: Trainer, **options: Any) -> TrainOutput:
+        """`trainer.train(**options)`, resumed from where the run stands.
+
+        Returns:
+            What `Trainer.train` does. After the last step was done in a former life: its step, and no metrics.
+
+        Raises:
+            SystemExit: with 0, when the daemon asked to stop: the checkpoint is committed, or there will be none.
+            VerlSlurmError: the daemon was told.
+        """
+        if not self.session.has_daemon:
+            return trainer.train(**options)
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        if trainer.args.device.type == "cpu":
+            _know_cpus_by_number()
+        options.setdefault("resume_from_checkpoint", self.resume)
+        try:
+            output = trainer.train(**options)
+        except _NothingLeft:
+            self._restore(trainer.args)
+            output = TrainOutput(trainer.state.global_step, math.nan, {})
+            self._finished_at = trainer.state.global_step
+        except BaseException as error:
+            self._restore(trainer.args)
+            self._refuse(error)
+            self._close(broken=True)
+            raise
+        if self.stopped:
+            self._leave()
+        if not self._held:
+            self._finish()
+        return output
+
+    # ---- the Trainer's events, in their order; all of them on every rank
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.session.has_daemon:
+            return
+        _check(args)
+        library = {"library": f"transformers {transformers.__version__}"}
+        saver = self._begin(state.global_step, state.max_steps, library)
+        if self.resume is None and state.global_step > 0:
+            raise ConfigError(
+                "the Trainer went on from a checkpoint that the daemon did not choose",
+                found=f"step {state.global_step}",
+                remedy="leave resume_from_checkpoint to VerlSlurmCallback.train",
+            )
+        self._told = state.global_step
+        if 0 < state.max_steps <= state.global_step:
+            raise _NothingLeft
+        self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._steps_of_epoch = 0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tell(state, {})  # where another callback took back that there is something to log
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        saver = self._saver
+        if saver is None:
+            return
+        self._steps_of_epoch += 1
+        if not control.should_log:
+            self._tell(state, {})
+        self._began = self._evaluation_began = time.monotonic()
+        request, is_last = saver.asked(), state.global_step >= state.max_steps
+        if request is not None or is_last or state.global_step % saver.every_steps == 0:
+            control.should_save = True
+        saver.saving = False  # another callback may have called off the save before
+        if control.should_save:
+            saver.begins(state.global_step)
+        if request is None:
+            return
+        if request.stop and not is_last:
+            control.should_training_stop = self.stopped = True
+            if control.should_evaluate and not self._fits(saver, request):
+                control.should_evaluate = False
+                self.session.notice(
+                    f"the evaluation of step {state.global_step} is left out: there is no time for it before the "
+                    "save. A schedule or an early stopping that goes by it misses it",
+                    topic="evaluation",
+                    loud=True,
+                )
+        if args.save_strategy == SaveStrategy.BEST:  # its evaluation would say whether to save
+            self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
+
+    def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
+        """Whether there is time for the evaluation that is due. Alike on all ranks: each knows its own clock only."""
+        if request.seconds_left is None:
+            return True
+        measured = self._evaluation_s
+        needed = math.inf if measured is None else measured * _EVALUATION_MARGIN + (self.session.save_s or 0)
+        return saver.ranks.max([int(needed > request.seconds_left)]) == [0]
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._tell(state, logs or {})
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._metrics |= dict(metrics or {})  # for the checkpoint: see checkpoint.keep_best
+        self._began = time.monotonic()
+        self._evaluation_s = self._began - self._evaluation_began
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._saver is None:
+            return
+        self._tell(state, {})
+        self._give_back_strategy(args)
+        step, last = state.global_step, state.global_step >= state.max_steps
+        failure = self._saver.save(
+            step,
+            f"checkpoint-{step}",
+            metrics=self._metrics,
+            why=f"step {step} is one to save",
+            last=last,
+            began=self._began,
+        )
+        if failure is not None and last:
+            raise failure
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._saver is None:
+            return
+        if self.stopped:  # nothing more than what was asked for
+            control.should_evaluate = control.should_log = control.should_save = False
+        elif self._saver.saved_step == state.global_step:
+            control.should_save = False
+        if control.should_save:
+            self._saver.begins(state.global_step)
+        self._began = self._evaluation_began = time.monotonic()
+        if control.should_training_stop and self._steps_of_epoch == 0:
+            raise DataError(
+                "the data set has no samples left, and the training is not done",
+                found=f"step {state.global_step}",
+                expected=f"{state.max_steps} steps",
+                remedy="give it a data set that can be read again, or a smaller max_steps",
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._saver is None:
+            return
+        self._restore(args)
+        if self.stopped:
+            self._saver.leave()
+        else:  # the last step, or another callback's decision (early stopping)
+            self._finished_at = state.global_step
+
+    # ---- what they have in common
+
+    def _tell(self, state: TrainerState, logs: Mapping[str, float]) -> None:
+        """Once a step, with what it logged, if anything."""
+        if self._saver is None or state.global_step == self._told:
+            return
+        self._told = state.global_step
+        self._metrics = {name: value for name, value in logs.items() if name != "epoch"}
+        self._saver.step_done(state.global_step, self._metrics)
+
+    def _give_back_strategy(self, args: TrainingArguments) -> None:
+        if self._strategy is not None:
+            args.save_strategy, self._strategy = self._strategy, None
+
+    def _restore(self, args: TrainingArguments) -> None:
+        self._give_back_strategy(args)
+        if self._output_dir:
+            args.output_dir, self._output_dir = self._output_dir, ""
+
+
+@functools.cache  # torch sorts what is registered, and two of one priority it cannot
+def _know_cpus_by_number() -> None:
+    """On CPUs accelerate 1.15 calls its device `cpu:0`, the Trainer has optimizers loaded to there, and torch 2.13
+    knows a `cpu` only: no training of several ranks on CPUs could be resumed."""
+
+    def restore(storage: Any, location: str) -> Any:
+        return storage if location.startswith("cpu:") else None
+
+    torch.serialization.register_package(10_477, lambda _: None, restore)
+
+
+def _check(args: TrainingArguments) -> None:
+    """Refuse what would break a promise.
+
+    Raises:
+        ConfigError: a setting that cannot be together with a daemon.
+    """
+    problem = remedy = ""
+    if args.save_only_model:
+        problem, remedy = (
+            "save_only_model=True",
+            "nothing could be resumed from such a checkpoint; leave it out",
+        )
+    elif args.enable_jit_checkpoint:
+        problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
+    elif args.load_best_model_at_end:
+        problem = "load_best_model_at_end=True"
+        remedy = "by then the best one may be pruned, or of a former life; evaluate the run's checkpoints behind it"
+    elif args.push_to_hub and args.hub_strategy != "end":
+        problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
+    elif args.save_on_each_node:
+        problem, remedy = (
+            "save_on_each_node=True",
+            "a checkpoint is one directory on shared storage; leave it out",
+        )
+    if problem:
+        raise ConfigError("the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy)

@@ -1,0 +1,86 @@
+"""What stays of a guest's checkpoints, and whether the next one will fit. No torch.
+
+The daemon reads every checkpoint back after its commit; how many stay, and that the file system has room, is the
+trainer's business, so it is a guest's. Asked for by one rank, after a commit and before a save.
+"""
+
+from contextlib import suppress
+
+from verl_slurm.base.errors import Fenced, VerlSlurmError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
+from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.store.apply import apply_prune
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.loop_checkpoint import SavedTree
+from verl_slurm.checkpoint.store.storage_watch import StorageWatch
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.schema import CheckpointConfig
+from verl_slurm.loops.session import Session
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Keeps a guest's checkpoints in bounds, on rank 0.
+
+    Args:
+        config: `checkpoint` of the run.
+    """
+
+    def __init__(self, session: Session, config: CheckpointConfig) -> None:
+        self._session, self._config, self._paths = session, config, session.paths
+        self._assured = {session.resume.name} if session.resume is not None else set()
+        self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=_first_need(session))
+
+    def before_save(self) -> Room | None:
+        """Whether the file system has room for the next save; said when that changes."""
+        for notice in self._watch.before_save():
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+        return self._watch.room
+
+    def saved(self, done: SavedTree, *, tidy: bool = True) -> None:
+        """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
+
+        Args:
+            tidy: False: the job ends, and the next start will do it.
+
+        Raises:
+            Fenced: a newer incarnation owns the run.
+        """
+        self._assured.add(done.name)
+        for notice in self._watch.saved(done.num_bytes, done.seconds, done.num_files):
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+        if not tidy:
+            return
+        try:
+            self._prune()
+        except Fenced:
+            raise
+        except OSError as error:
+            self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
+
+    def failed(self, reason: str) -> None:
+        """A save failed."""
+        for notice in self._watch.failed(reason):
+            self._session.notice(notice.text, topic="storage", loud=notice.loud)
+
+    def _prune(self) -> None:
+        epoch = self._session.epoch
+        plan = plan_prune(
+            list_checkpoints(self._paths),
+            self._config.keep_last,
+            keep_every=self._config.keep_every,
+            verified=self._assured,
+            num_verified=ASSURED_KEPT,
+        )
+        apply_prune(self._paths, plan, epoch_check=lambda: require_epoch(self._paths, epoch))
+
+
+def _first_need(session: Session) -> Need:
+    """What was resumed from tells how large the first save will be."""
+    if session.resume is not None:
+        with suppress(OSError, VerlSlurmError):
+            manifest = read_manifest(session.resume)
+            return need_of_next(manifest.num_bytes, len(manifest.files))
+    return need_of_next(0, 1, basis="an estimate")

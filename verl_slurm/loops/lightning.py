@@ -1,0 +1,338 @@
+"""The service for a Lightning `Trainer`: saved when the daemon asks, committed, resumed, and done when it is done.
+
+```
+from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint
+
+service = VerlSlurmCheckpoint(every_n_steps=100)
+trainer = lightning.Trainer(max_steps=1000, callbacks=[service])
+service.fit(trainer, model, ResumableDataLoader(data, batch_size=8, shuffle=True))   # in place of trainer.fit(...)
+```
+
+A checkpoint is what `Trainer.save_checkpoint` writes, as `lightning.ckpt`, and a small file a rank beside it: the
+random generators, which Lightning does not save, and the place in the data. It is saved where all of a step is done:
+behind the batch; behind the validation that this batch calls for; between two epochs. Being a `Checkpoint`, the
+callback takes the place of the `ModelCheckpoint` that Lightning adds by itself; one of the user's own goes on as ever.
+
+Under a daemon Lightning's handlers of signals are put out of action, its own requeueing with them: Slurm's TERM is a
+warning to the daemon, not an end, and two who requeue a job are one too many.
+
+Without a daemon the callback does nothing, and `service.fit(trainer, ...)` is `trainer.fit(...)`.
+
+What a resumed run has in common with an undisturbed one, and what not: docs/guests-frameworks.md.
+"""
+
+import math
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning
+import msgspec
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from verl_slurm.base.bounded import RECORD, read_regular
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.loops.callback import Served
+from verl_slurm.loops.data import Generators, ResumableDataLoader, from_wire, to_wire
+from verl_slurm.loops.session import Session
+from verl_slurm.save.ranks import rng
+
+__all__ = ["ResumableDataLoader", "VerlSlurmCheckpoint"]
+
+_FILE = "lightning.ckpt"
+
+
+class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rank's place, where Lightning's own file has none: `rank_0003.msgpack`."""
+
+    generators: dict[str, bytes]
+    in_epoch: bool
+    """Batches of the epoch are left."""
+    served: int
+    """Batches of the epoch that were trained on."""
+    metrics: dict[str, float]
+    """What schedules, early stopping and the like go by (`Trainer.callback_metrics`)."""
+    loaders: list[dict[str, bytes] | None]
+    """Of each loader, the generators at the start of the epoch; None: not one of ours."""
+
+
+class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
+    """See the module. Made by a user's script, on every rank; `Served` tells of its use as a context.
+
+    Args:
+        every_n_steps: optimizer steps between two checkpoints; default: `checkpoint.every_steps` of the run. The last
+            step, and the one that the daemon asks for, are always saved.
+        session: default: the one that this process's environment describes.
+
+    Attributes:
+        session: the line to the daemon.
+        resume: the verified checkpoint's file, as `Trainer.fit(ckpt_path=...)` takes it; None: from the start.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, session: Session | None = None) -> None:
+        self._place: _Place | None = None
+        super().__init__(session)
+        self._every = every_n_steps
+        self._due = False
+        self._step = 0
+        self._began_epoch = False
+
+    def _resume(self) -> str | None:
+        directory = self._own_files(_FILE, "Lightning")
+        if directory is None:
+            return None
+        self._place = _read_place(directory / _place_name(self.session.rank))
+        return str(directory / _FILE)
+
+    def fit(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        """`trainer.fit(*args, **options)`, resumed from where the run stands.
+
+        Raises:
+            SystemExit: with 0, when the daemon asked to stop: the checkpoint is committed, or there will be none.
+            VerlSlurmError: the daemon was told.
+        """
+        if not self.session.has_daemon:
+            trainer.fit(*args, **options)
+            return
+        try:
+            self._check(trainer)
+            trainer.fit(*args, **{"ckpt_path": self.resume, **options})
+            if self._finished_at is None:
+                self._require_done(trainer)
+        except BaseException as error:
+            self._refuse(error)
+            self._close(broken=True)
+            raise
+        if not self._held:
+            self._finish()
+
+    def _check(self, trainer: Trainer) -> None:
+        """Raises:
+        ConfigError: something that cannot be together with a daemon.
+        """
+        problem = remedy = ""
+        if not isinstance(trainer, Trainer):
+            problem, remedy = (
+                f"a {type(trainer).__module__}.Trainer",
+                "import lightning, not pytorch_lightning",
+            )
+        elif self not in trainer.callbacks:
+            problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
+        elif any(isinstance(plugin, SLURMEnvironment) for plugin in _environments(trainer)):
+            problem = "SLURMEnvironment among the Trainer's plugins"
+            remedy = "leave it out: the ranks are torchrun's, and the daemon requeues"
+        elif self.resume is None and (left := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))):
+            problem = f"{left[-1]}, which Lightning would go on from by itself"
+            remedy = "move it away, or give another default_root_dir"
+        if problem:
+            raise ConfigError(
+                "the Trainer is set to what a daemon cannot serve", found=problem, remedy=remedy
+            )
+
+    def _require_done(self, trainer: Trainer) -> None:
+        """Lightning returned without a step: behind the last one, or for want of data."""
+        step, limits = trainer.global_step, (trainer.max_steps, trainer.max_epochs)
+        reached = self.session.resume is not None and (
+            0 < limits[0] <= step or (limits[1] is not None and 0 < limits[1] <= trainer.current_epoch)
+        )
+        if not reached:
+            raise DataError(
+                "Lightning trained no step, and the training is not done",
+                found=f"step {step}, epoch {trainer.current_epoch}",
+                expected=f"max_steps={limits[0]}, max_epochs={limits[1]}",
+                remedy="is there a sample in the training data?",
+            )
+        self._finished_at = step
+
+    # ---- Lightning's hooks, in their order; all of them on every rank
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.session.has_daemon:
+            _ignore_warnings(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.session.has_daemon:
+            return
+        _ignore_warnings(trainer)
+        self._step = trainer.global_step
+        if self.resume is None and self._step > 0:
+            raise ConfigError(
+                "Lightning went on from a checkpoint that the daemon did not choose",
+                found=f"step {self._step}",
+                remedy="leave ckpt_path to VerlSlurmCheckpoint.fit",
+            )
+        library = {"library": f"lightning {lightning.__version__}"}
+        self._begin(self._step, max(0, trainer.max_steps), library)
+        place, self._place = self._place, None
+        self._began_epoch = place is not None and place.in_epoch
+        loaders = list(_flat(trainer.train_dataloader))
+        if not all(isinstance(loader, ResumableDataLoader) for loader in loaders):
+            self.session.notice(
+                "the training data comes from a loader that cannot be resumed: an interrupted epoch goes on with "
+                "batches of its start, as Lightning does. verl_slurm.loops.lightning.ResumableDataLoader can",
+                loud=place is not None,
+            )
+        if place is not None:
+            self._take_up(place, trainer, loaders)
+
+    def _take_up(self, place: _Place, trainer: Trainer, loaders: list[object]) -> None:
+        if not place.in_epoch:
+            # With max_steps, Lightning 2.6 would give the epoch that is over one batch more, and count it twice.
+            trainer.fit_loop.epoch_loop.restarting = False
+        # Else the end of this epoch would pass over a ReduceLROnPlateau, for want of what it goes by: here it is.
+        trainer.fit_loop._restarting = False
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in place.metrics.items()})
+        then = from_wire(place.generators)
+        for loader, began in zip(loaders, place.loaders, strict=False):
+            if isinstance(loader, ResumableDataLoader):
+                loader.forget()
+                if place.in_epoch and began is not None:
+                    loader.resume(place.served, from_wire(began), then)
+        rng.restore(then)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        saver = self._saver
+        if saver is None or trainer.global_step == self._step:
+            return  # gradients are being accumulated
+        self._step = step = trainer.global_step
+        self._metrics = _numbers(trainer.logged_metrics)
+        saver.step_done(step, self._metrics)
+        if saver.asked() is not None:
+            saver.begins(step)
+        self._due = saver.request is not None or step % (self._every or saver.every_steps) == 0
+        if step != trainer.max_steps and not trainer.is_last_batch and not _validates_now(trainer):
+            self._save(trainer, in_epoch=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._saver is None or trainer.sanity_checking:
+            return
+        self._metrics |= _numbers(trainer.callback_metrics)
+        if self._step != trainer.max_steps and not trainer.is_last_batch:
+            self._save(trainer, in_epoch=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Here all of the epoch before is done, what Lightning does behind `on_train_epoch_end`, too."""
+        if self._saver is None or not self._began_epoch:
+            self._began_epoch = True
+            return
+        self._due = self._saver.asked() is not None or self._due  # in the time of the validation, too
+        self._save(trainer, in_epoch=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._saver is None:
+            return
+        self._due = self._saver.saved_step != self._step or self._saver.request is not None
+        self._save(trainer, in_epoch=False, last=True)
+        self._finished_at = self._step
+
+    # ---- what they have in common
+
+    def _save(self, trainer: Trainer, *, in_epoch: bool, last: bool = False) -> None:
+        """Where one is due; and where somebody waits for our end, this process ends, but for a training that is done.
+
+        Raises:
+            SystemExit: with 0: the daemon asked to stop.
+        """
+        saver, step = self._saver, self._step
+        assert saver is not None
+        if not self._due:
+            return
+        self._due, name = False, f"step_{step}"
+
+        def write() -> None:
+            written = private_dir(saver.work / name)
+            trainer.save_checkpoint(written / _FILE, weights_only=False)
+            place = _where(trainer, in_epoch=in_epoch)
+            write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
+
+        if saver.saved_step != step or saver.request is not None:
+            why = f"step {step} is one to save"
+            failure = saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write)
+            if failure is not None and last:
+                raise failure
+        if saver.stopping is not None and not last:
+            saver.leave()
+            self._leave()
+
+
+def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
+    loaders: list[dict[str, bytes] | None] = []
+    for loader in _flat(trainer.train_dataloader):
+        began: Generators | None = loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
+        loaders.append(None if began is None else to_wire(began))
+    return _Place(
+        generators=to_wire(rng.capture()),
+        in_epoch=in_epoch,
+        served=trainer.fit_loop.batch_idx + 1,
+        metrics=_numbers(trainer.callback_metrics),
+        loaders=loaders,
+    )
+
+
+def _place_name(rank: int) -> str:
+    return f"rank_{rank:04d}.msgpack"
+
+
+def _read_place(path: Path) -> _Place:
+    try:
+        return msgspec.msgpack.decode(read_regular(path, RECORD), type=_Place)
+    except (OSError, ValueError) as error:
+        raise CheckpointCorrupt(
+            "the place of this rank cannot be read",
+            where=path,
+            found=error,
+            expected="as guest.lightning writes it",
+        ) from error
+
+
+def _flat(loaders: Any) -> Iterator[object]:
+    """What Lightning allows: one loader, or lists and maps of them."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        for loader in loaders:
+            yield from _flat(loader)
+    elif loaders is not None:
+        yield loaders
+
+
+def _validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows this batch: as Lightning decides it, and says to nobody."""
+    every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
+    if not trainer.enable_validation or every is None or every == math.inf:
+        return False
+    if epochs is None:
+        return bool((trainer.fit_loop.total_batch_idx + 1) % every == 0)
+    return (trainer.current_epoch + 1) % epochs == 0 and bool((trainer.fit_loop.batch_idx + 1) % every == 0)
+
+
+def _environments(trainer: Trainer) -> list[object]:
+    return [trainer._accelerator_connector.cluster_environment]
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        with suppress(TypeError, ValueError, RuntimeError):
+            found[name] = float(value)
+    return found
+
+
+def _ignore_warnings(trainer: Trainer) -> None:
+    """Put back what the daemon set when it started us: TERM, USR1 and CONT are its business.
+
+    Lightning takes TERM for itself, in every environment, and then ends with an error at the end of a batch.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+    trainer._signal_connector.received_sigterm = False

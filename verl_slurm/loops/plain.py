@@ -1,0 +1,229 @@
+"""Any PyTorch loop, in three lines: `verl_slurm.run`. Needs torch.
+
+```python
+with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as run:
+    for step in run.steps(1000):
+        ...                         # train step number `step`, from 0
+        run.log(loss=loss)
+```
+
+Behind every step the ranks agree whether somebody asked for a save: one all-reduce of four numbers on the CPU. All save
+at the same step then, the lead verifies the checkpoint, and where the job ends the loop is left by SystemExit(0): code
+behind it is for a run that is done. The next incarnation begins with the state, the generators and the step that were
+saved, and its numbers are those of a run that nobody disturbed. What that takes is said in docs/guests.md.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.restarts import restart_may_help, underlying
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest
+from verl_slurm.loops import by_hand
+from verl_slurm.loops.session import Session
+from verl_slurm.loops.state_files import Generators, load_state, restore_rng, write_state
+from verl_slurm.loops.states import Objects, split
+from verl_slurm.loops.step_end import StepEndSaver, free_ranks, own_ranks
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+
+__all__ = ["Run", "run"]
+
+_DIRECTORY = "guest"
+"""Below the work directory: where `state_files` write."""
+
+
+def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **objects: object) -> "Run":
+    """The training loop of this process, to be entered by `with` on every rank, when its objects are made and wrapped.
+
+    Args:
+        run_dir: without a daemon (`python train.py`, torchrun): the directory to save into and to go on from. Under a
+            daemon the run has one, and this is not looked at. None, and no daemon: nothing is saved.
+        save_every: steps from one save to the next; default: `checkpoint.every_steps` of the run's configuration.
+        objects: whatever is state, by names that stay the same: what has `state_dict` and `load_state_dict`, and
+            `torch.Generator`. None is left out.
+    """
+    return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every)
+
+
+class Run:
+    """See the module. Made by `run`.
+
+    Attributes:
+        step: whole steps done.
+        resume: the checkpoint that it goes on from; None: from the start.
+        stopping: the state is saved and this process is to leave; the same on all ranks.
+    """
+
+    _saver: StepEndSaver
+
+    def __init__(
+        self,
+        session: Session,
+        objects: Mapping[str, object],
+        *,
+        run_dir: Path | str | None = None,
+        save_every: int | None = None,
+    ) -> None:
+        self._session, self._named = session, dict(objects)
+        self._run_dir, self._save_every = run_dir, save_every
+        self._total = 0
+        self._metrics: dict[str, object] = {}
+        self._row: dict[str, object] = {}
+        self._generators: Generators | None = None
+        self._started, self._done = False, False
+        self.step, self.stopping = 0, False
+
+    @property
+    def resume(self) -> Path | None:
+        return self._session.resume
+
+    def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException as error:
+            if isinstance(error, VerlSlurmError):
+                self._refuse(error)
+            self._session.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        self._ranks = own_ranks(
+            self._session, "call torch.distributed.init_process_group before `with verl_slurm.run(...)`"
+        )
+        self._objects = Objects(self._named)
+        split(self._objects.take())  # what cannot be saved is said now, and not at the first save
+        if not self._session.has_daemon and self._run_dir is not None:
+            self._session = self._by_hand(Path(self._run_dir))
+        if self._session.resume is not None:
+            self._go_on_from(self._session.resume)
+        metadata = {"objects": list(self._objects.names)}
+        self._saver = StepEndSaver(
+            self._session, self._ranks, guest="loop", step=self.step, metadata=metadata
+        )
+
+    def _by_hand(self, run_dir: Path) -> Session:
+        session, ranks = self._session, self._ranks
+        word = ranks.on_first("taking the run", lambda: msgspec.msgpack.encode(by_hand.begin(run_dir)))
+        start = msgspec.msgpack.decode(word, type=by_hand.Start)
+        paths = RunPaths(start.root)
+        return Session(
+            session.line,
+            rank=session.rank,
+            world_size=session.world_size,
+            paths=paths,
+            epoch=start.epoch,
+            resume=paths.checkpoints / start.resume if start.resume else None,
+        )
+
+    def _go_on_from(self, directory: Path) -> None:
+        manifest = require_guest(directory, "loop", world_size=self._ranks.world_size)
+        self._generators = load_state(self._objects, directory, self._ranks)
+        self.step = manifest.step
+        restore_rng(self._generators)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Numbers of the steps that are left of `total`, from 0; behind each the state is saved where that is due.
+
+        Leaves by SystemExit(0) where the job is to end. Behind the last step the state is saved, and the run counts as
+        done when the `with` block is left without an error.
+        """
+        self._start(total)
+        if self._generators is not None and self.step < total:
+            restore_rng(self._generators)  # whatever was drawn since, to shuffle or to start workers
+        while self.step < total:
+            yield self.step
+            self.step_done(self.step + 1)
+            if self.stopping and self.step < total:
+                raise SystemExit(0)
+        self.finish()
+
+    def _start(self, total: int) -> None:
+        self._started, self._total = True, total
+        self._saver.begin(self.step, total)
+
+    def log(self, **metrics: object) -> None:
+        """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
+        self._metrics |= metrics
+
+    def step_done(self, step: int, total: int = 0, **metrics: object) -> None:
+        """`step` whole steps are done; saves where that is due, and sets `stopping`. Collective. `steps` calls it.
+
+        Args:
+            total: steps that there are; 0: as said before.
+        """
+        if not self._started:
+            self._start(total)
+        self.step, self._total = step, total or self._total
+        self._row, self._metrics = self._metrics | metrics, {}
+        self._saver.step_done(step, self._row, self._total)
+        request = self._saver.asked()
+        every = self._save_every or self._saver.every_steps
+        if request is not None or (every and step % every == 0):
+            self._save(f"every {every} steps")
+        if request is not None and request.stop:
+            self.stopping = True
+            self._saver.leave()
+
+    def save(self, reason: str = "the loop asked for it") -> None:
+        """Save the state now, behind `step` whole steps. Collective."""
+        self._save(reason)
+
+    def finish(self) -> None:
+        """All is done that there is to do: for a loop that ends early. Saves, unless this step is saved. Collective.
+
+        Raises:
+            RanksFailed: the end cannot be saved: a run that lost its end is not done.
+        """
+        if self._saver.saved_step != self.step and (failure := self._save(last=True)) is not None:
+            raise failure
+        self._done = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._saver.end()
+        if isinstance(error, VerlSlurmError):
+            self._refuse(error)
+        elif error is None and self._done:
+            self._session.finished(self.step)
+        elif error is None and not self.stopping and self._session.rank == 0:
+            _complain(
+                f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
+            )
+        self._session.close()
+        if error is None or isinstance(error, SystemExit):
+            free_ranks(self._ranks)
+
+    def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
+        failure = self._saver.save(
+            self.step, _DIRECTORY, metrics=self._row, why=why, last=last, seal=self._write
+        )
+        if failure is not None and self._session.rank == 0:
+            _complain(f"save failed: {failure.one_line()}")
+        return failure
+
+    def _write(self, ranks: Collective) -> Sequence[FileEntry]:
+        ranks.on_first("starting the save", self._prepare)
+        return write_state(self._objects, self._saver.work, self.step, ranks)
+
+    def _prepare(self) -> bytes:
+        work = clear_work(self._session.paths, self._session.epoch)
+        (work / _DIRECTORY).mkdir(mode=0o700)
+        return b""
+
+    def _refuse(self, error: VerlSlurmError) -> None:
+        error = underlying(error)
+        if not restart_may_help(error):
+            self._session.refused(error)
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"verl_slurm: {text}\n")

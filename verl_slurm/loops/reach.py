@@ -1,0 +1,69 @@
+"""Can the end of the running step, and a save behind it, be reached before the deadline? Pure.
+
+A guest saves at the end of a step only: in the middle of one nobody but its own code knows its state. A step of RL
+takes minutes and a grace period seconds, so often the answer is no; and then each second of waiting is lost, because
+the last checkpoint is what counts anyhow. The answer is given by what was measured, and where nothing was, it is yes:
+to wait costs the rest of a grace period, to leave costs the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["STEPS_LOOKED_AT", "Reach", "reach"]
+
+STEPS_LOOKED_AT = 5
+"""The longest of so many counts: steps of RL grow with the length of what is generated."""
+_STEP_MARGIN = 1.1
+_SAVE_MARGIN = 1.5
+"""A save before the end meets the storage at its worst: all jobs of the partition save at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The decision. `reason`: one line for people.
+
+    Attributes:
+        needed_s: seconds until the save would be done; None: nothing was measured.
+    """
+
+    ok: bool
+    reason: str
+    needed_s: float | None = None
+
+
+def reach(
+    *,
+    seconds_left: float | None,
+    running_s: float,
+    steps_s: Sequence[float],
+    save_s: float | None,
+) -> Reach:
+    """Decide.
+
+    Args:
+        seconds_left: until the ranks must be gone; None: no deadline.
+        running_s: seconds since the running step began.
+        steps_s: that the last steps took, oldest first; the last `STEPS_LOOKED_AT` count.
+        save_s: that the last save took; None: there was none.
+    """
+    if seconds_left is None:
+        return Reach(ok=True, reason="there is no deadline")
+    if seconds_left <= 0:
+        return Reach(ok=False, reason="the deadline is over")
+    last = list(steps_s)[-STEPS_LOOKED_AT:]
+    save = 0.0 if save_s is None else save_s * _SAVE_MARGIN
+    if not last:
+        if save > seconds_left:
+            reason = f"a save takes about {save:.0f} s, and {seconds_left:.0f} s are left"
+            return Reach(ok=False, reason=reason, needed_s=save)
+        return Reach(ok=True, reason="no step was measured yet: the end of this one is waited for")
+    longest = max(last)
+    # One that runs longer than all before it may end at any moment.
+    rest = max(0.0, longest * _STEP_MARGIN - running_s)
+    needed = rest + save
+    story = (
+        f"steps take up to {longest:.1f} s, this one runs for {running_s:.1f} s, a save takes "
+        + (f"{save_s:.1f} s" if save_s is not None else "an unknown time")
+        + f": {needed:.0f} s needed, {seconds_left:.0f} s left"
+    )
+    return Reach(ok=needed <= seconds_left, reason=story, needed_s=needed)

@@ -1,0 +1,350 @@
+"""What a training loop says to the daemon, hears from it, and is told of its run. No torch.
+
+Each speaking process of a loop has one `Session`, our own trainer's ranks included (`trainer.report` adds what they
+alone say). There it says that it lives, each step's end, each save, that it stops as asked, that it is done
+(`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`: the first word goes out
+then, so open it before anything heavy is imported.
+
+Who this process is stands in the environment that the agent set (`wire.environment`): VERL_SLURM_CONTROL (the
+agent's directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by
+name; empty: from the start), and RANK and WORLD_SIZE of whoever started the ranks. Without VERL_SLURM_CONTROL nobody
+listens and nobody asks: everything here may be called, and does nothing.
+"""
+
+import faulthandler
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.decide.best import metrics_of
+from verl_slurm.journal.steps import append_step
+from verl_slurm.loops.reach import STEPS_LOOKED_AT, Reach, reach
+from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
+from verl_slurm.wire.environment import (
+    CONTROL_VARIABLE,
+    EPOCH_VARIABLE,
+    RESUME_VARIABLE,
+    RUN_VARIABLE,
+    STACKS_SIGNAL,
+)
+from verl_slurm.wire.lifeline import die_with_launcher
+from verl_slurm.wire.messages import (
+    MAX_NOTICE,
+    MAX_REASON,
+    MAX_STORY,
+    Finished,
+    Notice,
+    PartSaved,
+    Progress,
+    RankStarted,
+    Refused,
+    Saved,
+    SaveFailed,
+    SaveRequest,
+    SaveStarted,
+    Stopped,
+    Topic,
+)
+
+__all__ = ["Session"]
+
+
+class Session:
+    """One speaking process of a training loop.
+
+    Args:
+        line: to the agent; `NoDaemon`: there is none.
+        paths: the run's; None: there is no run.
+        clock: monotonic seconds, for the time that steps take.
+
+    Attributes:
+        rank, world_size: among those that speak.
+        epoch: the incarnation that this process is of; 0 without a run.
+        resume: the verified checkpoint to go on from; None: from the start.
+        has_daemon: somebody listens.
+        step: whole steps done, as far as it was said here.
+        save_s: seconds that the last save took, until it was committed; None: there was none.
+    """
+
+    def __init__(
+        self,
+        line: RankLine,
+        *,
+        rank: int,
+        world_size: int,
+        paths: RunPaths | None = None,
+        epoch: int = 0,
+        resume: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.line = line
+        self.rank, self.world_size, self.epoch, self.resume = rank, world_size, epoch, resume
+        self.has_daemon = not isinstance(line, NoDaemon)
+        self.step = 0
+        self.save_s: float | None = None
+        self._paths, self._clock = paths, clock
+        self._answered, self._safe_points = 0, 0
+        self._step_began = clock()
+        self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
+        self._logs_steps = rank == 0 and paths is not None
+
+    @classmethod
+    def open(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        lifeline: bool = True,
+    ) -> Self:
+        """Connect to the agent of this node and say that this rank lives; without a daemon, a session of no effect.
+
+        Under a daemon this process ends with its launcher from here on, answers the daemon's question where its threads
+        are (`faulthandler`), and makes its files for its own user alone (umask 077).
+
+        Args:
+            environ: default: this process's.
+            rank, world_size: default: RANK and WORLD_SIZE, or the only one.
+            lifeline: False: the parent of this process is not its launcher (Ray's workers).
+
+        Raises:
+            ConfigError: the environment of a daemon is there, and not whole.
+        """
+        here = os.environ if environ is None else environ
+        rank = _number(here, "RANK", 0) if rank is None else rank
+        world_size = _number(here, "WORLD_SIZE", 1) if world_size is None else world_size
+        control = here.get(CONTROL_VARIABLE)
+        if not control:
+            return cls(NoDaemon(), rank=rank, world_size=world_size)
+        if lifeline:
+            die_with_launcher()
+        paths, epoch, resume = _the_run(here)
+        os.umask(0o077)
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+        line = RankClient.connect(Path(control))
+        line.send(RankStarted(rank=rank, pid=os.getpid()))
+        return cls(line, rank=rank, world_size=world_size, paths=paths, epoch=epoch, resume=resume)
+
+    @property
+    def has_run(self) -> bool:
+        """There is a run's directory to save into."""
+        return self._paths is not None
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run's.
+
+        Raises:
+            ConfigError: there is none: nobody set VERL_SLURM_RUN.
+        """
+        if self._paths is None:
+            raise ConfigError(
+                "there is no run to save into",
+                found=f"no {RUN_VARIABLE} in the environment",
+                remedy="start it with `verl-slurm submit`",
+            )
+        return self._paths
+
+    def started(self, step: int = 0, total: int = 0) -> None:
+        """The loop begins behind `step` steps, of `total` (0: nobody knows); from here on it can be asked to save.
+
+        Where Slurm ends the job before that, the generation is ended at once: there is nobody who could save.
+        """
+        self.step, self._step_began = step, self._clock()
+        self._tell_progress({}, total)
+
+    def step_done(self, step: int, metrics: Mapping[str, object] | None = None, total: int = 0) -> None:
+        """Step `step` (from 1) is done: a sign of life, and a row of `RUN/steps.jsonl` by rank 0. Never raises.
+
+        Args:
+            metrics: of the step; what is no finite number is left out.
+            total: steps that there are to do; 0: nobody knows.
+        """
+        now = self._clock()
+        seconds, self._step_began = now - self._step_began, now
+        self.step = step
+        self._safe_points += 1
+        if self._safe_points > 1:  # in the first one of a start all warms up: it tells little of the next
+            self._steps_s.append(seconds)
+        kept = self.numbers(metrics or {}) if self.rank == 0 else {}  # a tensor of a GPU would be waited for
+        self._tell_progress(kept, total)
+        if problem := self.log_step({"step": step, **kept, "step_s": round(seconds, 6)}):
+            self.notice(problem, loud=True)
+
+    def log_step(self, row: Mapping[str, float]) -> str:
+        """Write a row of `RUN/steps.jsonl`, by rank 0. Never raises: it informs, and nothing depends on it.
+
+        Returns:
+            Why there are no rows from here on, for people; once. Empty: all is well.
+        """
+        if not self._logs_steps:
+            return ""
+        try:
+            append_step(self.paths, self.epoch, dict(row))
+        except OSError as error:
+            self._logs_steps = False
+            return f"no rows in steps.jsonl from here on: {error}"
+        return ""
+
+    @staticmethod
+    def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+        """What of `metrics` can be said: finite numbers, a tensor of one element too."""
+        return metrics_of(_numbers(metrics))
+
+    def request(self) -> SaveRequest | None:
+        """The newest request that was not answered here. Costs one memory read; the same on all ranks of a node, but
+        not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`, over `line`)."""
+        asked = self.line.request()
+        return asked if asked is not None and asked.request_id > self._answered else None
+
+    def reach(self, request: SaveRequest) -> Reach:
+        """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
+        running_s = self._clock() - self._step_began
+        return reach(
+            seconds_left=request.seconds_left,
+            running_s=running_s,
+            steps_s=tuple(self._steps_s),
+            save_s=self.save_s,
+        )
+
+    def save_started(self, request_id: int, step: int, safe_point: int = 0) -> None:
+        """This rank begins to save the state behind `step`. Every rank says so.
+
+        Args:
+            request_id: 0: nobody asked.
+            safe_point: of the running step; 0: at its beginning.
+        """
+        said = SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
+        self.line.send(said)
+
+    def part_saved(self, request_id: int) -> None:
+        """This rank's own files are durable. From any thread."""
+        self.line.send(PartSaved(rank=self.rank, request_id=request_id))
+
+    def saved(
+        self,
+        request_id: int,
+        name: str,
+        *,
+        seconds: float,
+        num_bytes: int,
+        reason: str = "",
+        on_shared: bool = True,
+        problem: str = "",
+    ) -> None:
+        """The checkpoint `name` is committed. Every rank says so; the daemon is told by rank 0.
+
+        Args:
+            request_id: 0: a periodic save.
+            reason: why it was made, for people.
+            on_shared, problem: as in `wire.messages.Saved`.
+        """
+        self._answered = max(self._answered, request_id)
+        self.save_s = seconds or self.save_s  # 0: an answer that names what was there, and no measure
+        if self.rank == 0:
+            said = Saved(
+                rank=0,
+                request_id=request_id,
+                name=name,
+                seconds=seconds,
+                num_bytes=num_bytes,
+                on_shared=on_shared,
+                problem=problem,
+                reason=reason[:MAX_REASON],
+            )
+            self.line.send(said)
+
+    def save_failed(self, request_id: int, reason: str) -> None:
+        """There will be no answer to the request but this: the checkpoint before it counts."""
+        self._answered = max(self._answered, request_id)
+        if self.rank == 0:
+            self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:MAX_STORY]))
+
+    def stopped(self, request_id: int) -> None:
+        """This rank leaves as asked. Every rank says so."""
+        self.line.send(Stopped(rank=self.rank, request_id=request_id))
+
+    def finished(self, step: int) -> None:
+        """This rank has done all steps. Every rank says so, once: all ranks done is the end of the run."""
+        self.line.send(Finished(rank=self.rank, step=step))
+
+    def refused(self, error: VerlSlurmError, *, place: str = "", worked: bool = False) -> None:
+        """This rank ends because of something that another start would not change.
+
+        Args:
+            place, worked: where code of the user's raised, as in `wire.messages.Refused`.
+        """
+        code, reason = int(error.exit_code), error.one_line()[:MAX_STORY]
+        self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
+
+    def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
+        """Something that people should hear and that stops nothing, for the journal; from rank 0."""
+        if self.rank == 0:
+            self.line.send(Notice(rank=0, topic=topic, text=text[:MAX_NOTICE], loud=loud))
+
+    def close(self) -> None:
+        """Nothing more will be said; may be called twice."""
+        line, self.line = self.line, NoDaemon()
+        if isinstance(line, RankClient):
+            line.close()
+
+    def _tell_progress(self, metrics: dict[str, float], total: int) -> None:
+        self.line.send(
+            Progress(
+                rank=self.rank,
+                step=self.step,
+                phase="step_end",
+                index=0,
+                safe_points=self._safe_points,
+                new_rollouts=0,
+                metrics=metrics,
+                total=total,
+            )
+        )
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """What can be said as a number, a tensor of one element too."""
+    found = {}
+    for name, value in metrics.items():
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            detach = getattr(value, "detach", None)  # a tensor that needs a gradient warns
+            found[str(name)] = float(value if detach is None else detach())  # type: ignore[arg-type]
+    return found
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdigit():
+        raise ConfigError(
+            "this process is not told its place", where=name, found=text, expected="a whole number"
+        )
+    return int(text)
+
+
+def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
+    """The run, the incarnation and the checkpoint that the environment names."""
+    root = environ.get(RUN_VARIABLE, "")
+    if not root.startswith("/"):
+        raise ConfigError(
+            "a daemon started this process and did not say for which run",
+            where=RUN_VARIABLE,
+            found=root or "nothing",
+            expected="the run's directory",
+        )
+    paths, epoch = RunPaths(root), _number(environ, EPOCH_VARIABLE, 0)
+    name = environ.get(RESUME_VARIABLE, "")
+    if name and CHECKPOINT_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            "what to resume from is no checkpoint's name",
+            where=RESUME_VARIABLE,
+            found=name,
+            expected="a name such as step_000012",
+        )
+    return paths, epoch, paths.checkpoints / name if name else None

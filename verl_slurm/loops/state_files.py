@@ -1,0 +1,175 @@
+"""A loop's state on disk: the directory `guest/` of a checkpoint (`checkpoint.format.specification`). Needs torch.
+
+```
+guest/rank_0003.pt      one a rank: {"tree", "own", "rng", "step"}; the tree has marks for what is elsewhere (`states`)
+guest/common.pt         rank 0: path → tensor, of what is the same on every rank
+guest/sharded/          torch.distributed.checkpoint: `.metadata` and `__3_0.distcp`, where there are DTensors
+```
+
+All is read from a checkpoint that was verified before (by the lead, or by `by_hand`); without a key that finds
+accidents alone. So the `.pt` files are read with `weights_only=True`, and DCP's `.metadata`, a pickle, by
+`sharded_files`, and only where this loop has DTensors. dcp_to_torch_save of torch turns `guest/sharded` into one file
+for other tools; it unpickles.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.loops.sharded_files import ShardedFiles, TensorsOnly
+from verl_slurm.loops.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
+from verl_slurm.loops.step_end import seal_own
+from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+
+__all__ = ["load_state", "restore_rng", "write_state"]
+
+_DIRECTORY = "guest"
+_SHARDED = "sharded"
+_COMMON = "common.pt"
+
+Generators = dict[str, bytes | np.ndarray]
+
+
+def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> tuple[FileEntry, ...]:
+    """Write this rank's part of the state into `work/guest`; the entries of all ranks' files. Collective.
+
+    Args:
+        work: an empty directory of the run, seen by all ranks.
+        step: whole steps done.
+
+    Raises:
+        RanksFailed: some rank could not; on all ranks alike. So what talks to the others is never in `together`.
+    """
+    directory = work / _DIRECTORY
+    marked, leaves, found = ranks.together("taking the state", lambda: _taken(objects))
+    alike = _alike(found, ranks)
+    names = ranks.together(
+        "writing the state", lambda: _write(directory, marked, leaves, alike, step, ranks.rank)
+    )
+    if any(ranks.max([len(leaves.sharded)])):
+        names += _write_sharded(directory, leaves, ranks)
+    return seal_own(work, lambda: names, ranks)
+
+
+def _taken(objects: Objects) -> tuple[Any, Leaves, list[bytes]]:
+    marked, leaves = split(objects.take())
+    return marked, leaves, digests(leaves)
+
+
+def _write(
+    directory: Path, marked: Any, leaves: Leaves, alike: list[bool], step: int, rank: int
+) -> list[str]:
+    tree, common, own = settle(marked, leaves, alike)
+    names = [_rank_file(rank)]
+    torch.save(
+        {"tree": tree, "own": own, "rng": _as_tensors(rng.capture()), "step": step}, directory / names[0]
+    )
+    if rank == 0 and common:
+        names.append(_COMMON)
+        torch.save(common, directory / _COMMON)
+    return [f"{_DIRECTORY}/{name}" for name in names]
+
+
+def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[str]:
+    """Collective; DCP tells all ranks of one's error."""
+    place = directory / _SHARDED
+    try:
+        writer = FileSystemWriter(place, sync_files=False)  # `seal` does that
+        save_sharded(dict(leaves.sharded), storage_writer=writer, process_group=ranks.group)
+    except CheckpointException as error:
+        raise _failed("writing the sharded state failed", error) from error
+    mine = sorted(path.name for path in place.glob(f"__{ranks.rank}_*.distcp"))
+    return [
+        f"{_DIRECTORY}/{_SHARDED}/{name}" for name in [*mine, *([".metadata"] if ranks.rank == 0 else [])]
+    ]
+
+
+def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generators:
+    """Put the state of a verified checkpoint into `objects`; returns the generators', for `restore_rng`. Collective.
+
+    Raises:
+        RanksFailed: it does not fit the objects of some rank.
+    """
+    directory = checkpoint / _DIRECTORY
+    mine, common, sharded = ranks.together(
+        "reading the state", lambda: _read_all(objects, directory, ranks.rank)
+    )
+    if any(ranks.max([len(sharded)])):
+        reader = ranks.together("reading the state", lambda: ShardedFiles(directory / _SHARDED))
+        try:
+            load_sharded(sharded, storage_reader=reader, planner=TensorsOnly(), process_group=ranks.group)
+        except CheckpointException as error:
+            raise _failed("reading the sharded state failed", error) from error
+    ranks.together(
+        "loading the state",
+        lambda: objects.put_back(join(mine["tree"], common, mine["own"], sharded)),
+    )
+    return _as_generators(mine["rng"])
+
+
+def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """This rank's file, what is common, and the live sharded tensors, into which DCP reads."""
+    mine = _read(directory / _rank_file(rank))
+    saved = set(mine["tree"])
+    if saved != set(objects.names):
+        raise misfit(directory, ", ".join(objects.names), ", ".join(sorted(saved)))
+    common = _read(directory / _COMMON) if (directory / _COMMON).exists() else {}
+    _, leaves = split(objects.take(as_target=True))
+    wanted = list(sharded_paths(mine["tree"]))
+    if absent := [path for path in wanted if path not in leaves.sharded]:
+        raise misfit(absent[0], "no sharded tensor", "one")
+    return mine, common, {path: leaves.sharded[path] for path in wanted}
+
+
+def _failed(what: str, error: BaseException) -> RanksFailed:
+    failed = RanksFailed(what, found=str(error)[:500])
+    failed.kinds = frozenset({type(error).__name__})
+    return failed
+
+
+def restore_rng(generators: Generators) -> None:
+    """Every generator of this process as it was behind the saved step. The last thing before the next one."""
+    rng.restore(generators)
+
+
+def _alike(digests: list[bytes], ranks: Collective) -> list[bool]:
+    everyone = [
+        msgspec.msgpack.decode(raw, type=list[bytes]) for raw in ranks.gather(msgspec.msgpack.encode(digests))
+    ]
+    there = [set(theirs) for theirs in everyone]
+    return [all(digest in theirs for theirs in there) for digest in digests]
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:04d}.pt"
+
+
+def _read(path: Path) -> Any:
+    # Not mapped: an optimizer keeps what it is given, and the file will be pruned under it.
+    return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251 - weights alone are no program
+
+
+def _as_tensors(generators: Generators) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        if isinstance(state, bytes)
+        else torch.from_numpy(state.copy())
+        for name, state in generators.items()
+    }
+
+
+def _as_generators(tensors: Mapping[str, torch.Tensor]) -> Generators:
+    packed = {"python", "numpy"}
+    return {
+        name: state.numpy().tobytes() if name in packed else state.numpy() for name, state in tensors.items()
+    }

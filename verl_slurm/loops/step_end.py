@@ -1,0 +1,349 @@
+"""Saves at the end of a step, for every loop that is not ours. Needs torch.
+
+```
+at a step's end, on every rank                                who
+─────────────────────────────────────────────────────────     ──────────────────────────────────────────────
+step_done   the daemon and steps.jsonl hear of the step       the loop calls it
+asked       all ranks agree whether a save is asked for       the loop, or its framework's callback
+save        SaveStarted
+            write: this rank's files                          the adapter (`write`), or the framework before
+            seal: what a rank has written is durable          the adapter (`seal`)
+            PartSaved
+            commit: move, hash, manifest, rename              rank 0 (`checkpoint.store.loop_checkpoint`)
+            Saved or SaveFailed: the request is answered
+leave       Stopped, where the request says so                the loop, which then ends
+```
+
+From `seal` on a thread may do it beside the next steps (`beside`), over a group of its own. It does so for a periodic
+save alone: one that was asked for and the last one are committed when `save` returns.
+
+While a step runs a watcher (`reach_watch`) says at once when its end will come too late.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from verl_slurm.base.errors import ConfigError, Fenced
+from verl_slurm.checkpoint.format.specification import FileEntry, Guest, guest_directory
+from verl_slurm.checkpoint.store import commit as door
+from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
+from verl_slurm.config.load import load_own
+from verl_slurm.loops.keeping import Keeper
+from verl_slurm.loops.reach_watch import ReachWatch
+from verl_slurm.loops.session import Session
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.wire.messages import SaveRequest
+from verl_slurm.wire.stopping import Stopper
+
+__all__ = ["StepEndSaver", "free_ranks", "own_ranks", "seal_own"]
+
+Seal = Callable[[Collective], Sequence[FileEntry]]
+
+
+def _wait_for_all(ranks: Collective) -> Sequence[FileEntry]:
+    """The `Seal` of files that rank 0 makes durable: every rank has written by then."""
+    ranks.max([0])
+    return ()
+
+
+class _Done(msgspec.Struct, frozen=True):
+    """Rank 0's word to all: what was committed."""
+
+    name: str
+    seconds: float
+    num_bytes: int
+
+
+class StepEndSaver:
+    """See the module. Of one start of a loop, on every rank that speaks. Collective to make.
+
+    Without a daemon nothing is asked; without a run nothing is saved, and every method may be called all the same.
+
+    Args:
+        session: this rank's.
+        ranks: all that speak, over a CPU group.
+        guest: the kind of checkpoint.
+        step: whole steps done.
+        world_size: ranks that the files are for; None: those that speak.
+        metadata: for people, in each checkpoint.
+        texts: further small files of the checkpoint of a step (`checkpoint.store.loop_checkpoint.commit_tree`).
+        beside: periodic saves are committed beside the next steps; and one for which there is no room is not begun,
+            because the framework would die of the full disk.
+
+    Attributes:
+        work: where this start writes; below the run, empty at the start.
+        every_steps: `checkpoint.every_steps` of the run; 0: there is no run.
+        request: what the ranks agreed on and `save` has not answered yet.
+        stopping: the request after which the loop is to leave.
+        saved_step: of the newest checkpoint, the one that was resumed from included; -1: none.
+        saving: a save is being written. A framework that writes by itself says so (`begins`), and may take it back.
+    """
+
+    work: Path
+
+    def __init__(
+        self,
+        session: Session,
+        ranks: Collective,
+        *,
+        guest: Guest,
+        step: int = 0,
+        world_size: int | None = None,
+        metadata: Mapping[str, object] | None = None,
+        texts: Callable[[int], Mapping[str, bytes]] = lambda step: {},
+        beside: bool = False,
+    ) -> None:
+        self.session, self.ranks = session, ranks
+        self._guest, self._metadata, self._texts = guest, dict(metadata or {}), texts
+        self._world_size = world_size or ranks.world_size
+        self.request: SaveRequest | None = None
+        self.stopping: SaveRequest | None = None
+        self.saved_step = step if session.resume is not None else -1
+        self.saving, self._announced = False, -1
+        self._total, self.every_steps = 0, 0
+        self._stopper = Stopper(session.line, ranks.max)
+        self._watch: ReachWatch | None = None
+        self._keeper: Keeper | None = None
+        if session.has_run:
+            self.work = session.paths.work(session.epoch)
+            config = load_own(session.paths.run_yaml).checkpoint
+            self.every_steps = config.every_steps
+            self._keeper = Keeper(session, config) if session.rank == 0 else None
+            ranks.on_first("preparing to save", self._prepare)
+        self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
+        self._side = ranks.another() if beside else ranks
+        self._pending: Future[RanksFailed | None] | None = None
+
+    def _prepare(self) -> bytes:
+        clear_work(self.session.paths, self.session.epoch)
+        return b""
+
+    def begin(self, step: int, total: int) -> None:
+        """The loop goes on behind `step` of `total` steps (0: nobody knows); from here on it may be asked to save."""
+        if self.session.resume is not None:
+            self.saved_step = step  # verl's driver learns it only now
+        self._total = total
+        self.session.started(step, total)
+        if self.session.has_daemon and self.session.rank == 0:
+            self._watch = ReachWatch(self.session, busy=self._is_busy)
+            self._watch.start()
+
+    def step_done(self, step: int, metrics: Mapping[str, object], total: int = 0) -> None:
+        """`step` whole steps are done.
+
+        Args:
+            total: as in `begin`; 0: as said there.
+        """
+        self._total = total or self._total
+        self.session.step_done(step, metrics, self._total)
+
+    def asked(self) -> SaveRequest | None:
+        """What the daemon wants at the end of this step, on all ranks alike; again until it is answered. Collective."""
+        if self.request is None and self.session.has_daemon:
+            self.request = self._stopper.agree().request
+            if self.request is not None and self._watch is not None:
+                self._watch.taken(self.request.request_id)
+            if self.request is not None and self.request.stop:
+                self.stopping = self.request
+        return self.request
+
+    def begins(self, step: int) -> None:
+        """The save of `step` begins. A framework that writes by itself calls this before; otherwise `save` does.
+
+        It follows the step's `step_done`: from here to the next safe point the daemon waits as long as storage takes.
+        """
+        self.saving, self._announced = True, step
+        self.session.save_started(self.request.request_id if self.request else 0, step)
+
+    def save(
+        self,
+        step: int,
+        name: str,
+        *,
+        metrics: Mapping[str, object],
+        why: str,
+        last: bool = False,
+        write: Callable[[], None] | None = None,
+        seal: Seal = _wait_for_all,
+        began: float | None = None,
+    ) -> RanksFailed | None:
+        """Make the directory `name` below `work` the checkpoint of `step`; it answers what is asked for. Collective.
+
+        A save that fails is said, and loses itself only: the checkpoint before it counts, and training goes on. A step
+        that has a checkpoint is not written again: the answer names that one.
+
+        Args:
+            name: it is moved away, or removed.
+            metrics: of the step; what is no finite number is left out.
+            why: it is made where nobody asked for it and it is not the last one, for people.
+            last: behind the last step.
+            write: writes this rank's files; None: they are written, or `seal` does it.
+            seal: collective over the group that it is given, perhaps in a thread. Returns the entries of all files
+                that their ranks have made durable and hashed; rank 0 does the others.
+            began: `time.monotonic` when the framework began to write; None: now.
+
+        Returns:
+            What went wrong; None: it is committed, or is being committed beside the next steps.
+
+        Raises:
+            Fenced: a newer incarnation owns the run, says this save or the one before.
+        """
+        if not self.session.has_run:
+            if write is not None:
+                write()
+            return None
+        self.settle()
+        must = self.request is not None or last
+        if self._pool is not None and not must and self.saved_step != step and not self._fits(step):
+            return None
+        if self._announced != step:
+            self.begins(step)
+        request, self.request = self.request, None
+        if request is not None:
+            why = request.why
+        elif last:
+            why = "all steps are done"
+        if self.saved_step == step:
+            self._answer_with_old(request, f"{why}; nothing new since")
+            return None
+        if self._keeper is not None:
+            self._keeper.before_save()
+        save = GuestSave(
+            guest=self._guest,
+            step=step,
+            epoch=self.session.epoch,
+            world_size=self._world_size,
+            parent=self.session.resume.name if self.session.resume is not None else None,
+            metrics=self.session.numbers(metrics),
+            metadata=self._metadata,
+            began=time.monotonic() if began is None else began,
+        )
+        try:
+            if write is not None:
+                write()
+            if self._pool is None:
+                return self._commit(save, name, seal, request, why)
+            self._pending = self._pool.submit(self._commit, save, name, seal, request, why)
+        finally:
+            self.saving, self._announced = False, -1
+        return self.settle() if must else None
+
+    def settle(self) -> RanksFailed | None:
+        """Until the save before is committed, or known to have failed.
+
+        Raises:
+            Fenced: as `save`.
+        """
+        try:
+            return None if self._pending is None else self._pending.result()
+        finally:
+            self._pending = None  # not before: the watcher must not give up what is being waited for
+
+    def leave(self) -> None:
+        """This rank leaves as asked (`stopping`)."""
+        assert self.stopping is not None
+        self.session.stopped(self.stopping.request_id)
+
+    def end(self) -> None:
+        """The loop has ended: no step comes any more. May be called twice.
+
+        Raises:
+            Fenced: as `save`.
+        """
+        if self._watch is not None:
+            self._watch.stop()
+        self.settle()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _is_busy(self) -> bool:
+        pending = self._pending
+        return self.saving or (pending is not None and not pending.done())
+
+    def _fits(self, step: int) -> bool:
+        """Whether there is room for a save, as far as the file system says. Collective."""
+        room = self._keeper.before_save() if self._keeper is not None else None
+        full = room is not None and room.enough is False
+        if room is not None and full:
+            self.session.notice(f"step {step} is not saved: {room.reason}", loud=True)
+        return not self.ranks.share(b"full" if full else b"", source=0)
+
+    def _answer_with_old(self, request: SaveRequest | None, why: str) -> None:
+        self.saving, self._announced = False, -1
+        request_id = request.request_id if request else 0
+        name = self.session.paths.checkpoint(self.saved_step).name
+        self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
+
+    def _commit(
+        self, save: GuestSave, name: str, seal: Seal, request: SaveRequest | None, why: str
+    ) -> RanksFailed | None:
+        """Collective over `_side`; with `beside` in the thread."""
+        session, keeper, request_id = self.session, self._keeper, request.request_id if request else 0
+        written = self.work / name
+
+        def put() -> bytes:
+            assert keeper is not None
+            parts = {guest_directory(self._guest, save.step): written}
+            tree = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
+            keeper.saved(tree, tidy=request is None or not request.stop)
+            return msgspec.msgpack.encode(_Done(tree.name, tree.seconds, tree.num_bytes))
+
+        try:
+            sealed = seal(self._side)
+            session.part_saved(request_id)
+            raw = self._side.on_first("committing the checkpoint", put)
+        except RanksFailed as error:
+            session.save_failed(request_id, error.one_line())
+            if keeper is not None:
+                keeper.failed(error.one_line())
+                shutil.rmtree(written, ignore_errors=True)
+            if Fenced.__name__ in error.kinds:
+                raise Fenced("a newer incarnation owns the run", where=written, found=error.found) from error
+            return error
+        done = msgspec.msgpack.decode(raw, type=_Done)
+        self.saved_step = save.step
+        session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
+        return None
+
+
+def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) -> tuple[FileEntry, ...]:
+    """Make this rank's files durable and hash them; the entries of all ranks' files. Collective.
+
+    Args:
+        names: of its files, below `root`.
+
+    Raises:
+        RanksFailed: some rank could not.
+    """
+    made = ranks.together("making the files durable", lambda: door.seal(root, list(names())))
+    everyone = ranks.gather(msgspec.msgpack.encode(made))
+    return tuple(entry for raw in everyone for entry in msgspec.msgpack.decode(raw, type=list[FileEntry]))
+
+
+def own_ranks(session: Session, remedy: str) -> Collective:
+    """All ranks of a loop, over a CPU group of our own: its own may be one of GPUs, and in use by its reducer.
+
+    Raises:
+        ConfigError: they are not those that were started.
+    """
+    ranks = Collective(dist.new_group(backend="gloo") if dist.is_initialized() else None)
+    if ranks.world_size != session.world_size:
+        raise ConfigError(
+            "the loop does not train with the ranks that were started",
+            found=f"a process group of {ranks.world_size}",
+            expected=f"one of {session.world_size} (WORLD_SIZE)",
+            remedy=remedy,
+        )
+    return ranks
+
+
+def free_ranks(ranks: Collective) -> None:
+    """End the group of `own_ranks`. Collective: not after an error, when other ranks may be anywhere."""
+    if ranks.group is not None and dist.is_initialized():
+        dist.destroy_process_group(ranks.group)

@@ -1,0 +1,270 @@
+"""One node of a run of verl's PPO trainers: Ray's part of it, and on the first node verl itself.
+
+An agent starts this instead of `verl_slurm_daemon.agent.ranks` and ends it like that: with SIGKILL to the
+whole tree, never with `ray stop`, which ends the Ray of everybody on the node. Slurm's warnings go to every process of
+a step, and Ray's install handlers of their own, so ignoring them beforehand does not help: they are blocked here, and
+what is blocked stays so across fork and exec (docs/decisions/0009-verl-on-ray.md).
+
+The first node's process ends with verl's; the lead then ends the others. Where Ray ends by itself, the launcher ends.
+"""
+
+import argparse
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError, WireError
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.prctl import die_with_parent
+from verl_slurm.base.restarts import restart_may_help
+from verl_slurm.base.scratch import Scratch
+from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.config.load import load_own
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.loops.session import Session
+from verl_slurm.verl.installed import installed_verl, require_installed
+from verl_slurm.verl.overrides import OwnSettings, hydra_words
+from verl_slurm.verl.ray_nodes import (
+    object_store_bytes,
+    ray_argv,
+    ray_environment,
+    ray_token,
+    temp_fits,
+)
+from verl_slurm.wire.environment import GENERATION_VARIABLE
+from verl_slurm.wire.lead_file import read_lead_address
+
+__all__ = ["main"]
+
+_BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
+_TRY_EVERY_S = 0.2
+_TEMP_PREFIX = "vs-ray-"
+_MOST_SAID = 4096
+"""Bytes of what Ray's launcher said (advice on other days), told where it ends by itself."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until Ray or verl ends here; its exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    os.umask(0o077)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # Ray's processes hold thousands, of 1024 by default
+    args = _parser().parse_args(argv)
+    paths = RunPaths(args.run)
+    config = load_own(paths.run_yaml)
+    try:
+        return asyncio.run(_run(paths, config, args))
+    except VerlSlurmError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error.one_line()}\n")
+        if isinstance(error, ConfigError) and not restart_may_help(error):
+            session = Session.open(rank=0, world_size=1, lifeline=False)
+            session.refused(error)
+            session.close()
+        return int(error.exit_code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="verl_slurm.loops.verl_node", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument(
+        "--resume", default="", help="the verified checkpoint, by name; empty: from the start"
+    )
+    parser.add_argument("--node-rank", type=int, required=True)
+    parser.add_argument("--head", required=True, help="HOST:PORT of Ray on the first node")
+    parser.add_argument(
+        "--scratch", type=Path, required=True, help="a private directory, removed by the agent"
+    )
+    return parser
+
+
+async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> int:
+    is_head = args.node_rank == 0
+    if is_head:
+        # Ray and verl take a minute before verl's own driver speaks for the run; until then this process does.
+        session = Session.open(rank=0, world_size=1, lifeline=False)
+        _require_verl(session)
+        session.close()
+    words = _words(paths, config, args) if is_head else []
+    token = _write_token(paths, args)
+    nodes = config.distributed.nodes
+    environ = ray_environment(os.environ, token, args.head, paths, config.name, nodes)
+    own_address = args.head.rpartition(":")[0] if is_head else await _own_address(args.head, config)
+    said = args.scratch / "ray.out"
+    ray = await _start(
+        ray_argv(
+            sys.executable,
+            head=args.head,
+            is_head=is_head,
+            own_address=own_address,
+            temp=_temp(args.scratch),
+            ranks=config.distributed.ranks_per_node,
+            cpus=config.slurm.cpus_per_node,
+            store_bytes=object_store_bytes(config.slurm.mem_mb_per_node, _shm_free()),
+            free_port=_free_port() if is_head else 0,
+        ),
+        environ,
+        said,
+    )
+    below = _ray_ended(ray, said)
+    return await (_first(below, _lead_verl(config, environ, words)) if is_head else below)
+
+
+async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[str]) -> int:
+    """verl's own program, when all nodes are there."""
+    shape = config.distributed
+    patience_s = str(config.daemon.start_timeout_s)
+    wanted = [str(shape.nodes), str(shape.ranks_per_node), patience_s]
+    gather = await _start([sys.executable, "-P", "-m", "verl_slurm.verl.gather", *wanted], environ)
+    if code := await gather.wait():
+        return code
+    driver = await _start([sys.executable, "-P", "-m", "verl.trainer.main_ppo", *words], environ)
+    return await driver.wait()
+
+
+async def _first(ray: Coroutine[None, None, int], verl: Coroutine[None, None, int]) -> int:
+    """The end of verl, or of Ray below it."""
+    tasks = [asyncio.create_task(verl), asyncio.create_task(ray)]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return next(task.result() for task in tasks if task in done)
+
+
+async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
+    code = await ray.wait()
+    with said.open("rb") as file:  # days of a run may have made it large
+        file.seek(max(file.seek(0, os.SEEK_END) - _MOST_SAID, 0))
+        tail = file.read(_MOST_SAID).decode(errors="replace")
+    sys.stderr.write(f"{tail}\nRayError: Ray has ended on this node (exit code {code})\n")
+    return code or 1
+
+
+def _require_verl(session: Session) -> None:
+    """
+    Raises:
+        ConfigError: there is none, or one that is too old.
+    """
+    release = require_installed("ppo", installed_verl())
+    if release.word != "run":
+        session.notice(release.line, topic="device", loud=True)
+
+
+def _words(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> list[str]:
+    """verl's command line.
+
+    Raises:
+        ConfigError: settings that verl does not get here, or a checkpoint that is not of this kind of run.
+    """
+    shape, resume = config.distributed, None
+    if args.resume:
+        directory = paths.checkpoints / args.resume
+        manifest = require_guest(directory, "verl", world_size=shape.world_size)
+        resume = directory / f"global_step_{manifest.step}"
+        if not (resume / "actor").is_dir():
+            raise ConfigError(
+                "the checkpoint is of another of verl's trainers",
+                where=resume,
+                expected="one of trainer.entry=ppo, with actor/",
+                remedy="go on with the trainer.entry that wrote it",
+            )
+    own = OwnSettings(
+        nodes=shape.nodes,
+        ranks_per_node=shape.ranks_per_node,
+        save_dir=paths.work(args.epoch),
+        resume=resume,
+        every_steps=config.checkpoint.every_steps,
+        name=config.name,
+    )
+    return hydra_words(config.verl, (), own)
+
+
+def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
+    """Ray's token, in a file for Ray alone.
+
+    Raises:
+        Fenced: another incarnation leads the run.
+        OSError: no lead lives.
+        PermissionRefused, WireError: its address is open to others, or cannot be read.
+    """
+    lead = read_lead_address(paths)
+    if lead.epoch != args.epoch:
+        raise Fenced("a newer incarnation owns the run", found=lead.epoch, expected=args.epoch)
+    generation = int(os.environ.get(GENERATION_VARIABLE, "0"))
+    file: Path = args.scratch / "ray.token"
+    write_file(file, ray_token(lead.token, args.epoch, generation).encode())
+    return file
+
+
+def _temp(scratch: Path) -> Path:
+    """Ray's directory: below the agent's, which is private and goes with the agent; or where its sockets' names fit."""
+    if temp_fits(scratch / "r"):
+        return scratch / "r"
+    return Scratch(_TEMP_PREFIX, "/tmp").path / "r"  # noqa: S108 - under a name that cannot be guessed
+
+
+async def _own_address(head: str, config: RunConfig) -> str:
+    """Under which the head reaches this node: that from which this node reaches the head, once it listens."""
+    host, _, port = head.rpartition(":")
+    loop = asyncio.get_running_loop()
+    until = loop.time() + config.daemon.start_timeout_s
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError as error:
+            if loop.time() > until:
+                raise WireError(
+                    "Ray's head cannot be reached",
+                    where=head,
+                    found=error,
+                    remedy="are TCP connections between the job's nodes allowed?",
+                ) from error
+            await asyncio.sleep(_TRY_EVERY_S)  # a port that opens is no event on this side
+            continue
+        address = str(writer.get_extra_info("sockname")[0])
+        writer.close()
+        return address
+
+
+async def _start(
+    argv: list[str], environ: Mapping[str, str], said: Path | None = None
+) -> asyncio.subprocess.Process:
+    """A process that ends with this one.
+
+    Args:
+        said: where its output goes; None: where ours does.
+    """
+    with open(said, "wb") if said else nullcontext() as output:
+        return await asyncio.create_subprocess_exec(
+            *argv,
+            env=dict(environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with_parent,
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _shm_free() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").free  # noqa: S108 - looked at only
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Where verl's loops meet `StepEndSaver`: PPO's turns at a step's end, and how the end of either is judged. No verl.
+
+verl's PPO driver alone speaks for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic save,
+which then answers a request as well, and behind it (`loops.verl_ppo`).
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.checkpoint.format.specification import guest_directory
+from verl_slurm.loops.step_end import StepEndSaver
+from verl_slurm.wire.messages import SaveRequest
+
+__all__ = ["Saves", "last_words", "require_all"]
+
+
+class Saves:
+    """Of one generation, in verl's driver.
+
+    Attributes:
+        saver: for the files of all ranks.
+    """
+
+    def __init__(self, saver: StepEndSaver) -> None:
+        self.saver = saver
+        self._total, self._began, self._said = 0, 0, 0
+        self._metrics: Mapping[str, object] = {}
+
+    def begin(self, step: int, total: int) -> None:
+        """The loop goes on behind `step` of `total` steps."""
+        self._began, self._said, self._total = step, step, total
+        self.saver.begin(step, total)
+
+    def numbers(self, metrics: Mapping[str, object]) -> None:
+        """Where verl collects the running step's numbers, as far as they are known when it is saved."""
+        self._metrics = metrics
+
+    def save(self, step: int, write: Callable[[], None]) -> None:
+        """verl wants to save behind `step`.
+
+        Args:
+            write: has verl write; its files are whole when it returns.
+        """
+        self._asked(step)
+        self._save(step, write)
+
+    def step_end(self, step: int, write: Callable[[], None]) -> bool:
+        """Behind a step, and behind its periodic save.
+
+        Args:
+            write: as in `save`.
+
+        Returns:
+            Whether the loop is to end here.
+        """
+        if self._asked(step) is not None:
+            self._save(step, write)
+        return self.saver.stopping is not None
+
+    def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
+        """All of a step's work is done and its numbers are known; said once."""
+        if step != self._said:
+            self._said = step
+            self.saver.step_done(step, metrics)
+
+    def end(self, step: int) -> None:
+        """verl's loop has ended behind `step`.
+
+        Raises:
+            VerlSlurmError: as `last_words`.
+        """
+        self.saver.end()
+        last_words(self.saver, step=step, total=self._total, began=self._began)
+
+    def _asked(self, step: int) -> SaveRequest | None:
+        request = self.saver.asked()
+        if request is not None and request.stop:
+            self.step_done(step, self._metrics)  # verl's last numbers of a step that it leaves never come
+        return request
+
+    def _save(self, step: int, write: Callable[[], None]) -> None:
+        name, last = guest_directory("verl", step), step >= self._total
+        self.saver.save(step, name, metrics=self._metrics, why="trainer.save_freq", last=last, write=write)
+
+
+def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> None:
+    """Say what came of verl's loop, by the step that it reached: verl ends with 0 in any case.
+
+    Args:
+        step, total: whole steps done, and to do.
+        began: whole steps done when it began.
+
+    Raises:
+        VerlSlurmError: a crash: it ended before its last step and nobody had asked it to, or its end is not saved.
+    """
+    session, done = saver.session, step >= total
+    if done and (not session.has_run or step in (began, saver.saved_step)):
+        session.finished(step)
+    elif saver.stopping is not None:
+        saver.leave()
+    elif done:
+        raise VerlSlurmError(
+            "the last step is done and could not be saved",
+            where=session.paths.root,
+            found=f"the newest save is of step {max(saver.saved_step, 0)}",
+            expected=f"step {total}",
+            remedy="the reason stands above, and in `verl-slurm status`",
+        )
+    else:
+        require_all(step, total, began, where=session.paths.root if session.has_run else None)
+
+
+def require_all(step: int, total: int, began: int, *, where: Path | None) -> None:
+    """
+    Raises:
+        VerlSlurmError: verl ended before its last step.
+    """
+    if step >= total:
+        return
+    raise VerlSlurmError(
+        "verl ended without a single step" if step == began else "verl ended before its last step",
+        where=where,
+        found=f"step {step}",
+        expected=f"step {total}",
+        remedy="look at trainer.total_epochs and at the data's length; see the log above",
+    )

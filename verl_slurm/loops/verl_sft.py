@@ -1,0 +1,221 @@
+"""Entry of one rank of verl's SFT trainer: `-m verl_slurm.loops.verl_sft [HYDRA OVERRIDES]`.
+
+Under a daemon the settings are those of the section `verl` of the run's configuration, and where it saves and what it
+resumes from are the run's. Run by hand, the words are the settings, verl saves and resumes as it always does, and
+nothing is committed; but the trap at an epoch's end is closed there, too.
+
+The first word to the daemon goes out before torch and verl are imported.
+"""
+
+import argparse
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.restarts import restart_may_help, underlying
+from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.loops.session import Session
+from verl_slurm.verl.installed import installed_verl, require_installed
+from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.verl.tracker import tracker_file
+
+if TYPE_CHECKING:
+    from verl_slurm.save.ranks.collective import Collective
+
+__all__ = ["SFTSettings", "main", "run_and_leave", "sft_settings"]
+
+SFTSettings = dict[str, Any]
+_CONTENTS = ("model", "optimizer", "extra")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank to its end; the exit code is 0 when it finished or stopped as asked."""
+    parser = argparse.ArgumentParser(prog="verl_slurm.loops.verl_sft", description=__doc__.splitlines()[0])
+    for name in ("--run", "--epoch", "--resume"):
+        parser.add_argument(
+            name, help=argparse.SUPPRESS
+        )  # for people who read `ps`: it stands in the environment
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="verl's settings, as Hydra takes them")
+    options = parser.parse_args(argv)
+    session = Session.open()
+    try:
+        _train(session, options.words)
+    except VerlSlurmError as raised:
+        error = underlying(raised)
+        _complain(f"rank {session.rank}: {error.one_line()}")
+        if restart_may_help(error):
+            return int(ExitCode.INTERNAL)
+        session.refused(error)
+        return int(error.exit_code)
+    return int(ExitCode.OK)
+
+
+def sft_settings(
+    *, save_dir: Path, resume: Path | None, nodes: int, ranks_per_node: int, name: str
+) -> SFTSettings:
+    """What a start of ours says to verl, by key.
+
+    Args:
+        save_dir: this incarnation's work directory.
+        resume: the verified checkpoint's `global_step_N`; None: from the beginning.
+    """
+    return {
+        "trainer.default_local_dir": str(save_dir),
+        "trainer.default_hdfs_dir": None,
+        "trainer.resume_mode": "disable" if resume is None else "resume_path",
+        "trainer.resume_from_path": None if resume is None else str(resume),
+        "trainer.max_ckpt_to_keep": None,  # checkpoint.keep_last; verl forgets at each start what it has kept
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": ranks_per_node,
+        "trainer.experiment_name": name,
+    }
+
+
+def _train(session: Session, words: Sequence[str]) -> None:
+    release = require_installed("sft", installed_verl())
+    if release.word != "run":
+        session.notice(release.line, topic="device", loud=True)
+    if session.has_run:
+        _under_a_daemon(session)
+    else:
+        _by_hand(words)
+
+
+def _under_a_daemon(session: Session) -> None:
+    from verl_slurm.config.load import load_own
+
+    paths, resume, resume_step = session.paths, None, 0
+    config = load_own(paths.run_yaml)
+    if session.resume is not None:
+        manifest = require_guest(session.resume, "verl", world_size=session.world_size)
+        resume_step = manifest.step
+        resume = session.resume / f"global_step_{resume_step}"
+    overrides = check_overrides(config.verl)
+    ours: SFTSettings = sft_settings(
+        save_dir=paths.work(session.epoch),
+        resume=resume,
+        nodes=config.distributed.nodes,
+        ranks_per_node=config.distributed.ranks_per_node,
+        name=paths.root.name,
+    )
+    if "trainer.save_freq" not in {override.key for override in overrides}:
+        ours["trainer.save_freq"] = config.checkpoint.every_steps
+    settings = _compose([override.word for override in overrides], ours)
+    _require_whole(settings)
+    with _process_group(settings) as ranks:
+        from verl_slurm.loops.step_end import StepEndSaver
+        from verl_slurm.loops.verl_ppo_saves import last_words
+        from verl_slurm.loops.verl_sft_loop import ServedSFT
+
+        saver = StepEndSaver(
+            session,
+            ranks,
+            guest="verl",
+            step=resume_step,
+            metadata={"verl": installed_verl(), "torch": metadata.version("torch")},
+            texts=tracker_file,
+            beside=True,
+        )
+        trainer = ServedSFT(settings, saver, resume_step)
+        saver.begin(resume_step, trainer.total)
+        trainer.fit()
+        saver.end()
+        last_words(saver, step=trainer.step, total=trainer.total, began=resume_step)
+
+
+def _by_hand(words: Sequence[str]) -> None:
+    """verl as it is, without its trap: it resumes from what it finds by itself."""
+    settings = _compose(list(words), {})
+    with _process_group(settings):
+        from verl_slurm.loops.verl_ppo_saves import require_all
+        from verl_slurm.loops.verl_sft_loop import ServedSFT
+
+        trainer = ServedSFT(settings, None, None)
+        began = trainer.step
+        trainer.fit()
+        require_all(trainer.step, trainer.total, began, where=Path(settings.trainer.default_local_dir))
+
+
+def _compose(words: list[str], ours: Mapping[str, Any]) -> Any:
+    """verl's whole configuration.
+
+    Raises:
+        ConfigError: Hydra does not take a word, or verl has no such key.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+            settings = hydra.compose("sft_trainer_engine", overrides=words)
+        for key, value in ours.items():
+            OmegaConf.update(settings, key, value, force_add=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(
+            "verl does not take these settings",
+            where="verl",
+            found=error,
+            remedy="+KEY adds a key that verl's own files do not have",
+        ) from error
+    return settings
+
+
+def _require_whole(settings: Any) -> None:
+    for key in ("save_contents", "load_contents"):
+        contents = set(settings.checkpoint[key])
+        if not contents.issuperset(_CONTENTS):
+            raise ConfigError(
+                "a resume needs more than what would be saved",
+                where=f"verl: checkpoint.{key}",
+                found=sorted(contents),
+                expected=list(_CONTENTS),
+            )
+
+
+@contextmanager
+def _process_group(settings: Any) -> "Iterator[Collective]":
+    import torch.distributed as dist
+    from verl.utils.device import auto_set_device
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+
+    from verl_slurm.save.ranks.collective import Collective
+
+    auto_set_device(settings)
+    initialize_global_process_group()
+    yield Collective(dist.new_group(backend="gloo"))
+    destroy_global_process_group()  # not after an error: the others may wait in it
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError, ValueError):
+        os.write(2, text.encode(errors="replace") + b"\n")
+
+
+def run_and_leave() -> NoReturn:
+    """`main`, and out without the interpreter's own end: there torch may abort (`trainer.__main__.run_and_leave`)."""
+    code = int(ExitCode.INTERNAL)
+    try:
+        code = main()
+    except SystemExit as leave:  # argparse
+        code = leave.code if isinstance(leave.code, int) else int(ExitCode.USAGE)
+    except BaseException:  # noqa: BLE001 - the root of this process: said here, as there is nobody above
+        traceback.print_exc()
+    finally:
+        import sys
+
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    run_and_leave()

@@ -1,0 +1,156 @@
+"""verl's own SFT trainer, served: it saves at the end of the running step when asked, and what it saves is committed.
+
+`SFTTrainer` is subclassed and two of the things it holds are wrapped: its `training_client`, whose `train_batch`
+returns when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own
+code, the order of a step included: validation and saving come behind `train_batch`, so what is decided there they obey.
+
+No exit is believed: a run is finished when its last step is done and committed (`loops.verl_sft`).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from verl.trainer.sft_trainer import SFTTrainer
+from verl.utils import tensordict_utils
+
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
+from verl_slurm.loops.step_end import StepEndSaver, seal_own
+from verl_slurm.loops.verl_sft_wraps import WatchedHandler, WatchedWorker
+from verl_slurm.save.ranks.collective import Collective
+
+__all__ = ["ServedSFT"]
+
+
+class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
+    """The trainer of one rank.
+
+    Args:
+        config: verl's own, whole.
+        saver: commits what verl saves, and is asked at each step's end; None: nobody is served, verl saves as it does.
+        resume_step: where it has to resume, 0: from the beginning; None: wherever verl finds something.
+
+    Attributes:
+        step: the last one that is done.
+        total: the last one that there is.
+
+    Raises:
+        ConfigError: the data ends before `trainer.total_training_steps`.
+    """
+
+    total_training_steps: int
+    save_freq: int
+    training_client: Any
+    ckpt_handler: Any
+
+    def __init__(self, config: Any, saver: StepEndSaver | None, resume_step: int | None) -> None:
+        self._saver = saver
+        self._metrics: dict[str, float] = {}
+        _seed(int(config.trainer.seed))
+        super().__init__(config=config)
+        self.total, self.step = int(self.total_training_steps), int(self.resume_global_step)
+        if resume_step not in (None, self.step):
+            raise VerlSlurmError(
+                "verl did not resume from where it was told to",
+                where=config.trainer.resume_from_path,
+                found=f"step {self.step}",
+                expected=f"step {resume_step}",
+            )
+        if self.step == 0:
+            # As verl leaves it, every process draws its own; here the same ones in every life of the run.
+            _seed(int(config.trainer.seed) + int(self.rank))
+        ends = self.steps_per_epoch * int(config.trainer.total_epochs)
+        if ends < self.total:
+            raise ConfigError(
+                "the data ends before the last step",
+                where="verl: trainer.total_training_steps",
+                found=f"{self.total} steps, and {ends} in trainer.total_epochs={config.trainer.total_epochs}",
+                expected="at least as many in all epochs",
+                remedy="raise trainer.total_epochs, or lower trainer.total_training_steps",
+            )
+        self._own_save_freq = self.save_freq
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.total
+
+    def _build_engine(self) -> None:
+        super()._build_engine()
+        self.training_client = WatchedWorker(self.training_client, self._step_is_done)
+
+    def _build_dataloader(self) -> None:
+        super()._build_dataloader()
+        # Each iterator draws a seed for its workers. Drawn from the generator that dropout uses, too, it would move
+        # that one on once more at every resume within an epoch.
+        for loader in (self.train_dataloader, self.val_dataloader):
+            if loader is not None:
+                loader.generator = torch.Generator().manual_seed(int(self.config.trainer.seed))
+
+    def _build_ckpt_handler(self) -> None:
+        super()._build_ckpt_handler()
+        self.ckpt_handler = WatchedHandler(
+            self.ckpt_handler,
+            steps_per_epoch=self.steps_per_epoch,
+            save=self._save,
+        )
+
+    def fit(self) -> None:
+        """Train to the last step, or to the end of the one in which a request to stop is heard."""
+        if not self.is_done:  # verl would train one step more
+            super().fit()
+
+    def _step_is_done(self, output: Any) -> None:
+        """The weights are those of the next step's beginning; metrics, validation and saving follow in `fit`."""
+        self.step += 1
+        self._metrics = _numbers(output)
+        self.save_freq = self._own_save_freq
+        if self._saver is None:
+            return
+        self._saver.step_done(self.step, self._metrics)
+        request = self._saver.asked()
+        if request is None:
+            return
+        if request.stop:
+            self.total_training_steps = self.step  # its last step: it saves, and returns
+            self.val_dataloader, self.test_freq = None, -1  # no time for a validation
+        else:
+            self.save_freq = 1
+
+    def _save(self, step: int, write: Callable[[], None]) -> None:
+        saver = self._saver
+        if saver is None:
+            write()
+            return
+        name, last = guest_directory("verl", step), step >= self.total
+
+        def mine() -> list[str]:
+            return [f"{name}/{path.name}" for path in (saver.work / name).glob(f"*_rank_{self.rank}.pt")]
+
+        def seal(ranks: Collective) -> Sequence[FileEntry]:
+            return seal_own(saver.work, lambda: sorted(mine()), ranks)
+
+        why = "trainer.save_freq"
+        saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write, seal=seal)
+
+
+def _seed(seed: int) -> None:
+    """verl's SFT seeds nothing: weights that are made up (LoRA's) and dropout would differ in every life."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _numbers(output: Any) -> dict[str, float]:
+    """What `train_batch` says of its step, as far as it is numbers; only some ranks are told."""
+    try:
+        metrics = tensordict_utils.get(output, "metrics")
+    except (KeyError, AttributeError, TypeError):
+        return {}
+    found = {}
+    for name, value in (metrics or {}).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[str(name)] = float(value)
+    return found

@@ -1,0 +1,1 @@
+"""Existing runs: find, list, follow, and ask whether they live."""

@@ -1,0 +1,226 @@
+"""Follow many runs at once: woken by the kernel when a journal grows, and by nothing else.
+
+The journals are watched, not the snapshots beside them: those are replaced twice a second by every run that trains,
+and tell nothing that who watches a thousand runs could read. On a network file system, of whose other writers inotify
+is silent, the journals' sizes are looked at every few seconds. What no journal tells, that a lead was killed, the
+scheduler is asked: one question for all, once a minute.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.mounts import is_remote
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.journal.events import (
+    Crash,
+    Ended,
+    Event,
+    Gone,
+    Restart,
+    Save,
+    Started,
+    Submitted,
+    Successor,
+    Training,
+)
+from verl_slurm.journal.files import parse_event
+from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of
+from verl_slurm.runs.inotify import Watches
+
+__all__ = ["FleetWatch", "Followed", "state_after"]
+
+_LOOK_S = 5.0
+"""Between looks at sizes, where inotify is silent."""
+_ASK_S = 60.0
+"""Between questions to the scheduler, at least."""
+
+
+class Followed(msgspec.Struct, kw_only=True):
+    """One run that is followed."""
+
+    root: Path
+    state: str
+    alive: bool
+    """Whether more is to be expected of it."""
+    offset: int
+    """Bytes of its journal that were told."""
+    exit_code: int | None = None
+    """With which it ended while it was followed."""
+
+
+class FleetWatch:
+    """The runs in, or below, some directories.
+
+    Args:
+        places: run directories, or directories that hold some.
+        on_event: gets each event as it is written, with its run; among them ours, `gone`, as `follow_run` has it.
+    """
+
+    def __init__(self, places: Sequence[Path], on_event: Callable[[Followed, Event], None]) -> None:
+        self._places, self._on_event = places, on_event
+        self.runs: dict[Path, Followed] = {}
+        self.problem = ""
+        """Why the scheduler did not answer."""
+        # inotify is silent about what others write: the sizes are looked at.
+        self._looks = any(is_remote(place) for place in places)
+        self._asked = 0.0
+
+    def follow(self, on_turn: Callable[[], None]) -> ExitCode | int:
+        """Until no run lives any more.
+
+        Args:
+            on_turn: is called first when all runs are known, then whenever something was told.
+
+        Returns:
+            OK, or the highest code with which one ended meanwhile.
+
+        Raises:
+            OSError: so many files may not be watched, or the place cannot be read.
+        """
+        with Watches() as watches:
+            for place in self._places:
+                self._find(place, watches)
+            self._ask()
+            on_turn()
+            while any(run.alive for run in self.runs.values()):
+                told = self._turn(watches)
+                if told:
+                    on_turn()
+        return max((run.exit_code or 0 for run in self.runs.values()), default=0)
+
+    def _turn(self, watches: Watches) -> int:
+        """Wait, and tell what came; how many events."""
+        until_asked = max(self._asked + _ASK_S - time.monotonic(), 0.0)
+        changed = watches.wait(min(_LOOK_S, until_asked) if self._looks else until_asked)
+        quiet = changed == set()
+        if self._looks or changed is None:
+            changed = {*self._places, *(RunPaths(root).events for root in self.runs)}
+        told = 0
+        for path in sorted(changed):
+            run = self.runs.get(path.parent)
+            if run is not None and path.name == "events.jsonl":
+                told += self._read(run)
+            else:
+                told += self._find(path, watches)
+        # Also where others are never quiet for a minute, and where looking is all that there is.
+        if (quiet and not self._looks) or time.monotonic() - self._asked >= _ASK_S:
+            told += self._ask()
+        return told
+
+    def _find(self, place: Path, watches: Watches) -> int:
+        """Take up the runs at and below `place` that are not known; how many."""
+        found = 0
+        roots: Iterable[tuple[Path, bool]] = [(place, True)]
+        if not (place / "run.yaml").exists():
+            self._hear(
+                watches.add_directory, place
+            )  # before we look: what comes in between is seen twice, not never
+            roots = find_runs(place, on_directory=lambda path: self._hear(watches.add_directory, path))
+        for root, open_to_us in roots:
+            if open_to_us and root not in self.runs:
+                found += 1
+                self._take_up(root, watches)
+        return found
+
+    def _take_up(self, root: Path, watches: Watches) -> None:
+        paths = RunPaths(root)
+        if not self._hear(watches.add_file, paths.events):
+            self._hear(watches.add_directory, root)
+            if not self._hear(watches.add_file, paths.events):
+                return  # prepared; its journal comes with its first job
+        offset = _size(paths.events)
+        seen = glance(root)
+        self.runs[root] = Followed(
+            root=root, state=state_of(seen, None), alive=not is_over(seen), offset=offset
+        )
+
+    def _hear(self, add: Callable[[Path], bool], path: Path) -> bool:
+        """Whether `path` is there. Where the kernel watches no more for us, we look for ourselves."""
+        try:
+            return add(path)
+        except PermissionError:
+            return False
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # fs.inotify.max_user_watches
+                raise
+            self._looks = True
+            return path.exists()
+
+    def _read(self, run: Followed) -> int:
+        told = 0
+        while True:
+            try:
+                with os.fdopen(open_regular(RunPaths(run.root).events), "rb") as file:
+                    file.seek(run.offset)
+                    data = file.read(JOURNAL.num_bytes)
+            except (FileNotFoundError, TooMuch):
+                run.state, run.alive = "removed", False
+                return told + 1
+            lines = data.split(b"\n")[:-1]
+            for line in lines:
+                run.offset += len(line) + 1
+                event = parse_event(line)
+                if event is not None:
+                    run.state = state_after(event, run.state)
+                    self._judge(run, event)
+                    self._on_event(run, event)
+                    told += 1
+            if len(data) < JOURNAL.num_bytes:
+                return told
+            run.offset += 0 if lines else len(data)  # no event is as long as that
+
+    def _judge(self, run: Followed, event: Event) -> None:
+        if isinstance(event, Submitted | Started | Successor):
+            run.alive, run.exit_code = True, None
+        elif isinstance(event, Ended) and event.is_final:
+            run.alive, run.exit_code = False, event.exit_code
+
+    def _ask(self) -> int:
+        """Whether those that are silent still live; how many do not."""
+        self._asked = time.monotonic()
+        glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
+        seen, self.problem = ask_for(glances)
+        gone = 0
+        for one in glances:
+            run, answer = self.runs[one.root], seen.get(one.root)
+            run.state = state_of(one, answer)
+            if one.job is None:
+                run.state, run.alive = one.error or "removed", False
+            if run.state == "gone" and one.job is not None:
+                gone += 1
+                run.alive, run.exit_code = False, int(ExitCode.CRASHED)
+                self._on_event(run, Gone("gone", job_id=one.job.job_id))
+        return gone
+
+
+def state_after(event: Event, state: str) -> str:
+    """A run's state when this event has come; as `fleet.state_of` names it. Pure."""
+    match event:
+        case Submitted() | Successor():
+            return "queued"
+        case Started() | Restart():
+            return "starting"
+        case Training():
+            return "running"
+        case Save(stop=True):
+            return "saving"
+        case Crash():
+            return "paused"
+        case Ended():
+            return event.outcome if event.is_final else "queued"
+        case _:
+            return state
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,284 @@
+"""Many runs at a glance: what `list` and `watch` know of a thousand run directories in a second.
+
+Of each run a bounded part is read: its snapshot, the end of its journal, the newest checkpoint's manifest. What the
+journal adds up to, the lead has put into the snapshot. Where that is not enough (a snapshot of an older daemon, an end
+of the journal that does not say whose it is), more is read, up to the whole: slower, and never wrong.
+
+A snapshot does not know that its lead was killed. So whoever is not over by the journal is asked for: all Slurm jobs
+by ONE question, and a local one by its process.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.base.errors import NotFound, SlurmMissing
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.newest import Newest, newest_checkpoint
+from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
+from verl_slurm.journal.files import read_last_events
+from verl_slurm.journal.folds.jobs import Submission, newest_job
+from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.status import read_status
+
+__all__ = [
+    "Glance",
+    "Seen",
+    "ask_for",
+    "find_runs",
+    "glance",
+    "glance_at_all",
+    "is_over",
+    "state_of",
+]
+
+_DEPTH = 3
+_FIRST_BYTES = 4 << 10
+"""Of the journal's end: some twenty events."""
+_TIMES_MORE = 16
+_AT_ONCE = 16
+"""Runs that are read at the same time. On a network it is waiting that takes long; but on a local disk, too, a thousand
+took 0.5 s instead of 1.4 (cold) and of 1.0 (warm, two busy cores), for the same processor time."""
+_DECISIVE = (Submitted, Started, Ended)
+
+
+class Glance(msgspec.Struct, kw_only=True):
+    """One run, from its files alone."""
+
+    root: Path
+    status: dict[str, Any] = {}
+    job: Submission | None = None
+    word: Submitted | Started | Ended | None = None
+    """The newest event that says whether the run goes on: submitted, started or ended. None: the run has a lead, which
+    started longer ago than was read back."""
+    cause: Cause | None = None
+    """The newest cause, where it is not longer ago than what was read back."""
+    checkpoint: Newest | None = None
+    interruptions: int = 0
+    interrupted_s: float = 0.0
+    last_interruption: dict[str, Any] = {}
+    error: str = ""
+    """Why nothing is known: another user's run is closed to us."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What the scheduler, or the process table, says of a run's job."""
+
+    alive: bool | None
+    """None: nobody here can say."""
+    state: str = ""
+    """Slurm's."""
+    detail: str = ""
+
+
+def find_runs(
+    place: Path, depth: int = _DEPTH, *, on_directory: Callable[[Path], object] | None = None
+) -> Iterator[tuple[Path, bool]]:
+    """(run, whether it could be looked into), in the order of their names, `depth` directories down.
+
+    Not below a run: a thousand of them have a hundred thousand directories of checkpoints.
+
+    Args:
+        on_directory: is told each directory that is no run, before it is looked into.
+    """
+    try:
+        entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if _leads_to_directory(e))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError:
+        yield place, False
+        return
+    for name, is_link in entries:
+        path = (place / name).resolve() if is_link else place / name
+        try:
+            os.stat(path / "run.yaml")
+        except FileNotFoundError:
+            if depth > 1:
+                if on_directory is not None:
+                    on_directory(path)
+                yield from find_runs(path, depth - 1, on_directory=on_directory)
+        except OSError:
+            yield path, False
+        else:
+            yield path, True
+
+
+def _leads_to_directory(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in circles, or into what is closed to us: that hides no other run
+        return False
+
+
+def glance(root: Path) -> Glance:
+    """Read one run. What cannot be read is said in `error`."""
+    paths = RunPaths(root)
+    try:
+        status = read_status(paths)
+        events, job, whole = _last_events(paths, status)
+        checkpoint = newest_checkpoint(paths)
+    except OSError as error:
+        words = "no permission" if isinstance(error, PermissionError) else str(error.strerror or error)
+        return Glance(root=root, error=words)
+    found = Glance(
+        root=root,
+        status=status,
+        job=job,
+        word=next((event for event in reversed(events) if isinstance(event, _DECISIVE)), None),
+        cause=next((event for event in reversed(events) if isinstance(event, Cause)), None),
+        checkpoint=checkpoint,
+    )
+    if "interruptions" in status and not whole:
+        found.interruptions = status["interruptions"]
+        found.interrupted_s = status.get("interrupted_s", 0.0)
+        found.last_interruption = status.get("last_interruption", {})
+    else:
+        outages = Outages(events)
+        found.interruptions, found.interrupted_s = len(outages.each), outages.seconds
+        found.last_interruption = msgspec.to_builtins(outages.each[-1]) if outages.each else {}
+    return found
+
+
+def _last_events(paths: RunPaths, status: dict[str, Any]) -> tuple[list[Event], Submission | None, bool]:
+    """The events at the journal's end that say enough, the run's job by them, and whether they are all there are."""
+    cluster, host = status.get("cluster", "slurm"), status.get("host", "")
+    num_bytes = _FIRST_BYTES
+    while True:
+        events, whole = read_last_events(paths, num_bytes)
+        job = newest_job(events, cluster, host)
+        if whole or ("interruptions" in status and job is not None and _says_enough(events, job, status)):
+            return events, job, whole
+        num_bytes *= _TIMES_MORE
+
+
+def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any]) -> bool:
+    its_snapshot = status.get("job_id") == job.job_id and bool(status.get("cluster"))
+    # A lead that is at work started longer ago than these events; where it is not, its end must be among them.
+    if its_snapshot and status.get("state") not in (None, "", "ended"):
+        return True
+    told = {type(event) for event in events}
+    return bool(told & {Submitted, Started}) or (Ended in told and its_snapshot)
+
+
+def glance_at_all(place: Path) -> list[Glance]:
+    """Every run below `place`, several at a time."""
+    found = list(dict(find_runs(place)).items())  # a link beside its run is one run
+    closed = [Glance(root=path, error="no permission") for path, open_to_us in found if not open_to_us]
+    roots = [path for path, open_to_us in found if open_to_us]
+    if len(roots) > _AT_ONCE:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            glances = list(pool.map(glance, roots))
+    else:
+        glances = [glance(root) for root in roots]
+    return sorted([*glances, *closed], key=lambda one: one.root)
+
+
+def is_over(run: Glance) -> bool:
+    """Whether the journal has the run's end: then nobody need be asked."""
+    if run.job is None or run.error:
+        return True
+    return isinstance(run.word, Ended) and run.word.is_final
+
+
+def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
+    """What becomes of those that are not over, and what kept Slurm from answering.
+
+    A run that ended between our two looks is looked at again: its `Glance` in `runs` is brought up to date.
+    """
+    waiting = [run for run in runs if not is_over(run)]
+    seen, problem = _ask(waiting)
+    for run in waiting:
+        if seen[run.root].alive is False and run.job is not None:
+            asked, later = run.job, glance(run.root)
+            for name in later.__struct_fields__:
+                setattr(run, name, getattr(later, name))
+            if run.job is None or run.job.job_id != asked.job_id:
+                seen[run.root] = Seen(None)  # another job has come, and of that one nobody was asked
+    return seen, problem
+
+
+def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
+    seen: dict[Path, Seen] = {}
+    at_slurm: list[Glance] = []
+    for run in runs:
+        assert run.job is not None
+        if run.job.cluster == "slurm":
+            at_slurm.append(run)
+        else:
+            seen[run.root] = _local(run, run.job)
+    if not at_slurm:
+        return seen, ""
+    import asyncio
+
+    from verl_slurm.runs.liveness import job_number
+    from verl_slurm.slurm.client import SlurmClient
+
+    try:
+        states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
+    except SlurmMissing as error:
+        return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
+    here = _cluster_here() if any(_cluster_of(run) for run in at_slurm) else ""
+    for run in at_slurm:
+        if here and (other := _cluster_of(run)) and other != here:
+            seen[run.root] = Seen(
+                None, detail=f"it is of Slurm cluster {other}, and this is {here}: ask there"
+            )
+            continue
+        number = job_number(run.job.job_id) if run.job is not None else None
+        state, reason = states.get(-1 if number is None else number, ("", ""))
+        seen[run.root] = Seen(bool(state), state, reason)
+    return seen, ""
+
+
+def _cluster_of(run: Glance) -> str:
+    """The Slurm cluster that the run's newest job started on; empty: it did not say, or has not started."""
+    same_job = run.job is not None and run.status.get("job_id") == run.job.job_id
+    return str(run.status.get("slurm") or "") if same_job else ""
+
+
+def _cluster_here() -> str:
+    import asyncio
+
+    from verl_slurm.slurm.client import SlurmClient
+
+    try:
+        return asyncio.run(SlurmClient().config()).get("ClusterName", "")
+    except (SlurmMissing, NotFound):
+        return ""
+
+
+def _local(run: Glance, job: Submission) -> Seen:
+    import socket
+
+    from verl_slurm.runs.liveness import controller
+
+    if job.host and job.host != socket.gethostname():
+        return Seen(None, detail=f"it was started on {job.host}: ask there")
+    return Seen(controller(RunPaths(run.root), job) is not None)
+
+
+def state_of(run: Glance, seen: Seen | None) -> str:
+    """One or two words; `?` behind them: the snapshot says so, and nobody here knows whether its lead lives. Pure."""
+    if run.error:
+        return run.error
+    if run.job is None:
+        return "prepared"
+    if isinstance(run.word, Ended) and run.word.is_final:
+        return run.word.outcome
+    if seen is not None and seen.alive is False:
+        return "gone"
+    if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
+        return f"on {run.status.get('slurm')}"
+    if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
+        return "queued" if seen.state == "PENDING" else "suspended"
+    state = str(run.status.get("state") or "")
+    its_snapshot = run.status.get("job_id") == run.job.job_id
+    of_this_job = its_snapshot and state != "ended" and not isinstance(run.word, Submitted)
+    if seen is not None and seen.alive:
+        return state if of_this_job and state else "starting"
+    return f"{state if of_this_job and state else 'queued'}?"

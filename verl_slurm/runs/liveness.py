@@ -1,0 +1,148 @@
+"""Whether a run's job still lives: Slurm's word, or a process of this machine."""
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.processes import KnownProcess
+from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import JobFacts
+
+__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle"]
+
+_BY_HAND = "local-"
+"""So begins the job id of a lead that no submitit started."""
+
+_JOB = re.compile(r"[0-9]{1,10}")
+"""A job or a process. `isdecimal` would take the digits of all scripts."""
+
+
+def job_number(job_id: str) -> int | None:
+    """The number of a job of Slurm's, or of a process; None: it is none, whatever a journal says."""
+    return int(job_id) if _JOB.fullmatch(job_id) else None
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler says of a job now."""
+
+    state: str
+    """Slurm's state, or RUNNING and GONE for a local one."""
+    over: bool
+    """It will not run again by itself."""
+    waits: bool = False
+    """It is in Slurm's queue: to be started, or held."""
+    detail: str = ""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """How a run whose daemon said nothing about its end is to be judged."""
+        if self.state.startswith("CANCELLED"):
+            return ExitCode.CANCELLED
+        return ExitCode.OK if self.state == "COMPLETED" else ExitCode.CRASHED
+
+
+def job_state(paths: RunPaths, job: Submission) -> JobState:
+    """Ask once.
+
+    Raises:
+        SlurmMissing: no Slurm, or no answer.
+    """
+    if job.cluster == "local":
+        return _local_state(paths, job)
+    number = job_number(job.job_id)
+    if number is None:
+        return JobState(state="GONE", over=True, detail="not a Slurm job id")
+    try:
+        facts = asyncio.run(SlurmClient().job(number))
+    except NotFound:
+        return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
+    return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
+
+
+def runs_here(root: Path, job: JobFacts) -> bool:
+    """Whether Slurm itself ties the job to the run: its output lies in RUN/logs, as `submit` and successors have it, or
+    RUN is an argument of its script, as with those in `sbatch/`. A journal proves nothing: a run that was handed over
+    brings its own."""
+    written = job.std_out or ""
+    for text in (written, written.replace("%%", "%")):  # a successor's `%` is doubled for sbatch
+        output = Path(text)
+        if output.parent.name == "logs" and _names(root, [str(output.parent.parent)], "/"):
+            return True
+    _, *words = (job.command or "").split(" ")
+    # Slurm writes no quotes: RUN, the last argument, may have blanks of its own.
+    return _names(root, [*words, *(" ".join(words[start:]) for start in range(len(words)))], job.work_dir)
+
+
+def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
+    """Whether one of the words is the path of the run, seen from the directory `where`."""
+    real = os.path.realpath(root)
+    return any(word and os.path.realpath(os.path.join(where or "/", word)) == real for word in words)
+
+
+def _local_state(paths: RunPaths, job: Submission) -> JobState:
+    if job.host and job.host != socket.gethostname():
+        return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
+    process = controller(paths, job)
+    if process is None:
+        return JobState(state="GONE", over=True)
+    return JobState(state="RUNNING", over=False, detail=f"process {process.pid}")
+
+
+def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
+    """submitit's local controller of this run, or a lead that was started by hand (`local-PID`, with a hostfile), if
+    it lives. A reused process id is not taken for it."""
+    if job.job_id.startswith(_BY_HAND):
+        return _lead_by_hand(paths, job)
+    number = job_number(job.job_id)
+    if number is None:
+        return None
+    try:
+        process = psutil.Process(number)
+        if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            return process
+    except (ValueError, psutil.Error):
+        return None
+    return None
+
+
+def leads(paths: RunPaths, job: Submission) -> list[psutil.Process]:
+    """The processes that take the signals of a local run."""
+    process = controller(paths, job)
+    if process is None:
+        return []
+    return [process] if job.job_id.startswith(_BY_HAND) else process.children()
+
+
+def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
+    try:
+        owner = read_epoch(paths)
+        if owner is None or job.job_id != owner.job_id:
+            return None
+        process = psutil.Process(owner.pid)
+        words = [word.removeprefix("--run=") for word in process.cmdline()]
+        # The claim proves nothing in a run that was handed over: it can name any process of this user's.
+        if "lead" not in words or not _names(paths.root, words, process.cwd()):
+            return None
+        return process if KnownProcess(owner.pid, owner.born).is_running() else None
+    except (ValueError, VerlSlurmError, psutil.Error):
+        return None
+
+
+def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:
+    """After a run's end: wait until submitit's local controller has noticed it, too (under a second)."""
+    process = controller(paths, job) if job.cluster == "local" else None
+    if process is not None:
+        with suppress(psutil.Error):
+            process.wait(timeout=timeout_s)

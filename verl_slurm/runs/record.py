@@ -1,0 +1,72 @@
+"""What is known of a run's jobs, read from its journal and its status file."""
+
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds import jobs
+from verl_slurm.journal.folds.jobs import Submission, newest_job
+from verl_slurm.journal.status import read_status
+from verl_slurm.runtime_state.segment import HEAD_BYTES
+
+__all__ = [
+    "has_begun",
+    "has_ended",
+    "last_job",
+    "require_run",
+    "steps_done",
+]
+
+
+def require_run(paths: RunPaths) -> RunPaths:
+    """Refuse a directory that is not a run.
+
+    Raises:
+        NotFound: it has no run.yaml.
+    """
+    if not paths.run_yaml.is_file():
+        load_resolved(paths.run_yaml)  # says so
+    return paths
+
+
+def has_begun(paths: RunPaths) -> bool:
+    """Whether the run has something that another configuration would spoil: a checkpoint, or rollouts.
+
+    A checkpoint that is damaged or set aside counts too.
+    """
+    kinds = {info.kind for info in list_checkpoints(paths) if not info.name.startswith(".")}
+    return bool(kinds & {"committed", "torn", "quarantined"}) or any(
+        segment.stat().st_size > HEAD_BYTES for segment in paths.ledger.glob("*.ledger")
+    )
+
+
+def steps_done(paths: RunPaths) -> int:
+    """Steps that are done or begun: what the run cannot stop short of any more."""
+    done = max(int(read_status(paths).get("step") or 0), 0)
+    for info in list_checkpoints(paths):
+        if info.kind == "committed":
+            # A trainer in the middle of a step never stops at that step's beginning.
+            done = max(done, info.step + (1 if info.safe_point else 0))
+    return done
+
+
+def has_ended(paths: RunPaths, job: Submission) -> bool:
+    """Whether the daemon of this job wrote down an end that is not a requeue."""
+    return jobs.has_ended(read_events(paths), job.job_id)
+
+
+def last_job(paths: RunPaths) -> Submission:
+    """The newest job of the run, whoever submitted it.
+
+    Raises:
+        NotFound: the run was never submitted.
+    """
+    found = newest_job(read_events(paths))
+    if found is None:
+        raise NotFound(
+            "the run has no job yet",
+            where=paths.root,
+            remedy=f"verl-slurm submit {paths.root}",
+        )
+    return found

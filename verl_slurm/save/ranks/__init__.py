@@ -1,0 +1,1 @@
+"""The ranks' half of a save: staging, commit, loading. Needs torch."""

@@ -1,0 +1,101 @@
+"""Our checkpoints for torch.distributed.checkpoint: `dcp.load(state_dict, storage_reader=CheckpointReaderForDCP(...))`.
+
+For other programs: whatever loads through DCP, with its own planner and its own idea of sharding, reads a domain of
+ours, every chunk checked on the way. Ours goes through `save.ranks.loader`, which needs no plan.
+
+Protocol: torch.distributed.checkpoint.StorageReader (torch 2.13).
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.tensor_index import Piece
+from verl_slurm.save.ranks.boxes import Box, overlap
+from verl_slurm.save.ranks.loader import Part, WholeReader, read_parts
+
+__all__ = ["CheckpointReaderForDCP"]
+
+
+class CheckpointReaderForDCP(StorageReader):
+    """Reads one domain of a checkpoint.
+
+    Args:
+        directory: a checkpoint that `verl-slurm verify` found whole.
+        domain: `actor`, `critic` or `optimizer`; names of tensors are those that `verl-slurm inspect` shows.
+        keys: where it is encrypted.
+
+    Raises:
+        CheckpointCorrupt: its index or manifest is not what was committed.
+    """
+
+    def __init__(self, directory: Path | str, domain: str, keys: Keyring | None = None) -> None:
+        self._whole, self._domain = WholeReader(Path(directory), domain, keys), domain
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between two loads."""
+
+    def read_metadata(self) -> Metadata:
+        """Names, types, shapes and pieces."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Piece] = {}
+        for name, entry in self._whole.index.tensors.items():
+            chunks = [
+                ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
+                for piece in entry.pieces
+            ]
+            properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+            described[name] = TensorStorageMetadata(
+                properties=properties, size=torch.Size(entry.shape), chunks=chunks
+            )
+            for number, piece in enumerate(entry.pieces):
+                places[MetadataIndex(name, torch.Size(piece.offset), number)] = piece
+        return Metadata(state_dict_metadata=described, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        self._places: dict[MetadataIndex, Piece] = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Fill what the plan asks for.
+
+        Raises:
+            CheckpointCorrupt: a chunk is not what was committed.
+        """
+        parts, targets = [], []
+        for item in plan.items:
+            piece = self._places[item.storage_index]
+            target = planner.resolve_tensor(item).detach()
+            at = tuple(a + b for a, b in zip(piece.offset, item.storage_offsets, strict=True))
+            common = overlap(piece, Box(at, tuple(item.lengths)), target.element_size())
+            if common is not None:
+                parts.append(Part(f"{self._domain}/{piece.file}", piece, common, target))
+            targets.append((item, target))
+        read_parts(self._whole.reader, parts)
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return (Path(checkpoint_id) / "manifest.json").is_file()

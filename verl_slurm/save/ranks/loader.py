@@ -1,0 +1,283 @@
+"""A verified checkpoint directory into live tensors, however they are sharded. The only way back in.
+
+Each rank reads the boxes that it holds, from whatever pieces they were saved in; every chunk that it reads is
+checked once more on the way (`checkpoint.store.chunks`). The ranks need no plan in common.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.keys import Keyring
+from verl_slurm.checkpoint.format.tensor_index import (
+    DTYPE_BYTES,
+    INDEX,
+    Piece,
+    TensorEntry,
+    TensorIndex,
+    parse_index,
+)
+from verl_slurm.checkpoint.store.chunks import Wanted, read_checked
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.checkpoint.store.tree import open_directory
+from verl_slurm.runtime_state.codec import decode
+from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
+from verl_slurm.save.ranks.boxes import Overlap, dtype_name, local_part, overlap
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.tensors import Tensors, left_as_it_is
+
+__all__ = [
+    "Part",
+    "WholeReader",
+    "load_runtime_state",
+    "load_tensors",
+    "read_index",
+    "read_parts",
+    "read_runtime_state",
+    "read_whole",
+]
+
+# Rows that do not lie in the file as they do in memory are read into buffers first, this much at a time.
+_BUFFER_BYTES = 512 << 20
+
+
+def load_tensors(
+    directory: Path, domains: Mapping[str, Tensors], ranks: Collective, keys: Keyring | None = None
+) -> None:
+    """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
+
+    Args:
+        directory: a checkpoint that `checkpoint.store.verify` found whole.
+        domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
+        keys: to decrypt with, and to hold the manifest against.
+
+    Raises:
+        KeyRefused: it needs a key that is not there.
+        CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
+        RanksFailed: reading failed on some rank.
+    """
+    # Every rank checks for itself against the same files, so all refuse or none.
+    reader = CheckpointReader(directory, keys)
+    indexes = {domain: _index(reader, domain) for domain in domains}
+    known = _names_anywhere(domains, ranks)
+    for domain, tensors in domains.items():
+        _check(directory / domain, indexes[domain], tensors, known[domain])
+    parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
+    ranks.together("reading tensors", lambda: read_parts(reader, parts))
+
+
+def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
+    """Which tensors a domain holds and where, its bytes checked against the manifest.
+
+    Raises:
+        CheckpointCorrupt: they are not what the manifest says.
+    """
+    return _index(CheckpointReader(directory, keys), domain)
+
+
+def read_whole(
+    directory: Path, domain: str, names: Collection[str] | None = None, keys: Keyring | None = None
+) -> Tensors:
+    """Tensors of a domain as they are unsharded, on the CPU; all, or those named.
+
+    Args:
+        directory: a checkpoint that `checkpoint.store.verify` found whole.
+
+    Raises:
+        CheckpointCorrupt: it changed since.
+        KeyError: it has no such tensor.
+    """
+    return WholeReader(directory, domain, keys).read(names)
+
+
+class WholeReader:
+    """Reads a domain's whole tensors some at a time; index and manifest, which may be large, are parsed once.
+
+    Raises:
+        CheckpointCorrupt: the index is not what the manifest says.
+        KeyRefused: it needs a key that is not there.
+    """
+
+    def __init__(self, directory: Path, domain: str, keys: Keyring | None = None) -> None:
+        self.reader, self._domain = CheckpointReader(directory, keys), domain
+        self.index = _index(self.reader, domain)
+
+    def read(self, names: Collection[str] | None = None) -> Tensors:
+        """As `read_whole`."""
+        wanted = self.index.tensors if names is None else names
+        return self.read_entries({name: self.index.tensors[name] for name in wanted})
+
+    def read_entries(self, entries: Mapping[str, TensorEntry]) -> Tensors:
+        """Name → tensor, of entries of this index or parts of them (`slabs`); as `read_whole`."""
+        tensors: Tensors = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for name, entry in entries.items()
+        }
+        read_parts(self.reader, _parts(self._domain, entries, tensors))
+        return tensors
+
+
+def load_runtime_state(
+    directory: Path, rank: int, world_size: int, keys: Keyring | None = None
+) -> RuntimeState:
+    """The runtime state that `rank` of `world_size` saved.
+
+    Raises:
+        CheckpointCorrupt: it is not what was committed, or belongs to another rank or world size.
+        KeyRefused: it needs a key that is not there.
+        OSError: the storage did not give it. It was there when the checkpoint was verified, so this says
+            nothing about the checkpoint, not even when the file is not found (a stale view of NFS).
+    """
+    return read_runtime_state(CheckpointReader(directory, keys), rank, world_size)
+
+
+def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
+    """As `load_runtime_state`, where several files of one checkpoint are read."""
+    path = reader.directory / runtime_state_name(rank)
+    state = decode(reader.read(path.name), where=path)
+    if (state.rank, state.world_size) != (rank, world_size):
+        raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
+    return state
+
+
+def _names_anywhere(domains: Mapping[str, Tensors], ranks: Collective) -> dict[str, set[str]]:
+    """Each domain's tensors over all ranks: a pipeline's stage has some of them."""
+    mine = {domain: list(tensors) for domain, tensors in domains.items()}
+    known: dict[str, set[str]] = {domain: set() for domain in domains}
+    for part in ranks.gather(msgspec.msgpack.encode(mine)):
+        for domain, names in msgspec.msgpack.decode(part, type=dict[str, list[str]]).items():
+            known[domain].update(names)
+    return known
+
+
+def _check(where: Path, index: TensorIndex, tensors: Tensors, known: set[str]) -> None:
+    """Hold names, shapes and types in `index` to those of `tensors`: nothing is cast, nothing is skipped."""
+    saved = index.tensors
+    missing, left_over = known - saved.keys(), saved.keys() - known
+    for what, names in (("missing", missing), ("left over", left_over)):
+        if names:
+            some = ", ".join(sorted(names)[:3])
+            raise _unfit(where, f"{len(names)} {what}: {some}", "the tensors of this model")
+    for name, tensor in tensors.items():
+        found = (saved[name].dtype, saved[name].shape)
+        expected = (dtype_name(tensor.dtype), tuple(tensor.shape))
+        if found != expected:
+            raise _unfit(where, f"{name} {found}", expected)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of one saved piece goes into one live tensor. `path`: of the piece's file in the checkpoint."""
+
+    path: str
+    piece: Piece
+    overlap: Overlap
+    target: Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether its bytes lie in the file just as they do in the target's memory."""
+        return self.overlap.whole_rows and self.target.is_contiguous() and self.target.device.type == "cpu"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.element_size() * torch.Size(self.overlap.rows).numel()
+
+
+def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
+    where = reader.directory / domain / INDEX
+    index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
+    claimed: dict[str, int] = {}
+    for entry in index.tensors.values():
+        for piece in entry.pieces:
+            size = piece.numel * DTYPE_BYTES[entry.dtype]
+            claimed[piece.file] = claimed.get(piece.file, 0) + size
+    for file, num_bytes in claimed.items():
+        # Pieces that share their bytes would let a small file stand for any number of large tensors.
+        if num_bytes > max(0, reader.plain_size(f"{domain}/{file}")):
+            raise _unfit(where, f"pieces of {num_bytes} bytes in {file}", "the file that they lie in")
+    return index
+
+
+def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) -> Iterator[Part]:
+    for name, tensor in tensors.items():
+        local, box = local_part(tensor)
+        for piece in entries[name].pieces:
+            common = overlap(piece, box, local.element_size())
+            if common is not None and piece.numel:
+                target = local.detach()[common.target] if common.target else local.detach()
+                yield Part(f"{domain}/{piece.file}", piece, common, target)
+
+
+def read_parts(reader: CheckpointReader, parts: Iterable[Part]) -> None:
+    """Read these parts into their targets, every chunk that they touch checked.
+
+    Raises:
+        CheckpointCorrupt: it changed since it was verified.
+        OSError: the storage did not give it.
+    """
+    with open_directory(reader.directory) as root:
+        for batch in _batches(parts):
+            _read_batch(root, reader, batch)
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    buffered = 0
+    for part in parts:
+        batch.append(part)
+        buffered += 0 if part.is_direct else part.num_bytes
+        if buffered >= _BUFFER_BYTES:
+            yield batch
+            batch, buffered = [], 0
+    if batch:
+        yield batch
+
+
+def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
+    directory = reader.directory
+    wanted: dict[str, list[Wanted]] = {}
+    buffers: list[tuple[Part, Tensor]] = []
+    for part in batch:
+        into = part.target
+        if not part.is_direct:
+            with left_as_it_is():  # all of a GPU's tensors come this way
+                into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
+            buffers.append((part, into))
+        start = part.piece.at + part.overlap.skip
+        wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))
+    problems: list[tuple[str, str | OSError]] = []
+    readings = []
+    for path, ranges in wanted.items():
+        ranges.sort(key=lambda w: w.offset)
+        if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
+            raise _unfit(directory / path, "no such bytes", "the file that the index names")
+        readings.append(reader.reading(path, ranges))
+    read_checked(root, readings, on_problem=lambda path, what: problems.append((path, what)))
+    for path, what in problems:
+        if isinstance(what, OSError):
+            raise what
+        raise CheckpointCorrupt(
+            "the checkpoint changed after it was verified",
+            where=directory / path,
+            found=what,
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        )
+    with torch.no_grad():
+        for part, rows in buffers:
+            part.target.copy_(rows[part.overlap.source] if part.overlap.source else rows)
+
+
+def _unfit(where: object, found: object, expected: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "the checkpoint does not fit this run",
+        where=where,
+        found=found,
+        expected=expected,
+        remedy="resume with the model the run was started with, or from another checkpoint",
+    )

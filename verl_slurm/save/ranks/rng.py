@@ -1,0 +1,89 @@
+"""Every random generator of a rank: captured at a safe point, put back on resume.
+
+Sampling noise and the order of data are counter-based (a function of seed, step and sample) and use none of
+these. They are kept because a model may draw from them (dropout), and so may libraries.
+
+Names in the runtime state: `python` (`random`), `numpy` (the legacy global), `torch`, and `cuda`, this rank's GPU's,
+where it works on one. Fixed-width arrays, so nothing of it is pickled.
+
+A rank that works on the CPU of a machine with GPUs has no part in them: asking for their generators would make a CUDA
+context there, of some hundred MB. A state that has one and a rank that has not, or the other way round, is a run that
+went on on another device: that generator begins anew, as all sums do.
+"""
+
+import math
+import random
+import struct
+
+import numpy as np
+import torch
+
+from verl_slurm.base.errors import CheckpointCorrupt
+
+__all__ = ["capture", "restore", "seed_all"]
+
+# random.getstate(): version 3, 624 words and a position, the spare normal deviate (NaN: none).
+_PYTHON = struct.Struct("<I625Id")
+_PYTHON_VERSION = 3
+# numpy's MT19937: 624 words, position, whether there is a spare normal deviate, the deviate.
+_NUMPY = struct.Struct("<624IIId")
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Give every generator of this rank its own stream of the run's seed."""
+    # SeedSequence mixes (seed, rank) well: neighbouring ranks get unrelated streams.
+    words = np.random.SeedSequence([seed, rank]).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))  # CPU and all GPUs
+
+
+def capture() -> dict[str, bytes | np.ndarray]:
+    """The state of every generator of this process. Changes none of them."""
+    version, words, spare = random.getstate()
+    if version != _PYTHON_VERSION:
+        raise RuntimeError(f"random.getstate() has version {version}, this knows {_PYTHON_VERSION}")
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    if name != "MT19937":
+        raise RuntimeError(f"numpy's global generator is {name}, this knows MT19937")
+    state: dict[str, bytes | np.ndarray] = {
+        "python": _PYTHON.pack(version, *words, math.nan if spare is None else spare),
+        "numpy": _NUMPY.pack(*np.asarray(keys).tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state().numpy().copy(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state().numpy().copy()
+    return state
+
+
+def restore(state: dict[str, bytes | np.ndarray]) -> None:
+    """Put back what `capture` gave.
+
+    Raises:
+        CheckpointCorrupt: a generator is missing from `state` or its bytes are not of this format.
+    """
+    try:
+        version, *words, spare = _PYTHON.unpack(bytes(state["python"]))
+        random.setstate((version, tuple(words), None if math.isnan(spare) else spare))
+        *keys, position, has_gauss, gauss = _NUMPY.unpack(bytes(state["numpy"]))
+        if position > len(keys) or has_gauss > 1:
+            # numpy takes any position, and then reads from outside of its table.
+            raise ValueError(f"numpy: position {position} of {len(keys)}, {has_gauss} spare deviates")
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        torch.set_rng_state(_bytes_of(state["torch"]))
+        if torch.cuda.is_initialized() and "cuda" in state:  # type: ignore[no-untyped-call]
+            torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
+    except (KeyError, ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
+        raise CheckpointCorrupt(
+            "the state of the random generators cannot be put back",
+            found=error,
+            expected="python, numpy and torch as dcp/rng.py writes them",
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
+
+
+def _bytes_of(array: bytes | np.ndarray) -> torch.Tensor:
+    """A copy of a state, uint8 [bytes]."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+        raise ValueError("a state that is no array of bytes")
+    return torch.from_numpy(array.copy())

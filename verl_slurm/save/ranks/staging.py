@@ -1,0 +1,192 @@
+"""From live tensors to durable files with one copy in between, and training held up for that copy at most.
+
+`begin` returns at once. A thread copies the tensors into the staging arena; until it is through, nobody may
+change them in place: `fence` waits for that, and stands before every optimizer update. An RL step spends most
+of its time generating, with the weights as they are, so the fence hardly ever has to wait. Then the saver
+process hashes and writes the arena (`save.writer.protocol`), and the thread waits for it.
+
+The arena holds one state. A save that comes while the one before is being written waits for it; the training
+loop says how long.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.ranks.layout import Layout, plan_layout
+from verl_slurm.save.ranks.pinning import pin, unpin
+from verl_slurm.save.ranks.tensors import Tensors
+from verl_slurm.save.writer.arena import Arena, available_memory
+from verl_slurm.save.writer.handle import SaverDied, SaverProcess
+from verl_slurm.save.writer.protocol import Sealing, Written
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """One rank's arena and saver. Make it on the main thread: the saver dies with the thread that started it.
+
+    Args:
+        domains: domain → tensors that stay where they are for as long as this lives.
+        ranks: to agree on the layout, once. Collective.
+        hashers: threads that hash.
+        encryption: where the saver finds its key.
+
+    Raises:
+        ConfigError: there is no memory for another copy of this rank's state.
+
+    Runs once per rank.
+    """
+
+    def __init__(
+        self,
+        domains: Mapping[str, Tensors],
+        ranks: Collective,
+        *,
+        hashers: int = 1,
+        encryption: EncryptionConfig | None = None,
+    ) -> None:
+        self.layout: Layout = plan_layout(domains, ranks)
+        ranks.together(
+            "making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes, _ranks_here())
+        )
+        self._arena = Arena(self.layout.arena_bytes)
+        whole = torch.frombuffer(self._arena.view, dtype=torch.uint8)
+        self._live = [slot.tensor for slot in self.layout.slots]
+        self._copies = [_view(whole, slot.at, slot.tensor) for slot in self.layout.slots]
+        self._device = next((t.device for t in self._live if t.device.type == "cuda"), None)
+        self.pinned = False
+        """Whether the GPU copies straight into the arena; known once it is warm."""
+        self._saver = SaverProcess(self._arena, hashers=hashers, encryption=encryption)
+        # One thread, so that the arena is warm before its first use and one save follows the other. It begins now,
+        # beside whatever is loaded after the models: a run may be preempted before its first periodic save.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._warm = self._thread.submit(self._warm_up)
+        self._saver_is_ready = False
+        self._copied = threading.Event()
+        self._copied.set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, beside the state itself."""
+        return self._arena.size
+
+    def begin(
+        self,
+        directories: Callable[[], Sequence[Path]],
+        components: Sequence[str] = (),
+        sealing: Callable[[], Sealing | None] = lambda: None,
+        on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
+    ) -> "Future[None]":
+        """Save the tensors as they are now. The one before must be done.
+
+        Args:
+            directories: says, when the copy is made, where the files go; called from another thread.
+            components: the domains whose files are written; empty: all. All are copied.
+            sealing: says then how they are encrypted, if they are; called behind it.
+            on_done: told what became of each directory, as soon as that is known; called from that thread.
+            hurry: no directory is to wait for another.
+
+        Returns:
+            When all is told. It raises what `directories` raises, and SaverDied.
+        """
+        self._copied = copied = threading.Event()
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
+
+        def work() -> None:
+            try:
+                self._copy(ready)
+            finally:
+                copied.set()
+            self._wait_for_saver()
+            where = [str(directory) for directory in directories()]
+            files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
+            self._saver.write(files, where, sealing(), on_done, hurry=hurry)
+
+        return self._thread.submit(work)
+
+    def fence(self) -> float:
+        """Wait until the tensors may be changed in place; the seconds it took."""
+        if self._copied.is_set():
+            return 0.0
+        started = time.perf_counter()
+        self._copied.wait()
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the saver; what is being written is finished first."""
+        self._thread.shutdown()
+        self._saver.close()
+        if self.pinned:
+            # Before the memory goes: the driver would keep its pages, and refuse the next arena at this address.
+            unpin(self._arena, self._device)
+        self._copies.clear()
+        self._arena.close()
+
+    def _warm_up(self) -> None:
+        # The saver does the same meanwhile: whichever comes to a page first makes it, the other one maps it.
+        self._arena.fault_in()
+        if self._device is not None:
+            self.pinned = pin(self._arena, self._device)
+
+    def _wait_for_saver(self) -> None:
+        """Not before the copy: training waits for that one only."""
+        if self._saver_is_ready:
+            return
+        try:
+            self._saver.wait_ready()
+        except Exception as error:
+            raise SaverDied(f"the saver never came up: {error}") from error
+        self._saver_is_ready = True
+
+    def _copy(self, ready: "torch.cuda.Event | None") -> None:
+        try:
+            self._warm.result()
+        except Exception as error:
+            raise SaverDied(f"the arena could not be made ready: {error}") from error
+        if not self._live:
+            return  # a rank that holds replicas only: other ranks write them
+        with torch.no_grad():
+            if ready is None:
+                torch._foreach_copy_(self._copies, self._live)
+                return
+            # Beside training, on a stream of its own, after all that was queued when the save began.
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                torch._foreach_copy_(self._copies, self._live, non_blocking=True)
+            stream.synchronize()
+
+
+def _view(whole: Tensor, at: int, like: Tensor) -> Tensor:
+    flat = whole[at : at + like.numel() * like.element_size()]
+    return flat.view(like.dtype).view(like.shape)
+
+
+def _ranks_here() -> int:
+    """Ranks of this node, by torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _require_memory(num_bytes: int, ranks: int) -> None:
+    """For all ranks of this node: each asks before any has touched a page."""
+    free = available_memory()
+    if num_bytes * ranks > free:
+        raise ConfigError(
+            "no memory for a second copy of this rank's state, which saving needs",
+            where="checkpoint",
+            found=f"{free} bytes free",
+            expected=f"{num_bytes} bytes for each of {ranks} ranks",
+            remedy="ask for more memory (slurm.mem_mb_per_node), or for more ranks",
+        )

@@ -1,0 +1,1 @@
+"""The writer process beside each rank: hashes and writes. No torch."""

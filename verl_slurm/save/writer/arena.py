@@ -1,0 +1,101 @@
+"""The staging arena: shared memory of a rank that its saver process reads. Torch-free.
+
+Faulted in once, before training begins: the first touch of a page costs more than ten times a copy into one
+that is there, and is what most checkpointers make training wait for.
+"""
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from verl_slurm.base.errors import ConfigError
+
+__all__ = ["Arena", "available_memory"]
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
+_PAGE = 4096
+
+
+class Arena:
+    """A mapping of anonymous shared memory.
+
+    Args:
+        size: bytes; rounded up to whole pages, at least one.
+        fd: of an arena that another process made; None: make one.
+
+    Attributes:
+        fd: to be inherited by the saver.
+        view: all of it.
+    """
+
+    def __init__(self, size: int, *, fd: int | None = None) -> None:
+        self.size = max(_PAGE, -(-size // _PAGE) * _PAGE)
+        self.fd = os.memfd_create("verl-slurm-staging", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, self.size)
+        self._map = mmap.mmap(self.fd, self.size)
+        self.view = memoryview(self._map)
+
+    def fault_in(self) -> None:
+        """Touch every page, now, so that no copy has to. Lets go of the interpreter lock.
+
+        Raises:
+            ConfigError: the machine has no memory for it.
+        """
+        with suppress(OSError, AttributeError):  # shared memory in huge pages is the machine's to allow
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        done = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.size), _MADV_POPULATE_WRITE)
+        if done == 0:
+            return
+        number = ctypes.get_errno()
+        if number == 22:  # EINVAL: an older kernel
+            for at in range(0, self.size, _PAGE):
+                self.view[at] = 0
+            return
+        raise ConfigError(
+            "no memory for the staging arena of checkpoints",
+            found=os.strerror(number),
+            expected=f"{self.size} bytes of shared memory for each rank",
+            remedy="ask for more memory (slurm.mem_mb_per_node), or for more nodes",
+        )
+
+    def close(self) -> None:
+        """Unmap, if nobody holds a view of it any more; the memory goes with the last process."""
+        with suppress(BufferError):
+            self.view.release()
+            self._map.close()
+        os.close(self.fd)
+
+
+def available_memory(
+    *, meminfo: Path = Path("/proc/meminfo"), cgroups: Path = Path("/sys/fs/cgroup"), own: Path | None = None
+) -> int:
+    """Bytes that this process may still use: of the machine, and of its control groups where they say less.
+
+    Args:
+        meminfo, cgroups, own: where the kernel tells; `own` is this process's `/proc/self/cgroup`.
+    """
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    least = int(fields["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError):
+        for line in (own or Path("/proc/self/cgroup")).read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds not in {"", "memory"}:
+                continue
+            base = cgroups / kinds
+            limit, usage = ("memory.max", "memory.current") if not kinds else _V1
+            group = base / path.lstrip("/")
+            while group.is_relative_to(base):
+                with suppress(OSError, ValueError):
+                    least = min(least, int((group / limit).read_text()) - int((group / usage).read_text()))
+                if group == base:
+                    break
+                group = group.parent
+    return max(0, least)
+
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")

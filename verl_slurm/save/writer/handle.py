@@ -1,0 +1,131 @@
+"""The rank's end of its saver process. Blocking calls, made from a thread that has nothing else to do."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from verl_slurm.base.errors import UNREADABLE
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.protocol import ArenaFile, FromSaver, Ready, Sealing, Write, Written
+
+__all__ = ["SaverDied", "SaverProcess"]
+
+
+class SaverDied(OSError):
+    """The saver process is gone or talks nonsense; a save that was under way is lost."""
+
+
+class SaverProcess:
+    """A saver for `arena`, started at once; `wait_ready` waits until it can serve.
+
+    Args:
+        hashers: threads it hashes with.
+        encryption: where it finds the key to seal with, if it is to; the key itself does not travel.
+
+    Runs once per rank.
+    """
+
+    def __init__(self, arena: Arena, *, hashers: int = 1, encryption: EncryptionConfig | None = None) -> None:
+        argv = [sys.executable, "-P", "-m", "verl_slurm.save.writer.process"]
+        argv += ["--arena", str(arena.fd), "--size", str(arena.size), "--hashers", str(hashers)]
+        if encryption is not None and encryption.key_file is not None:
+            argv += ["--key-file", encryption.key_file]
+        elif encryption is not None:
+            argv += ["--key-env", encryption.key_env or ""]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(arena.fd,), bufsize=0
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._decoder = msgspec.json.Decoder(FromSaver)
+        self._pending = b""
+        self._count = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Until the arena is faulted in.
+
+        Raises:
+            SaverDied: it did not start.
+        """
+        if not isinstance(self._receive(), Ready):
+            raise self._died("an answer before its first word")
+
+    def write(
+        self,
+        files: Sequence[ArenaFile],
+        directories: Sequence[str],
+        sealing: Sealing | None = None,
+        on_done: Callable[[Written], None] = lambda _: None,
+        *,
+        hurry: bool = False,
+    ) -> tuple[Written, ...]:
+        """Have `files` written below every one of `directories`; returns when each is durable or given up.
+
+        Args:
+            directories: no two alike.
+            on_done: told of each directory as soon as the saver answers for it, from this thread.
+            hurry: no directory is to wait for another.
+
+        Returns:
+            An answer a directory, in the order of `directories`.
+
+        Raises:
+            SaverDied: it ended, or answered another question.
+        """
+        self._count += 1
+        request = Write(
+            save=self._count,
+            files=tuple(files),
+            directories=tuple(directories),
+            sealing=sealing,
+            hurry=hurry,
+        )
+        data = memoryview(msgspec.json.encode(request) + b"\n")
+        try:
+            while data:
+                data = data[self._in.write(data) :]
+        except OSError as error:
+            raise self._died(str(error)) from error
+        answers: dict[str, Written] = {}
+        while len(answers) < len(directories):
+            answer = self._receive()
+            if not isinstance(answer, Written) or answer.save != self._count:
+                raise self._died(f"{answer!r:.200}")
+            about = answer.outcome.directory
+            if about not in directories or about in answers:
+                raise self._died(f"an answer for {about!r:.200}")
+            answers[about] = answer
+            on_done(answer)
+        return tuple(answers[directory] for directory in directories)
+
+    def close(self) -> None:
+        """End it; what it writes just now is finished first."""
+        self._in.close()
+        self._process.wait()
+        self._out.close()
+
+    def _receive(self) -> FromSaver:
+        while b"\n" not in self._pending:
+            more = self._out.read(1 << 20)
+            if not more:
+                raise self._died("the end of its output")
+            self._pending += more
+        line, _, self._pending = self._pending.partition(b"\n")
+        try:
+            message: FromSaver = self._decoder.decode(line)
+        except UNREADABLE as error:
+            raise self._died(f"{line[:200]!r}") from error
+        return message
+
+    def _died(self, found: str) -> SaverDied:
+        code = self._process.poll()
+        state = "is still there" if code is None else f"ended with {code}"
+        return SaverDied(f"the saver process {state}: {found}")

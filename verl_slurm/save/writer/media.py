@@ -1,0 +1,55 @@
+"""Which media a save goes to, and what it means that some of them failed: pure decisions with their reasons.
+
+Shared storage is the one that a resume reads. The node's own disk is the second copy, where the user named one
+(`checkpoint.local_dir`): a save that only it took is `degraded`, and still a save.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from verl_slurm.checkpoint.format.specification import FileEntry
+
+__all__ = ["Medium", "Share", "failures", "why_not_shared"]
+
+_SLACK = 1.5
+"""A save under a preemption competes with every other job's; the last one's time is taken this many times."""
+
+
+class Medium(StrEnum):
+    """Where files go."""
+
+    SHARED = "shared storage"
+    LOCAL = "the nodes' disks"
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank has done of a save on one medium.
+
+    Attributes:
+        entries: of the files that it wrote, the same on each medium.
+        failed: why not all of them are durable there; empty: they are.
+    """
+
+    entries: tuple[FileEntry, ...]
+    failed: str
+
+
+def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, has_local: bool) -> str:
+    """Why a save is not even tried on shared storage; empty: it is.
+
+    Args:
+        last_seconds: that the last save took there; None: not known yet.
+        seconds_left: until the ranks must be gone; None: no hurry.
+    """
+    if not has_local or last_seconds is None or seconds_left is None or seconds_left >= last_seconds * _SLACK:
+        return ""
+    return f"{seconds_left:.1f} s are left, and the last save took {last_seconds:.1f} s there"
+
+
+def failures(shares: Sequence[Share]) -> str:
+    """What failed on which rank; empty: nothing."""
+    return "; ".join(f"rank {rank}: {share.failed}" for rank, share in enumerate(shares) if share.failed)[
+        :500
+    ]

@@ -1,0 +1,107 @@
+"""The saver process of a rank: `python -P -m verl_slurm.save.writer.process --arena FD --size BYTES`.
+
+A process, so that hashing and writing take neither the rank's interpreter lock nor its page cache. It ends when
+the rank closes the pipe, and the kernel ends it when the rank dies: half a checkpoint is of no use to anyone.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from functools import partial
+
+import msgspec
+
+from verl_slurm.base.errors import KeyRefused, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import load_keys
+from verl_slurm.base.prctl import die_with_parent
+from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.checkpoint.hashing import process_hasher
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.save.writer.arena import Arena
+from verl_slurm.save.writer.protocol import FromSaver, Outcome, Ready, Write, Written
+from verl_slurm.save.writer.sealing import PATIENCE_S, SealedStream, Sealer
+from verl_slurm.save.writer.writing import write_and_hash
+
+__all__ = ["main"]
+
+# What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.
+_NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve one rank until it closes the pipe."""
+    for number in _NOT_OURS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    parser = argparse.ArgumentParser(
+        prog="verl_slurm.save.writer.process", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--arena", type=int, required=True, metavar="FD", help="descriptor of the arena")
+    parser.add_argument("--size", type=int, required=True, help="bytes of it")
+    parser.add_argument("--hashers", type=int, default=1, help="threads that hash")
+    parser.add_argument("--key-file", help="where the key is to encrypt with")
+    parser.add_argument("--key-env", help="the variable that holds it, instead")
+    options = parser.parse_args(argv)
+    os.umask(0o077)
+    arena = Arena(options.size, fd=options.arena)
+    try:
+        keys = load_keys(_keys_config(options.key_file, options.key_env))
+        sealer = None if keys is None else Sealer(keys.current)
+        arena.fault_in()
+    except VerlSlurmError as error:
+        sys.stderr.write(f"{error.one_line()}\n")
+        return int(error.exit_code)
+    if sealer is None:
+        process_hasher()  # now, and not in the first save: a network file system may take its time to give stringzilla
+    _say(Ready())
+    decoder = msgspec.json.Decoder(Write)
+    for line in sys.stdin.buffer:
+        request = decoder.decode(line)
+        try:
+            stream = _stream(sealer, request, arena)
+        except KeyRefused as error:
+            sys.stderr.write(f"{error.one_line()}\n")
+            return int(error.exit_code)
+        write_and_hash(
+            arena.view,
+            request.files,
+            request.directories,
+            hashers=options.hashers,
+            stream=stream,
+            on_done=partial(_answer, request.save),
+        )
+    return int(ExitCode.OK)
+
+
+def _keys_config(key_file: str | None, key_env: str | None) -> EncryptionConfig | None:
+    if key_file is None and key_env is None:
+        return None
+    return EncryptionConfig(key_file=key_file, key_env=key_env)
+
+
+def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream | None:
+    if (sealer is None) != (request.sealing is None):
+        raise KeyRefused(
+            "the rank and its saver do not agree on whether to encrypt",
+            found="a key" if sealer is not None else "no key",
+            remedy="start the job again; if it stays so, report it",
+        )
+    if sealer is None or request.sealing is None:
+        return None
+    patience = 0.0 if request.hurry else PATIENCE_S
+    return sealer.begin(request.sealing, arena.view, request.files, patience)
+
+
+def _answer(save: int, files: tuple[FileEntry, ...], outcome: Outcome) -> None:
+    _say(Written(save=save, files=files, outcome=outcome))
+
+
+def _say(message: FromSaver) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

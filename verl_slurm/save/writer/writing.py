@@ -1,0 +1,232 @@
+"""Bytes of shared memory to files: large aligned writes past the page cache, fsynced, hashed meanwhile.
+
+One thread a directory writes, others hash; all of them let go of the interpreter lock while they work. The
+source is read by all and written by none.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from verl_slurm.base.files import make_private, open_new
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
+from verl_slurm.checkpoint.hashing import Hasher, process_hasher
+from verl_slurm.checkpoint.store.chunks import leaf_count, make_entry
+from verl_slurm.checkpoint.store.tree import open_directory
+from verl_slurm.save.writer.protocol import ArenaFile, Outcome
+from verl_slurm.save.writer.sealing import SealedStream, StreamReader
+
+__all__ = ["write_and_hash"]
+
+# One request of this size keeps a disk or server busy; larger ones gain nothing (measured: 1 to 64 MiB alike).
+_BLOCK_BYTES = 16 << 20
+
+
+def write_and_hash(
+    source: memoryview,
+    files: Sequence[ArenaFile],
+    directories: Sequence[str],
+    *,
+    hashers: int = 1,
+    hasher: Hasher | None = None,
+    stream: SealedStream | None = None,
+    on_done: Callable[[tuple[FileEntry, ...], Outcome], None] = lambda _files, _outcome: None,
+) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
+    """Write every file below every directory, and hash each once.
+
+    Args:
+        source: the arena; page-aligned.
+        directories: made where they are missing.
+        hashers: threads that hash.
+        hasher: default: the process's.
+        stream: of these files; then what it seals is what is written and hashed, chunk by chunk.
+        on_done: told of each directory as soon as it is done and everything is hashed, from this thread.
+
+    Returns:
+        The entries, and for each directory whether all files in it, and their folders, are durable.
+    """
+    started = time.monotonic()
+    with (
+        closing(stream) if stream else nullcontext(),
+        ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool,
+    ):
+        outcomes = [
+            pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory, started)
+            for directory in directories
+        ]
+        entries = (
+            _seal_all(stream, pool, hashers)
+            if stream
+            else _hash_all(source, files, pool, hashers, hasher or process_hasher())
+        )
+        for outcome in as_completed(outcomes):
+            on_done(entries, outcome.result())
+        return entries, tuple(outcome.result() for outcome in outcomes)
+
+
+def _hash_all(
+    source: memoryview, files: Sequence[ArenaFile], pool: ThreadPoolExecutor, hashers: int, hasher: Hasher
+) -> tuple[FileEntry, ...]:
+    chunks = [(file, chunk) for file in files for chunk in range(leaf_count(file.size))]
+    # Whole chunks first: a batch takes as long as its longest chunk.
+    chunks.sort(key=lambda job: job[0].size < (job[1] + 1) * CHUNK_BYTES)
+
+    def hash_chunks() -> dict[str, list[bytes]]:
+        leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
+        work = iter(enumerate(hasher.batches(chunks)))
+        lock = threading.Lock()
+
+        def run() -> None:
+            while True:
+                with lock:
+                    number, batch = next(work, (0, None))
+                if batch is None:
+                    return
+                starts = [(file.at + chunk * CHUNK_BYTES, file.at + file.size) for file, chunk in batch]
+                pieces = [source[start : min(start + CHUNK_BYTES, end)] for start, end in starts]
+                for (file, chunk), digest in zip(batch, hasher.digests(pieces, number), strict=True):
+                    leaves[file.path][chunk] = digest
+
+        for done in [pool.submit(run) for _ in range(hashers)]:
+            done.result()
+        return leaves
+
+    leaves = hasher.settled(hash_chunks)
+    return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
+
+
+def _seal_all(stream: SealedStream, pool: ThreadPoolExecutor, hashers: int) -> tuple[FileEntry, ...]:
+    for done in [pool.submit(stream.run) for _ in range(hashers)]:
+        done.result()
+    return stream.entries()
+
+
+class _Plain:
+    """The arena's bytes as they are."""
+
+    def __init__(self, source: memoryview) -> None:
+        self._source = source
+
+    def size(self, file: ArenaFile) -> int:
+        return file.size
+
+    def opened(self, file: ArenaFile, fd: int) -> None:
+        """Nobody asks."""
+
+    def blocks(self, file: ArenaFile) -> Iterable[tuple[int, memoryview]]:
+        return ((0, self._source[file.at : file.at + file.size]),)
+
+    def close(self) -> None:
+        """Nobody waits for it."""
+
+
+def _write_all(
+    content: _Plain | StreamReader, files: Sequence[ArenaFile], directory: str, started: float
+) -> Outcome:
+    direct = True
+    try:
+        with closing(content), _made(directory) as root, ExitStack() as opened:
+            folders: dict[str, int] = {}
+            written: list[int] = []
+            for file in files:
+                folder, _, name = file.path.rpartition("/")
+                if folder not in folders:
+                    folders[folder] = opened.enter_context(_folder(root, folder))
+                fd = opened.enter_context(_new_file(folders[folder], name))
+                content.opened(file, fd)
+                direct = _write_one(fd, name, content.blocks(file), content.size(file)) and direct
+                written.append(fd)
+            # Not after each file: the disk would stand still in between.
+            for fd in written:
+                os.fsync(fd)  # noqa: TID251 - all files first, then all folders
+                if not direct:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            for fd in folders.values():
+                os.fsync(fd)  # noqa: TID251 - by descriptor
+            os.fsync(root)  # noqa: TID251 - by descriptor
+    except OSError as error:
+        return Outcome(
+            directory=directory,
+            error=": ".join(str(part) for part in (error.strerror or error, error.filename) if part),
+            errno=error.errno,
+            seconds=time.monotonic() - started,
+        )
+    return Outcome(directory=directory, seconds=time.monotonic() - started, direct=direct)
+
+
+@contextmanager
+def _made(directory: str) -> Iterator[int]:
+    """A descriptor of a directory. Made here, where its storage can hold up nobody else, unless it is there."""
+    make_private(Path(directory))
+    with open_directory(directory) as fd:
+        yield fd
+
+
+@contextmanager
+def _folder(root: int, name: str) -> Iterator[int]:
+    """A descriptor of a folder below `root`, made where it is missing; empty: `root` itself."""
+    with ExitStack() as opened:
+        at = root
+        for part in name.split("/") if name else []:
+            with suppress(FileExistsError):  # another rank was first, or an earlier file of ours
+                os.mkdir(part, 0o700, dir_fd=at)
+            at = opened.enter_context(open_directory(part, below=at))
+        yield at
+
+
+@contextmanager
+def _new_file(folder: int, name: str) -> Iterator[int]:
+    """A descriptor of a new file; its closing may fail, and that counts: NFS tells of a failed write there."""
+    fd = open_new(name, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write_one(fd: int, name: str, blocks: Iterable[tuple[int, memoryview]], size: int) -> bool:
+    """Write each block where it belongs, and cut to `size`; returns whether it went past the page cache."""
+    direct = _set_direct(fd, True)
+    end = 0
+    for start, data in blocks:
+        direct = _write_block(fd, name, data, start, direct)
+        end = start + len(data)
+    if end != size:
+        os.ftruncate(fd, size)
+    return direct
+
+
+def _write_block(fd: int, name: str, data: memoryview, start: int, direct: bool) -> bool:
+    """Write all of `data` at `start`; returns whether writes still go past the page cache."""
+    at = 0
+    while at < len(data):
+        try:
+            count = os.pwrite(fd, data[at : at + _BLOCK_BYTES], start + at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct:
+                raise
+            direct = _set_direct(fd, False)
+            continue
+        if not count:
+            raise OSError(errno.EIO, "a write of nothing", name)
+        at += count
+        if direct and (start + at) % 4096:
+            # A short write (a quota, a full disk): what follows would not be aligned.
+            direct = _set_direct(fd, False)
+    return direct
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Ask for direct writes, or for cached ones; returns what holds now."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+    except OSError:
+        return False
+    return on

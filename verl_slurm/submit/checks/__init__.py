@@ -1,0 +1,1 @@
+"""What is checked before a job is queued. Each check refuses with one clear error."""

@@ -1,0 +1,107 @@
+"""The data of a run as `submit` sees it: refused where the ranks would, and told in one line."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.prompts.chat_template import has_template, read_template
+from verl_slurm.dataset.prompts.directory import data_files, plural
+from verl_slurm.dataset.prompts.look import Look, Wanted
+
+__all__ = ["check_data"]
+
+_TIMEOUT_S = 120.0
+_BUILTIN = "builtin:"
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    look: Look | None = None
+    error: dict[str, str | None] | None = None
+
+
+def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
+    """Look at `data.root` or `data.eval_root`, every row as far as two seconds reach.
+
+    Args:
+        config: paths absolute.
+        key: which of the two.
+
+    Returns:
+        What there is; and what the user should know of it, which may be empty.
+
+    Raises:
+        DataError: missing, empty, unreadable or of another form, with file and row.
+    """
+    data = config.data
+    root = data.root if key == "data.root" else data.eval_root or ""
+    for name in data_files(Path(root), data, key=key):
+        if not os.access(path := Path(root) / name, os.R_OK, effective_ids=True):
+            raise DataError(
+                "a data file cannot be read",
+                where=path,
+                found=os.strerror(errno.EACCES),
+                remedy=f"chmod u+r {path}",
+            )
+    model = None if config.model.path.startswith(_BUILTIN) else Path(config.model.path)
+    if data.chat_template in ("auto", "none"):
+        template = model is not None and has_template(model)
+    else:
+        template = bool(read_template(Path(data.chat_template)))
+    tokenizer = model / "tokenizer.json" if model is not None else None
+    found = _look(
+        Wanted(
+            data=data,
+            root=root,
+            key=key,
+            tokenizer=str(tokenizer) if tokenizer is not None and tokenizer.is_file() else None,
+            has_template=template,
+        )
+    )
+    kind = "conversations" if found.conversations else "prompts"
+    rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
+    text = f"{root}: {plural(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
+    note = ""
+    if not found.whole:
+        note = f"{key}: only the first {found.rows} rows were looked at; the ranks read them all"
+    elif not found.measured and model is not None:
+        text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
+    return text, note
+
+
+def _look(wanted: Wanted) -> Look:
+    command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]
+    try:
+        done = subprocess.run(
+            command, input=msgspec.json.encode(wanted), capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            "the data cannot be read in time",
+            where=wanted.root,
+            found=f"no answer after {_TIMEOUT_S:.0f} s",
+            remedy="see whether its storage is well",
+        ) from None
+    try:
+        answer = msgspec.json.decode(done.stdout, type=_Answer)
+    except UNREADABLE:
+        answer = _Answer()
+    if answer.look is not None:
+        return answer.look
+    if answer.error is not None:
+        parts: dict[str, Any] = dict(answer.error)
+        raise DataError(parts.pop("what"), **parts)
+    words = done.stderr.decode(errors="replace").strip().splitlines()
+    raise DataError(
+        "the data cannot be looked at",
+        where=wanted.root,
+        found=words[-1] if words else "a row that takes more than 352 MiB of memory",
+        expected="rows of moderate size",
+        remedy=f"see which row that is: set {wanted.key.replace('root', 'files')} to one file after the other",
+    )

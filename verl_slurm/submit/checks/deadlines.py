@@ -1,0 +1,70 @@
+"""Will a save be done in time? Said before anything is queued: from Slurm's settings and from what a save takes.
+
+What it takes is what this run's saves took; before its first, the size of a checkpoint (where the model's files tell
+it) at the speed that its storage was just seen to write with.
+
+A guest saves at the end of a step only. A warning may come when one has just begun, so what counts is a whole step and
+a save behind it, by the very numbers by which the session decides whether to wait (`loops.reach`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.doctor.cluster_rules import judge_deadlines
+from verl_slurm.doctor.places import PlaceReport, probe_place
+from verl_slurm.doctor.save_time import SaveTime, expected_save, measured_save
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.steps import last_steps
+from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach
+from verl_slurm.submit.checks.preflight import SlurmSays
+from verl_slurm.submit.checks.room import checkpoint_size
+
+__all__ = ["check_deadlines", "save_time"]
+
+_WORTH_TRYING = 1 << 30
+"""Bytes of a checkpoint from which it may matter how fast storage is."""
+
+
+def check_deadlines(
+    config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo], slurm: SlurmSays
+) -> tuple[list[str], list[str]]:
+    """What is good, and what the user should know."""
+    save = save_time(config, paths, committed)
+    findings = judge_deadlines(slurm.conf, slurm.partition, config, save)
+    checked = [f"{finding.topic}: {finding.found}" for finding in findings if finding.verdict == "good"]
+    notes = [f"{f.topic}: {f.found}; {f.remedy}" for f in findings if f.verdict != "good"]
+    return checked, notes
+
+
+def save_time(
+    config: RunConfig,
+    paths: RunPaths,
+    committed: Sequence[CheckpointInfo],
+    probe: Callable[[Path], PlaceReport] = probe_place,
+) -> SaveTime | None:
+    """What a save of this run takes; None: nobody can know."""
+    saving = measured_save(read_events(paths))
+    size = checkpoint_size(config, committed)
+    if saving is None and size is not None and size[0] >= _WORTH_TRYING:
+        report = probe(paths.checkpoints)
+        saving = None if report.problem else expected_save(size[0], report.write_bytes_per_s)
+    return _behind_a_step(paths, saving) if config.trainer.is_guest else saving
+
+
+def _behind_a_step(paths: RunPaths, saving: SaveTime | None) -> SaveTime | None:
+    """A whole step and a save; None: no step was measured yet."""
+    rows = last_steps(paths, STEPS_LOOKED_AT)
+    steps_s = [float(row["step_s"]) for row in rows if isinstance(row.get("step_s"), int | float)]
+    if not steps_s:
+        return None
+    save_s = None if saving is None else saving.seconds
+    worst = reach(seconds_left=math.inf, running_s=0.0, steps_s=steps_s, save_s=save_s)
+    save = "a save" if saving is None else f"a save of {saving.seconds:.1f} s ({saving.basis})"
+    return SaveTime(
+        seconds=worst.needed_s or 0.0,
+        basis=f"with its margin: the end of a step, which takes up to {max(steps_s):.1f} s, and {save}",
+    )

@@ -1,0 +1,225 @@
+"""The model and the data of a run: absolute paths, built-in ones made, and a look at what is there.
+
+Torch-free: what must be built is built by a child process, once, in the user's cache.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import verl_slurm
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.packages import require_packages
+from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.submit.checks.rewards import absolute_reward
+from verl_slurm.submit.relative_paths import Places
+from verl_slurm.verl.inputs import inputs_of
+
+__all__ = [
+    "BUILTIN_DATA",
+    "BUILTIN_MODELS",
+    "absolute",
+    "build_builtins",
+    "built_before",
+    "cache_dir",
+    "check_names",
+    "needs_building",
+]
+
+_BUILTIN = "builtin:"
+# What quickstart and the trainer offer; they import torch, so their names are repeated here and held by a test.
+BUILTIN_MODELS: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": "qwen2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 192,
+        "tie_word_embeddings": False,
+        "head_dim": head_dim,
+        "max_position_embeddings": 128,
+    }
+    for name, head_dim in (("tiny", 16), ("tiny32", 32))
+}
+"""Name → what its config.json will say once it is built (a test holds it to that)."""
+BUILTIN_DATA = ("arithmetic",)
+_BUILD_TIMEOUT_S = 900.0
+
+
+def cache_dir() -> Path:
+    """Where this version's built-in models and data are kept.
+
+    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache; VERSION is the hash of the code
+    that builds them, so that a changed builder never gets to see what an older one made.
+    """
+    builder = hashlib.sha256()
+    for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
+        builder.update(source.name.encode() + b"\0" + source.read_bytes())
+    return _cache_base() / builder.hexdigest()[:12]
+
+
+def _cache_base() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "verl-slurm" / "builtin"
+
+
+def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
+    """The config with every path made absolute, and the run's name put into `run_dir`.
+
+    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. Of a guest's command its
+    first word is a path, if it ends like one; of verl's words, data files and models that are there.
+
+    Args:
+        places: what relative paths are relative to; a directory: all to this one.
+
+    Raises:
+        ConfigError: a path that means two files (`relative_paths`).
+    """
+    places = places if isinstance(places, Places) else Places(places)
+    path, replace = places.path, msgspec.structs.replace
+    model, data, checkpoint = config.model, config.data, config.checkpoint
+    if not model.path.startswith(_BUILTIN):
+        model = replace(model, path=path("model.path", model.path))
+    base = places.base_of_reward(model.reward)
+    model = replace(model, reward=absolute_reward(model.reward, base))
+    if not data.root.startswith(_BUILTIN):
+        data = replace(data, root=path("data.root", data.root))
+    if data.eval_root is not None and not data.eval_root.startswith(_BUILTIN):
+        data = replace(data, eval_root=path("data.eval_root", data.eval_root))
+    if data.chat_template not in ("auto", "none"):
+        data = replace(data, chat_template=path("data.chat_template", data.chat_template))
+    wanted = checkpoint.resume_from
+    if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
+        checkpoint = replace(checkpoint, resume_from=path("checkpoint.resume_from", wanted))
+    run_dir = places.output(config.run_dir.replace("{name}", config.name))
+    trainer = config.trainer
+    if trainer.command and trainer.command[0].endswith(".py"):
+        program = path("trainer.command", trainer.command[0])
+        trainer = replace(trainer, command=(program, *trainer.command[1:]))
+    verl = _absolute_of_verl(config, places)
+    return replace(
+        config, trainer=trainer, verl=verl, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir
+    )
+
+
+def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
+    """verl's words, relative paths of data and models that exist made absolute: its workers stand somewhere else."""
+    if config.trainer.backend != "verl":
+        return config.verl
+    words = dict(config.verl)
+    keys = {one.key for one in inputs_of(config.trainer.entry, config.verl) if not one.is_default}
+    for name in [name for name in words if name.lstrip("+") in keys]:
+        value, key = words[name], f"verl.{name.lstrip('+')}"
+        if isinstance(value, list):
+            words[name] = [_if_there(key, one, places) for one in value]
+        else:
+            words[name] = _if_there(key, value, places)
+    return words
+
+
+def _if_there(key: str, value: Any, places: Places) -> Any:
+    relative = isinstance(value, str) and value and not value.startswith(("/", "~", "[")) and "$" not in value
+    if not relative:
+        return value
+    found = places.path(key, value)
+    return found if os.path.exists(found) else value
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse a `builtin:` that does not exist.
+
+    Raises:
+        ConfigError: with the names there are.
+    """
+    for key, value, prefix, names in (
+        ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
+        ("data.root", config.data.root, _BUILTIN, BUILTIN_DATA),
+        ("data.eval_root", config.data.eval_root or "", _BUILTIN, BUILTIN_DATA),
+    ):
+        if value.startswith(prefix) and value.removeprefix(prefix) not in names:
+            raise ConfigError(
+                "no such built-in",
+                where=key,
+                found=value,
+                expected=" or ".join(prefix + name for name in names),
+                remedy=f"set {key}",
+            )
+
+
+def build_builtins(config: RunConfig) -> RunConfig:
+    """Build what is `builtin:` (the first time takes a minute) and put its path into the config.
+
+    Raises:
+        DataError: it could not be built.
+    """
+    if config.trainer.is_guest:
+        return config
+    replace = msgspec.structs.replace
+    if config.data.root.startswith(_BUILTIN):
+        config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
+    held_out = config.data.eval_root
+    if held_out is not None and held_out.startswith(_BUILTIN):
+        beside = Path(_build("data", held_out)).parent / "heldout"  # as `quickstart.data` lays it out
+        config = replace(config, data=replace(config.data, eval_root=str(beside)))
+    if config.model.path.startswith(_BUILTIN):
+        # A model is there as a whole or not at all; looking costs nothing, the child imports torch.
+        there = _built_model(config)
+        path = str(there) if there.is_dir() else _build("model", config.model.path)
+        config = replace(config, model=replace(config.model, path=path))
+    return config
+
+
+def _built_model(config: RunConfig) -> Path:
+    return cache_dir() / config.model.path.removeprefix(_BUILTIN)
+
+
+def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
+    """Take over what an existing run's `builtin:` was built to, even by an older version."""
+    replace = msgspec.structs.replace
+    base = str(_cache_base()) + os.sep
+    if config.data.root.startswith(_BUILTIN) and old.data.root.startswith(base):
+        config = replace(config, data=replace(config.data, root=old.data.root))
+    held_out, before = config.data.eval_root or "", old.data.eval_root or ""
+    if held_out.startswith(_BUILTIN) and before.startswith(base):
+        config = replace(config, data=replace(config.data, eval_root=before))
+    if config.model.path.startswith(_BUILTIN) and old.model.path.startswith(base):
+        config = replace(config, model=replace(config.model, path=old.model.path))
+    return config
+
+
+def _build(kind: str, spec: str) -> str:
+    require_packages("torch", "transformers", wanted_by=f"building {spec}")
+    command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            "the built-in could not be built in time",
+            where=spec,
+            found=f"nothing after {_BUILD_TIMEOUT_S:.0f} s",
+            remedy="try again on an idle machine",
+        ) from None
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    if done.returncode or not lines or not Path(lines[-1]).is_dir():
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise DataError(
+            "the built-in could not be built",
+            where=spec,
+            found=words[-1] if words else f"exit code {done.returncode}",
+            remedy=f"see what `{' '.join(command[1:4])} {spec}` says; the cache is {cache_dir()}",
+        )
+    return lines[-1]
+
+
+def needs_building(config: RunConfig) -> bool:
+    """Whether a model must be built first, which takes its time."""
+    ours = not config.trainer.is_guest and config.model.path.startswith(_BUILTIN)
+    return ours and not _built_model(config).is_dir()

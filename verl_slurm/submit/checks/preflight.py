@@ -1,0 +1,369 @@
+"""Asked before anything is made or queued: is Slurm there, may it be written there, is the data there.
+
+What is checked here costs a second; the same mistake found by the job costs a wait in the queue.
+"""
+
+import asyncio
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    NotFound,
+    PermissionRefused,
+    SchemaMismatch,
+    SlurmMissing,
+    SlurmRefused,
+)
+from verl_slurm.base.files import require_safe_way, unsafe_on_the_way
+from verl_slurm.base.keys import load_keys
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.format.components import require_same_models
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.checks.rollout import check_engine, require_engine
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.submit.checks.data import check_data
+from verl_slurm.submit.checks.inputs import check_names
+from verl_slurm.submit.checks.model_families import said_of
+from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.model_shape import check_model_shape
+from verl_slurm.submit.checks.rewards import check_reward
+from verl_slurm.submit.plan import Cluster
+from verl_slurm.wire.http import read_token
+
+__all__ = [
+    "SlurmSays",
+    "check_inputs",
+    "check_keys",
+    "check_metrics_port",
+    "check_resume_from",
+    "check_run_dir",
+    "check_slurm",
+    "check_surroundings",
+    "check_written",
+    "choose_cluster",
+    "partition_complaint",
+    "source_note",
+]
+
+
+def source_note(source: Path) -> str:
+    """What to say of a configuration that others own or may write: it can run anything as its submitter; else empty.
+
+    Trusted with it are root and the owner of this very code. A group whose number is the owner's is the owner alone.
+    """
+    info = source.stat()
+    writable = bool(info.st_mode & 0o002 or (info.st_mode & 0o020 and info.st_gid != info.st_uid))
+    if info.st_uid in {0, os.geteuid(), os.stat(__file__).st_uid} and not writable:
+        return ""
+    by = (
+        f"others may write (mode {stat.S_IMODE(info.st_mode):04o})" if writable else f"uid {info.st_uid} owns"
+    )
+    return f"the configuration is {os.path.abspath(source)}, which {by}: it can have programs run as you"
+
+
+def check_written(config: RunConfig) -> None:
+    """Paths as the user wrote them: a variable that no shell has expanded would become a directory's name.
+
+    Raises:
+        ConfigError: a path has a `$`.
+    """
+    for key, text in (
+        ("run_dir", config.run_dir),
+        ("model.path", config.model.path),
+        ("data.root", config.data.root),
+        ("data.eval_root", config.data.eval_root or ""),
+        ("observability.token_file", config.observability.token_file or ""),
+        ("observability.targets_dir", config.observability.targets_dir or ""),
+    ):
+        if "$" in text:
+            raise ConfigError(
+                "variables in paths are not expanded",
+                where=key,
+                found=text,
+                expected="a path without `$`",
+                remedy=f'write it out, or let the shell do it: {key}="$VARIABLE/..." behind the configuration',
+            )
+
+
+def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
+    """The keys are there and can be used; returns what the user should know of them.
+
+    Raises:
+        KeyRefused, PermissionRefused: `keys.load_keys`.
+    """
+    keys = load_keys(config.checkpoint.encryption)
+    if keys is None or config.checkpoint.encryption is None:
+        return None
+    keys.current.derive(b"verl-slurm preflight")  # says so if the package is missing
+    if cluster == "slurm" and config.checkpoint.encryption.key_env is not None:
+        return (
+            "checkpoint.encryption.key_env: sbatch hands the variable to slurmctld, which keeps it with the job "
+            "(and in the accounting database with AccountingStoreFlags=job_env); key_file does not travel"
+        )
+    return None
+
+
+def check_metrics_port(config: RunConfig) -> str | None:
+    """The port's token is there and private; returns what the user should know of a port that others reach.
+
+    Raises:
+        KeyRefused, PermissionRefused: `wire.http.read_token`.
+    """
+    wanted = config.observability
+    if wanted.metrics_port is None:
+        return None
+    if wanted.token_file is not None:
+        read_token(wanted.token_file)
+    if wanted.metrics_host == "127.0.0.1":
+        return None
+    return (
+        f"observability.metrics_host {wanted.metrics_host}: the whole network reaches the metrics of this run; the "
+        "token keeps others out, and travels in the clear"
+    )
+
+
+def check_resume_from(config: RunConfig) -> None:
+    """What `checkpoint.resume_from` names is there, and of the same algorithm; the lead verifies it.
+
+    Raises:
+        NotFound: it is not there.
+        ConfigError: it is of a run that trains other models.
+    """
+    wanted = config.checkpoint.resume_from
+    if wanted is None or wanted == "auto":
+        return
+    named = CHECKPOINT_NAME.fullmatch(wanted)
+    path = RunPaths(config.run_dir).checkpoints / wanted if named else Path(wanted)
+    if not path.is_dir():
+        raise NotFound(
+            "no such checkpoint to resume from",
+            where=path,
+            expected="a checkpoint directory, the name of one of this run, auto or null",
+            remedy="set checkpoint.resume_from; `verl-slurm checkpoints RUN` lists a run's",
+        )
+    # One whose manifest cannot be read is for the lead, who says what is wrong with it.
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointCorrupt, SchemaMismatch, OSError):
+        return
+    require_same_models(manifest, config, path)
+
+
+def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, str]], list[str]]:
+    """Model, reward and data are there and not empty. Paths must be absolute; `builtin:` names must exist.
+
+    Args:
+        config: paths absolute.
+        written: `model.path` as the user wrote it.
+
+    Returns:
+        What is trained with which data and reward, by name; and what the user should know of the data.
+
+    Raises:
+        ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
+            model cannot be divided as `distributed` says.
+        DataError: see `model_files`, `rewards` and `data_look`.
+    """
+    check_names(config)
+    require_engine(config)
+    if not config.model.path.startswith("builtin:"):
+        check_model("model.path", Path(config.model.path), written)
+    said = said_of(config.model.path)
+    check_engine(config, config.model.path, said)
+    check_model_shape(config.distributed, config.model.path, said)
+    check_reward(config.model.reward)
+    taken, notes = [("model", config.model.path)], []
+    roots = (
+        ("data", "data.root", config.data.root),
+        ("held out", "data.eval_root", config.data.eval_root),
+    )
+    for name, key, root in roots:
+        if root is None:
+            continue
+        text, note = (root, "") if root.startswith("builtin:") else check_data(config, key)
+        taken.append((name, text))
+        notes += [note] if note else []
+    return [*taken, ("reward", config.model.reward)], notes
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """The run directory is ours and can be written, or can be made. Makes nothing.
+
+    Raises:
+        PermissionRefused: not writable, not ours, or something else is in the way.
+    """
+    place = run_dir
+    while not os.path.lexists(place):
+        if place == place.parent:
+            break
+        place = place.parent
+    remedy = "choose another run_dir"
+    for link in (part for part in (run_dir, *run_dir.parents) if part.is_symlink()):
+        if (owner := link.lstat().st_uid) not in {0, os.geteuid()}:
+            raise PermissionRefused(
+                "a link of another user's is in the path of the run directory",
+                where=link,
+                found=f"uid {owner}, to {os.readlink(link)}",
+                expected=f"uid {os.geteuid()}",
+                remedy=remedy,
+            )
+    if not place.is_dir():
+        raise PermissionRefused("a file is in the way of the run directory", where=place, remedy=remedy)
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True) or _is_read_only(place):
+        raise PermissionRefused(
+            "the run directory cannot be written",
+            where=run_dir,
+            found=f"no write permission in {place}",
+            remedy=f"{remedy}, or ask for write permission",
+        )
+    if place == run_dir and place.stat().st_uid != os.geteuid():
+        raise PermissionRefused(
+            "the run directory belongs to another user",
+            where=run_dir,
+            found=f"uid {place.stat().st_uid}",
+            expected=f"uid {os.geteuid()}",
+            remedy=remedy,
+        )
+    if place == run_dir and not (run_dir / "run.yaml").exists() and any(run_dir.iterdir()):
+        raise PermissionRefused(
+            "the run directory holds something that is not a run",
+            where=run_dir,
+            found=f"{next(run_dir.iterdir()).name} and no run.yaml",
+            expected="an empty or a new directory",
+            remedy=remedy,
+        )
+
+
+def check_surroundings(config: RunConfig) -> str | None:
+    """Who else may rename what lies around the run's directories; returns what the user should know of `run_dir`.
+
+    The nodes look at `checkpoint.local_dir` again: this machine may not have it.
+
+    Raises:
+        PermissionRefused: others could exchange the second copies, of which a manifest without a key does not say
+            which run it is. Or everybody could put a run of theirs in the place of this one.
+    """
+    if config.checkpoint.local_dir is not None:
+        require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
+    if (found := unsafe_on_the_way(Path(config.run_dir).parent)) is None:
+        return None
+    folder, what = found
+    if folder.stat().st_mode & stat.S_IWOTH:
+        require_safe_way(Path(config.run_dir).parent, "run_dir")
+    # A group's directory is an ordinary place for runs: its members can take the run away, and are trusted not to.
+    return (
+        f"run_dir: others can rename the run, or put another one in its place ({folder}: {what}); "
+        "the sticky bit prevents it (chmod +t)"
+    )
+
+
+def _is_read_only(place: Path) -> bool:
+    """Root passes every access check; a read-only or kernel file system still takes no directory."""
+    flags = os.statvfs(place).f_flag
+    return bool(flags & os.ST_RDONLY) or place.is_relative_to("/proc") or place.is_relative_to("/sys")
+
+
+def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, str]:
+    """Slurm where its commands are, else this machine; never this machine because Slurm does not answer.
+
+    Returns:
+        The cluster, and a note for the user where it was chosen for them.
+    """
+    if wanted != "auto":
+        return wanted, ""
+    if shutil.which("sbatch") is None:
+        return "local", "no Slurm here (no sbatch in PATH): the run starts on this machine (--cluster local)"
+    return "slurm", ""
+
+
+class SlurmSays(msgspec.Struct, frozen=True):
+    """What was asked of Slurm before a job is queued."""
+
+    conf: dict[str, str]
+    """`scontrol show config`."""
+    partition: PartitionFacts
+    """The one that the job goes to."""
+
+
+def check_slurm(config: RunConfig) -> SlurmSays:
+    """Slurm answers, and its partition can ever run this job.
+
+    Raises:
+        ConfigError: `run_dir` has a character that sbatch changes.
+        SlurmMissing: no commands, or no answer.
+        SlurmRefused: the partition does not exist, is down, or is too small or too short.
+    """
+    # Seen on 22.05.8: of all printable characters sbatch's --output changes these alone.
+    if found := set("%\\") & set(config.run_dir):
+        raise ConfigError(
+            "sbatch puts words of its own in place of %u and the like, and takes backslashes out",
+            where="run_dir",
+            found=config.run_dir,
+            expected=f"a path without `{min(found)}`, for Slurm",
+            remedy="choose another run_dir",
+        )
+    for program in ("sbatch", "srun", "scontrol"):
+        if shutil.which(program) is None:
+            raise SlurmMissing(
+                "Slurm's commands are not here",
+                where=program,
+                remedy="load Slurm's module (e.g. `module load slurm`), or use --cluster local",
+            )
+    return asyncio.run(_ask(config))
+
+
+async def _ask(config: RunConfig) -> SlurmSays:
+    client = SlurmClient()
+    name = config.slurm.partition
+    try:
+        conf = await client.config()
+        facts = await (client.default_partition() if name is None else client.partition(name))
+    except SlurmMissing as error:
+        # scontrol complains in several lines; its last one says what is the matter.
+        raise SlurmMissing(
+            "Slurm does not answer",
+            found=str(error.found).strip().splitlines()[-1],
+            remedy="see `scontrol ping` and SLURM_CONF; --cluster local runs on this machine",
+        ) from None
+    except NotFound:
+        raise SlurmRefused(
+            "no default partition" if name is None else "no such partition",
+            where=name,
+            remedy="`sinfo -s` lists them; set slurm.partition to one of them",
+        ) from None
+    complaint = partition_complaint(config, facts)
+    if complaint:
+        raise SlurmRefused(
+            "the partition cannot run this job",
+            where=facts.name,
+            found=complaint,
+            remedy="`scontrol show partition` says its limits; change the slurm section or take another one",
+        )
+    return SlurmSays(conf, facts)
+
+
+def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
+    """Why this partition can never run this job; empty where nothing speaks against it. Pure."""
+    nodes, limit_s = config.distributed.nodes, config.slurm.time_limit_min * 60
+    if facts.state != "UP":
+        return f"its state is {facts.state}"
+    if nodes > facts.total_nodes:
+        return f"{counted(facts.total_nodes, 'node')} in it, {nodes} asked for"
+    cpus = nodes * config.slurm.cpus_per_node
+    if cpus > facts.total_cpus:
+        return f"{counted(facts.total_cpus, 'CPU')} in it, {nodes} x {config.slurm.cpus_per_node} asked for"
+    if facts.max_nodes is not None and nodes > facts.max_nodes:
+        return f"at most {counted(facts.max_nodes, 'node')} a job, {nodes} asked for"
+    if facts.max_time_s is not None and limit_s > facts.max_time_s:
+        return f"at most {facts.max_time_s // 60} min a job, {limit_s // 60} asked for"
+    return ""

@@ -1,0 +1,50 @@
+"""A reward as a user wrote it: made absolute, and looked at without torch."""
+
+import os
+from pathlib import Path
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
+from verl_slurm.submit.checks.model_files import check_model
+
+__all__ = ["RULES", "absolute_reward", "check_reward"]
+
+# What the trainer offers; it imports torch, so the names are repeated here and held by a test.
+RULES = ("arithmetic",)
+
+
+def absolute_reward(text: str, base: Path) -> str:
+    """`text` with its path, if it has one, made absolute against `base`. What is no reward stays as it is."""
+    spec = parse_reward(text)
+    if spec is None or not (spec.kind == "classifier" or spec.is_file):
+        return text
+    return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
+
+
+def check_reward(text: str) -> None:
+    """Refuse a reward that is not there, as far as that can be seen without running it.
+
+    Args:
+        text: paths absolute.
+
+    Raises:
+        ConfigError: none of the forms, no such rule, module or function.
+        DataError: not a model directory, or a source that cannot be parsed.
+    """
+    spec = parse_reward(text)
+    if spec is None:
+        raise ConfigError(
+            "no such reward", where="model.reward", found=text, expected=FORMS, remedy="set model.reward"
+        )
+    if spec.kind == "rule" and spec.name not in RULES:
+        raise ConfigError(
+            "no such built-in",
+            where="model.reward",
+            found=text,
+            expected=" or ".join(f"rule:{name}" for name in RULES),
+            remedy="set model.reward",
+        )
+    if spec.kind == "classifier":
+        check_model("model.reward", Path(spec.name))
+    if spec.kind == "python":
+        check_function(spec, source_file(spec))

@@ -1,0 +1,167 @@
+"""Whether the run's file system has room for what the run is going to keep, asked before anything is queued.
+
+What is kept are checkpoints, and, once, the models that do not train (RUN/frozen): their copy is made before the first
+checkpoint, so that one that fits alone may not fit beside it.
+
+Two cases, two answers. No room for a single checkpoint: refused, because such a job could train and never save.
+Room for one, but not for all that is to be kept: a warning, because others may free room before it is needed, and
+because the size is an estimate until the run has saved once. Quotas are not seen (`checkpoint/decide/storage.py`).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verl_slurm.base.errors import NoRoom
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.free_space import room_for
+from verl_slurm.checkpoint.store.frozen_check import frozen_digests
+from verl_slurm.config.roles import trained_roles
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.submit.checks.model_files import num_parameters
+from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of
+
+__all__ = ["check_room", "checkpoint_size", "frozen_to_come", "num_to_come"]
+
+_FILES_PER_RANK = 8
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_PER_PARAMETER = 3
+"""Of each model that trains: itself and AdamW's two moments, all in the dtype of the model."""
+_LEAST_KEPT = 2
+_BLOCK_BYTES = 4096
+"""What a file may take beyond its bytes."""
+
+
+def check_room(
+    config: RunConfig,
+    checkpoints: Path,
+    committed: Sequence[CheckpointInfo],
+    *,
+    frozen: tuple[int, int] = (0, 0),
+    ask: Callable[[Path, Need], Room] = room_for,
+) -> str:
+    """Compare what is free with what is to come.
+
+    Args:
+        config: paths absolute.
+        checkpoints: RUN/checkpoints; need not exist.
+        committed: what lies there already, newest first.
+        frozen: `frozen_to_come`.
+
+    Returns:
+        A warning, empty where there is none.
+
+    Raises:
+        NoRoom: not even one checkpoint fits.
+    """
+    if committed and not config.trainer.is_guest and committed[0].step >= config.train.steps:
+        return ""  # it is done; nothing more is saved
+    size = checkpoint_size(config, committed)
+    if size is None:
+        if not any(frozen):
+            return ""
+        room = ask(checkpoints, _beside(Need(bytes=0, inodes=0, basis=""), frozen))
+        return "" if room.enough is not False else f"little room in {checkpoints}: {room.reason}"
+    num_bytes, num_files, basis = size
+    room = ask(checkpoints, _beside(need_of_next(num_bytes, num_files, basis=basis), frozen))
+    if room.enough is False:
+        raise NoRoom(
+            "there is no room for a single checkpoint",
+            where=checkpoints,
+            found=room.reason,
+            remedy="free some (verl-slurm prune RUN --dry-run shows what could go), or choose another run_dir",
+        )
+    count = num_to_come(config, len(committed))
+    room = ask(checkpoints, _beside(need_of_next(num_bytes, num_files, copies=count, basis=basis), frozen))
+    if room.enough is not False:
+        return ""
+    checkpoint = config.checkpoint
+    besides = [("keep_every", checkpoint.keep_every), ("keep_best", checkpoint.keep_best)]
+    for_ever = "".join(f" and {key}={value}" for key, value in besides if value)
+    return (
+        f"little room in {checkpoints}: {room.reason}; checkpoint.keep_last={checkpoint.keep_last}{for_ever} "
+        f"keep so many, and one more while it is written"
+    )
+
+
+def num_to_come(config: RunConfig, present: int) -> int:
+    """At most so many more checkpoints lie there at once, when `present` do already: at least one. Pure."""
+    checkpoint = config.checkpoint
+    steps = 0 if config.trainer.is_guest else config.train.steps  # how many a guest will do, it alone knows
+    for_ever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
+    return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + checkpoint.keep_best + 1 - present, 1)
+
+
+def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
+    """(bytes, inodes) of the copies that the next start will make of models that do not train, by a stat walk.
+
+    A copy of as many bytes that lies there is taken for the model's: to know it, all would have to be read. What
+    cannot be looked at counts nothing; the start will say why.
+    """
+    if not config.checkpoint.store_frozen or config.trainer.is_guest:
+        return 0, 0
+    kind, _, reward = config.model.reward.partition(":")
+    sources = {Path(config.model.path)} if not config.model.path.startswith("builtin:") else set()
+    sources |= {Path(reward)} if kind == "classifier" else set()
+    there = {_tree(paths.frozen / digest)[0] for digest in frozen_digests(paths)}
+    to_come = [(size, count) for size, count in map(_tree, sources) if size not in there]
+    return sum(size for size, _ in to_come), sum(count for _, count in to_come)
+
+
+def _tree(root: Path) -> tuple[int, int]:
+    """(bytes, files) below a directory, links followed as the copy follows them."""
+    num_bytes = num_files = 0
+    try:
+        for folder, _, names in os.walk(root, followlinks=True):
+            for name in names:
+                num_bytes += os.stat(os.path.join(folder, name)).st_size
+                num_files += 1
+    except OSError:
+        return 0, 0
+    return num_bytes, num_files
+
+
+def _beside(need: Need, frozen: tuple[int, int]) -> Need:
+    """`need`, and the frozen models' copies."""
+    num_bytes, num_files = frozen
+    if not num_files:
+        return need
+    size = f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
+    models = f"{size} of models that do not train"
+    return Need(
+        bytes=need.bytes + num_bytes + num_files * _BLOCK_BYTES,
+        inodes=need.inodes + num_files,
+        basis=f"{need.basis} and {models}" if need.basis else models,
+    )
+
+
+def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> tuple[int, int, str] | None:
+    """(bytes, files, where that is known from) of one checkpoint; None: nobody knows."""
+    if committed:
+        newest = committed[0]
+        return newest.num_bytes, newest.num_files, newest.name
+    if config.trainer.is_guest:
+        return _of_verl(config) if config.trainer.backend == "verl" else None
+    model = config.model.path
+    parameters = None if model.startswith("builtin:") else num_parameters(Path(model))
+    if parameters is None:
+        return None
+    copies = _PER_PARAMETER * len(trained_roles(config.train))
+    num_bytes = parameters * _DTYPE_BYTES[config.model.dtype] * copies
+    num_files = _FILES_PER_RANK * config.distributed.world_size
+    return num_bytes, num_files, f"an estimate, {parameters / 1e6:.3g} million parameters"
+
+
+def _of_verl(config: RunConfig) -> tuple[int, int, str] | None:
+    """By the files of the model that it trains; what verl downloads nobody knows."""
+    entry = config.trainer.entry
+    model = next((one.place for one in inputs_of(entry, config.verl) if one.kind == "model"), "")
+    place = Path(model).expanduser()
+    parameters = num_parameters(place) if place.is_dir() else None
+    if parameters is None:
+        return None
+    num_bytes = parameters * bytes_per_parameter(entry, config.verl)
+    num_files = _FILES_PER_RANK * config.distributed.world_size
+    return num_bytes, num_files, f"an estimate, {parameters / 1e6:.3g} million parameters"

@@ -1,0 +1,120 @@
+"""Has Slurm judge the very script that would be queued, with `sbatch --test-only`: nothing is queued.
+
+sbatch's refusals are one sentence that names no key. `refused_keys` translates them; submission uses it as well, for
+what sbatch says to the real script.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+
+from verl_slurm.base.errors import SlurmMissing, SlurmRefused
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.slurm.batch import submission_environment
+
+__all__ = ["judge_script", "refusal", "refused_keys"]
+
+_TIMEOUT_S = 20.0
+"""slurmctld plans the start of the job for this; on a large, full cluster that takes seconds."""
+_KEYS = (
+    (r"\bgres\b|generic resource|trackable resource|\bTRES\b", "slurm.gpus_per_node"),
+    (r"\baccount\b", "slurm.account"),
+    (r"\bqos\b", "slurm.qos"),
+    (r"time limit", "slurm.time_limit_min"),
+    (r"\bmemory\b", "slurm.mem_mb_per_node"),
+    (r"\bfeatures?\b|\bconstraint", "slurm.extra.constraint"),
+    (r"\breservation", "slurm.extra.reservation"),
+    (r"\blicenses?\b", "slurm.extra.licenses"),
+    (r"\bpartition", "slurm.partition"),
+    (r"processors|\bCPUs?\b", "slurm.cpus_per_node"),
+    (r"node count|\bnodes?\b", "distributed.nodes"),
+)
+_OF_A_NODE = ("distributed.nodes", "slurm.cpus_per_node", "slurm.mem_mb_per_node", "slurm.gpus_per_node")
+"""No node has all of these: sbatch does not say which one is too much."""
+_REMEDIES = {
+    "slurm.gpus_per_node": "`sinfo -o '%P %G'` shows the GPUs of each partition; 0 asks for none",
+    "slurm.account": "`sacctmgr show assoc user=$USER` lists yours",
+    "slurm.qos": "`sacctmgr show assoc user=$USER format=account,qos` lists yours",
+    "slurm.time_limit_min": "`sinfo -o '%P %l'` shows the limits",
+    "slurm.mem_mb_per_node": "`sinfo -o '%P %m'` shows what the nodes have, in MB",
+    "slurm.cpus_per_node": "`sinfo -o '%P %c'` shows what the nodes have",
+    "slurm.partition": "`sinfo -s` lists them",
+    "distributed.nodes": "`sinfo -o '%P %D %c %m %G'` shows what there is",
+}
+# True now, and perhaps not when the job's turn comes: Slurm queues such a job.
+_PASSES = re.compile(
+    r"DOWN, DRAINED or reserved|nodes are busy|unavailable state|begin time|dependency", re.I
+)
+_NO_ANSWER = re.compile(
+    r"contact slurm|socket timed out|communication|configuration source|fetch config", re.I
+)
+
+
+def refused_keys(said: str) -> tuple[str, ...]:
+    """The keys of the configuration that sbatch's sentence is about; empty: it does not say. Pure."""
+    if "node configuration" in said:
+        return _OF_A_NODE
+    return tuple(key for pattern, key in _KEYS if re.search(pattern, said, re.IGNORECASE))[:1]
+
+
+def refusal(config: RunConfig, said: str) -> SlurmRefused:
+    """The error for a job that sbatch does not take, with the key that it is about."""
+    keys = refused_keys(said)
+    asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
+    first = keys[0] if keys else "the slurm section"
+    return SlurmRefused(
+        "Slurm does not take the job",
+        where=", ".join(asked) or None,
+        found=said,
+        remedy=_REMEDIES.get(first, f"change {first}; `sinfo` shows what there is"),
+    )
+
+
+def judge_script(config: RunConfig, script: str) -> str:
+    """Returns what sbatch says of `script`: when it could start, or why that is not known now.
+
+    Raises:
+        SlurmRefused: it would be refused.
+        SlurmMissing: slurmctld does not answer.
+    """
+    program = shutil.which("sbatch")
+    if program is None:
+        raise SlurmMissing("there is no sbatch here", remedy="load Slurm's module, or use --cluster local")
+    try:
+        done = subprocess.run(
+            [program, "--test-only"],
+            input=script,
+            env=submission_environment(os.environ, config) | {"LC_ALL": "C"},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"sbatch --test-only gave no answer within {_TIMEOUT_S:.0f} s: what Slurm thinks of it is not known"
+    said = _last_words(done.stderr or done.stdout)
+    if done.returncode == 0:
+        return said
+    if _NO_ANSWER.search(said):
+        raise SlurmMissing(
+            "Slurm does not answer", where="sbatch --test-only", found=said, remedy="see `scontrol ping`"
+        )
+    if _PASSES.search(said):
+        return f"would wait: {said}"
+    raise refusal(config, said)
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "nothing"
+    return re.sub(r"^(sbatch: )?(error: )?(allocation failure: |Batch job submission failed: )?", "", last)
+
+
+def _value(config: RunConfig, key: str) -> object:
+    section, _, name = key.partition(".")
+    if name.startswith("extra."):
+        return config.slurm.extra.get(name.removeprefix("extra."), "unset")
+    value = getattr(getattr(config, section), name)
+    return "unset" if value is None else value

@@ -1,0 +1,182 @@
+"""What a run of verl would otherwise find out after its wait in the queue: asked before anything is queued.
+
+verl's own way with each of these is to crash, on every node and at every start; or, worse, to train on.
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.submit.checks.model_files import weights_problem
+from verl_slurm.verl.inputs import Input, inputs_of, is_remote
+from verl_slurm.verl.installed import installed_verl, require_installed
+from verl_slurm.verl.layout import step_of
+from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.verl.resize import way_out
+
+__all__ = ["check_verl", "require_same_ranks"]
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# What verl 0.9.1 imports and `pip install verl` does not bring: module → what pip calls it.
+_BESIDES = {
+    "sft": {"uvicorn": "uvicorn", "fastapi": "fastapi"},
+    "ppo": {
+        "ray": "ray",
+        "transfer_queue": "TransferQueue",
+        "zmq": "pyzmq",
+        "cachetools": "cachetools",
+        "uvicorn": "uvicorn",
+        "fastapi": "fastapi",
+    },
+}
+
+
+def check_verl(
+    config: RunConfig,
+    paths: RunPaths,
+    committed: Sequence[CheckpointInfo],
+    *,
+    ask_version: Callable[[], str | None] | None = None,
+) -> tuple[list[str], list[str]]:
+    """All of it; returns what was looked at and found good, and what the user should know.
+
+    Args:
+        config: `trainer.backend: verl`, paths absolute.
+        committed: checkpoints of the run, newest first.
+        ask_version: `verl.installed.installed_verl`.
+
+    Raises:
+        ConfigError: another number of ranks than the checkpoint's, no verl, or words that verl cannot read.
+        DataError: data files or a model are not there.
+    """
+    check_overrides(config.verl)
+    require_same_ranks(config, paths, committed)
+    checked, notes = ["verl's own settings"], []
+    if committed:
+        checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
+    if config.slurm.container is None:
+        line, note = _installed(config.trainer.entry, ask_version or installed_verl)
+        checked.append(line)
+        notes += [note] if note else []
+    else:
+        notes.append("verl is looked for in the container when the job starts, not before")
+    for one in inputs_of(config.trainer.entry, config.verl):
+        note = _check_input(one)
+        notes += [note] if note else []
+    checked.append("verl's data files and models")
+    return checked, notes
+
+
+def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
+    """verl reads a checkpoint back with as many ranks as wrote it, and with no others.
+
+    Raises:
+        ConfigError: both numbers, and the way out.
+    """
+    wanted = config.checkpoint.resume_from
+    chosen: tuple[Path, int, int | None] | None = None
+    if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
+        chosen = _elsewhere(Path(wanted))
+    else:
+        named = (info for info in committed if wanted in ("auto", info.name))
+        if (info := next(named, None)) is not None:
+            chosen = paths.checkpoints / info.name, info.step, info.world_size
+    if chosen is None:
+        return
+    path, step, ranks = chosen
+    if ranks in (None, config.distributed.world_size):
+        return
+    raise ConfigError(
+        "verl cannot go on with another number of ranks",
+        where="distributed",
+        found=f"world size {config.distributed.world_size}, and {path.name} was saved with {ranks}",
+        expected=f"{ranks}",
+        remedy=way_out(path / f"global_step_{step}", config.trainer.entry, ranks),
+    )
+
+
+def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
+    """A checkpoint of another run; one whose manifest cannot be read is for the lead, who says what is wrong.
+
+    Raises:
+        ConfigError: it is a step of plain verl, which has none.
+    """
+    if step_of(path.name) is not None and not (path / MANIFEST).exists():
+        raise ConfigError(
+            "a checkpoint of plain verl has to be taken over first",
+            where="checkpoint.resume_from",
+            found=path,
+            expected="a checkpoint of a run",
+            remedy=f"verl-slurm adopt {path.parent} RUN, and checkpoint.resume_from=auto",
+        )
+    try:
+        manifest = read_manifest(path)
+    except (OSError, VerlSlurmError):
+        return None
+    return path, manifest.step, manifest.world_size
+
+
+def _installed(entry: str, ask: Callable[[], str | None]) -> tuple[str, str]:
+    """What was found, and what should be known of it."""
+    version = ask()
+    release = require_installed("sft" if entry == "sft" else "ppo", version)
+    if release.word != "run":
+        return f"verl {version} is installed", release.line
+    missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            "verl is installed without what its trainer imports",
+            where=sys.executable,
+            found=f"no {', no '.join(missing)}",
+            remedy=f"{sys.executable} -m pip install {' '.join(missing)}",
+        )
+    return f"verl {version} is installed", ""
+
+
+def _check_input(one: Input) -> str:
+    """Raises DataError where it is not there; else returns what should be known of it."""
+    place = Path(one.place).expanduser()
+    if is_remote(one.place):
+        return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"
+    if one.kind == "model" and not place.exists() and _HUB_NAME.fullmatch(one.place):
+        return f"verl.{one.key}: {one.place} is taken for a name of the Hugging Face hub, which every node must reach"
+    if not place.is_absolute():
+        raise DataError(
+            "a relative path of verl's leads nowhere",
+            where=f"verl.{one.key}",
+            found=one.place,
+            expected="a path that exists, relative to where submit is run",
+            remedy=f"set verl.{one.key}",
+        )
+    if not place.exists():
+        default = ", verl's own default" if one.is_default else ""
+        raise DataError(
+            f"{'no such model' if one.kind == 'model' else 'no such data file'}{default}",
+            where=place,
+            remedy=f"set verl.{one.key}",
+        )
+    if one.kind == "model":
+        _check_model(one, place)
+    return ""
+
+
+def _check_model(one: Input, place: Path) -> None:
+    remedy = (
+        f"set verl.{one.key} to a directory made by save_pretrained, or to a name of the Hugging Face hub"
+    )
+    if not (place / "config.json").is_file():
+        raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    for path in sorted(place.glob("*.safetensors")):
+        if complaint := weights_problem(path):
+            raise DataError(
+                "the weights are damaged", where=path, found=complaint, remedy="copy that file again"
+            )

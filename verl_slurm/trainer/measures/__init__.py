@@ -1,0 +1,1 @@
+"""What a step took, and where its time went."""

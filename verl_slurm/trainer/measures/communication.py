@@ -1,0 +1,52 @@
+"""How long a step communicates: FSDP2's collectives, with a watch around each.
+
+On a CPU a collective holds the rank up for as long as it lasts, with what it waits for slower ranks. On a GPU it is the
+time between its begin and its end on its own stream, of which the part that computing hides costs nothing.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+# Not public, and what `set_custom_all_gather` asks for; torch is pinned, and a test does this on real ranks.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from verl_slurm.trainer.measures.stopwatch import Stopwatch
+
+__all__ = ["COMMUNICATION", "watch_collectives"]
+
+COMMUNICATION = "communication_s"
+
+
+class _AllGather(DefaultAllGather):
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self._watch.span(COMMUNICATION):
+            return super().__call__(*args, **options)
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self._watch.span(COMMUNICATION):
+            return super().__call__(*args, **options)
+
+
+def watch_collectives(models: Iterable[nn.Module | None], watch: Stopwatch) -> None:
+    """Have `watch` measure what the sharded ones among `models` send each other. The same collectives, the same
+    bits.
+    """
+    gather, scatter = _AllGather(watch), _ReduceScatter(watch)
+    for model in models:
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, FSDPModule):
+                with contextlib.suppress(ValueError):  # parameters of several meshes: not measured
+                    module.set_custom_all_gather(gather)
+                    module.set_custom_reduce_scatter(scatter)

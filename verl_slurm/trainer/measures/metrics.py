@@ -1,0 +1,72 @@
+"""Numbers of a step that nothing depends on, from its buffers: how scores spread, and how much the critic knows."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from verl_slurm.save.ranks.collective import Collective
+
+__all__ = ["explained_variance", "spread_of_scores", "step_measures"]
+
+
+def step_measures(
+    scored: Mapping[str, Tensor], estimates: Mapping[str, Tensor], mask: Tensor, ranks: Collective
+) -> dict[str, float]:
+    """Columns of the step's row, the same bits on every rank. Collective.
+
+    Args:
+        scored: scores [N]; old_values [N, T] where there is a critic.
+        estimates: returns [N, T] where there is a critic.
+        mask: bool [N, T], true on response tokens.
+
+    Runs at the end of each step.
+    """
+    scores = scored["scores"].double()
+    mine = [float(len(scores)), float(scores.sum()), float((scores * scores).sum())]
+    has_critic = "old_values" in scored and "returns" in estimates
+    if has_critic:
+        mine += _value_sums(estimates["returns"], scored["old_values"], mask)
+    sums = ranks.sum(mine)
+    row = {"reward_std": spread_of_scores(*sums[:3])}
+    if has_critic:
+        row["explained_variance"] = explained_variance(*sums[3:])
+    return row
+
+
+def spread_of_scores(count: float, total: float, squares: float) -> float:
+    """The standard deviation of `count` scores."""
+    return math.sqrt(_variance(count, total, squares))
+
+
+def explained_variance(
+    count: float, returns: float, squares: float, errors: float, error_squares: float
+) -> float:
+    """1 - Var(returns - values) / Var(returns) over tokens: 1 is a critic that knows all, 0 one that knows no more than
+    the mean, and below 0 it misleads. 0 where all returns are the same.
+
+    Args:
+        count: tokens.
+        returns, squares: sums of the returns and of their squares.
+        errors, error_squares: the same of returns - values.
+    """
+    variance = _variance(count, returns, squares)
+    # Rounding leaves about 1e-16 of the mean square where there is no variance.
+    if count == 0 or variance <= 1e-12 * squares / count:
+        return 0.0
+    return 1.0 - _variance(count, errors, error_squares) / variance
+
+
+def _value_sums(returns_NT: Tensor, values_NT: Tensor, mask: Tensor) -> list[float]:
+    returns = torch.where(mask, returns_NT, torch.zeros_like(returns_NT)).double()
+    errors = torch.where(mask, returns_NT - values_NT, torch.zeros_like(returns_NT)).double()
+    columns = (mask.double(), returns, returns * returns, errors, errors * errors)
+    return [float(column.sum()) for column in columns]
+
+
+def _variance(count: float, total: float, squares: float) -> float:
+    if count == 0:
+        return 0.0
+    mean = total / count
+    return max(squares / count - mean * mean, 0.0)

@@ -1,0 +1,113 @@
+"""Seconds of named parts of a step: by the clock on a CPU, by events of the stream on a GPU, where work is only begun.
+
+Measured, never used: no number of the training depends on it, and it is neither saved nor compared.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["GpuMemory", "Stopwatch", "memory_bytes"]
+
+_Mark = Any
+"""Seconds of the clock, or a `torch.cuda.Event`, which has no types."""
+
+
+class Stopwatch:
+    """Adds up, by name, what was measured since the last `take`.
+
+    Two ways to measure, which may overlap: laps (`start`, then a `lap` behind each part) and spans (a `with` block).
+
+    Args:
+        device: whose work is measured.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._on_gpu, self._clock = device.type == "cuda", clock
+        self._parts: list[tuple[str, _Mark, _Mark]] = []
+        self._seconds: dict[str, float] = {}
+        self._since: _Mark = None
+
+    def start(self) -> None:
+        """The next lap begins here."""
+        self._since = self._mark()
+
+    def lap(self, name: str) -> None:
+        """What was done since `start` or the lap before was `name`."""
+        now = self._mark()
+        self._note(name, self._since, now)
+        self._since = now
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """What is done in the block is `name`; of an error nothing is noted."""
+        began = self._mark()
+        yield
+        self._note(name, began, self._mark())
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name, and from zero again. On a GPU it waits until what was measured is done."""
+        parts, self._parts = self._parts, []
+        seconds, self._seconds = self._seconds, {}
+        if parts:
+            torch.cuda.synchronize()
+        for name, began, ended in parts:
+            seconds[name] = seconds.get(name, 0.0) + began.elapsed_time(ended) / 1000.0
+        return seconds
+
+    def _mark(self) -> _Mark:
+        if not self._on_gpu:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _note(self, name: str, began: _Mark, ended: _Mark) -> None:
+        if self._on_gpu:
+            self._parts.append((name, began, ended))
+        else:
+            self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has had at once so far: of the GPU, or without one of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+
+
+class GpuMemory:
+    """How full this rank's GPU is, looked at once a second at most: the driver takes some ten microseconds to say.
+
+    Runs at every safe point.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        look: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+    ) -> None:
+        self._device, self._clock, self._look = device, clock, look
+        self._due, self._percent = 0.0, 0.0
+
+    def percent(self) -> float | None:
+        """Memory in use, of all there is: also what allocators keep, and what other processes have. None: no GPU."""
+        if self._device.type != "cuda":
+            return None
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + 1.0
+            try:
+                free, total = self._look(self._device)
+            except RuntimeError:  # of the driver; whatever it is, training finds it out by itself
+                return None
+            self._percent = 100.0 * (total - free) / total
+        return self._percent

@@ -1,0 +1,1 @@
+"""The mathematics of a step. Functions of tensors and numbers."""

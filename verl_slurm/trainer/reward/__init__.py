@@ -1,0 +1,1 @@
+"""Rewards: models and Python functions, and replacing one in a running run."""

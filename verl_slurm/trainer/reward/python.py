@@ -1,0 +1,205 @@
+"""A function of the user's as the reward: loaded from the very bytes that were hashed, and not believed.
+
+What it returns is checked for each call, because one NaN would spoil the weights for good and be seen much later.
+"""
+
+import hashlib
+import importlib
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
+from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
+
+__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source", "source_digest"]
+
+_SHOWN = 60
+
+
+class RewardRaised(DataError):
+    """The function raised. One that has worked before may do so again (a judge that it asks was away): the daemon has
+    it tried once more. One that never did is wrong.
+
+    Attributes:
+        place: what was raised, and where; without the text of it, which may be another each time.
+        worked: the function has scored before, in this process.
+    """
+
+    place: str = ""
+    worked: bool = False
+
+
+class PythonReward:
+    """A function (prompts, responses, answers) → one number a response.
+
+    Args:
+        function: gets three lists of texts of the same length.
+        name: as in `model.reward`, for messages.
+    """
+
+    def __init__(self, function: Callable[..., object], name: str, source: bytes = b"") -> None:
+        self._function, self._name, self._source = function, name, source
+        self._worked = False
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        """Raises `DataError` for a return that is no list of finite numbers, `RewardRaised` where it raises."""
+        try:
+            returned = self._function(list(prompts), list(responses), list(answers))
+        except (Exception, SystemExit) as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}:{frame.lineno}"
+            raised = RewardRaised(
+                "the reward function raised",
+                where=self._name,
+                found=f"{type(error).__name__}: {error} at {place}",
+                remedy="correct it and submit the run again; it goes on from its newest checkpoint",
+            )
+            raised.place, raised.worked = f"{type(error).__name__} at {place}", self._worked
+            raise raised from error
+        scores = torch.tensor(self._numbers(returned, prompts, responses), dtype=torch.float32)
+        self._worked = True
+        return scores
+
+    def light(self) -> dict[str, bytes]:
+        """Its source."""
+        return {"reward.py": self._source} if self._source else {}
+
+    def _numbers(self, returned: object, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        if hasattr(returned, "tolist"):  # an array or a tensor
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple):
+            raise self._refusal(f"{type(returned).__name__}", "a list of floats")
+        if len(returned) != len(responses):
+            missing = min(len(returned), len(responses) - 1)
+            where = f"; the first without a score of its own is {_sample(missing, prompts, responses)}"
+            found = f"{len(returned)} scores" + (where if len(returned) < len(responses) else "")
+            raise self._refusal(found, f"{len(responses)} scores, one a response")
+        for number, score in enumerate(returned):
+            # bool is an int to Python, and a rule that answers True means 1.
+            if not isinstance(score, numbers.Real):
+                found = type(score).__name__
+            elif not math.isfinite(_float32(score)):
+                found = str(score)
+            else:
+                continue
+            raise self._refusal(f"{found} for {_sample(number, prompts, responses)}", "a finite number")
+        return [float(score) for score in returned]
+
+    def _refusal(self, found: str, expected: str) -> DataError:
+        return DataError(
+            "the reward function gave something that is no reward",
+            where=self._name,
+            found=found,
+            expected=expected,
+            remedy="mend the function, or set model.reward",
+        )
+
+
+def source_digest(spec: RewardSpec) -> str:
+    """SHA-256 of the source file, hex. What it imports is not looked at.
+
+    Raises:
+        ConfigError, DataError: `config.reward_spec.source_file`.
+    """
+    return hashlib.sha256(read_source(source_file(spec))).hexdigest()
+
+
+def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
+    """Run the source, and take the function out of it.
+
+    Args:
+        digest: that the source must have; empty: any.
+
+    Raises:
+        ConfigError, DataError: no such file or function, a source that cannot be run, or another one.
+    """
+    file = source_file(spec)
+    check_function(spec, file)
+    source = read_source(file)
+    found = hashlib.sha256(source).hexdigest()
+    if digest and found != digest:
+        raise DataError(
+            "the reward function's source is not what the first rank has",
+            where=file,
+            found=found,
+            expected=digest,
+            remedy="put it on a file system that all nodes see, and change it with verl-slurm update-reward only",
+        )
+    try:
+        function = getattr(_run(spec, file, source, found), spec.function, None)
+    except (Exception, SystemExit) as error:  # a judge that ends the process would end the training with it
+        raise DataError(
+            "the reward function's source does not run",
+            where=file,
+            found=f"{type(error).__name__}: {error}",
+            remedy="mend it: python -c 'import ...' in the job's environment says more",
+        ) from error
+    if not callable(function):
+        raise ConfigError(
+            "the reward is no function",
+            where=f"model.reward: {spec}",
+            found=type(function).__name__,
+            expected="a function of (prompts, responses, answers)",
+            remedy="set model.reward",
+        )
+    return PythonReward(function, str(spec), source)
+
+
+def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType:
+    """The module of a source, under a name of its own: two versions of one can live side by side.
+
+    A module, too: `import_module` would give what this process has imported before, or what lies in __pycache__, and
+    the next start something else. Its relative imports are those of the package that it lies in.
+    """
+    name = f"verl_slurm_reward_{digest[:16]}"
+    parent = "" if spec.is_file else spec.name.rpartition(".")[0]
+    if parent:
+        importlib.import_module(parent)
+        name = f"{parent}.{name}"
+    folders = [str(file.parent)] if not spec.is_file and file.name == "__init__.py" else None
+    found = spec_from_file_location(name, file, submodule_search_locations=folders)
+    assert found is not None
+    module = module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and typing look there
+    try:
+        # Not found.loader: it may take an older __pycache__ for what was hashed here.
+        exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - this is what was asked for
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def read_source(file: Path) -> bytes:
+    """Every byte. Raises `DataError`."""
+    try:
+        return read_regular(file, SOURCE, follow=True)
+    except (OSError, TooMuch) as error:
+        raise DataError(
+            "the reward function's source cannot be read",
+            where=file,
+            found=getattr(error, "strerror", None) or error,
+            remedy="every node must be able to read it",
+        ) from error
+
+
+def _float32(score: numbers.Real) -> float:
+    try:
+        return float(torch.tensor(float(score), dtype=torch.float32))
+    except OverflowError:  # an int beyond all floats
+        return math.inf
+
+
+def _sample(number: int, prompts: Sequence[str], responses: Sequence[str]) -> str:
+    shown = f"prompt {prompts[number][:_SHOWN]!r}, response {responses[number][:_SHOWN]!r}"
+    return f"sample {number} of {len(responses)} ({shown})"

@@ -1,0 +1,215 @@
+"""Scores for whole responses: a verifiable rule, a Hugging Face sequence classifier, or a function of the user's."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from verl_slurm.base.bounded import TOKENIZER, read_regular
+from verl_slurm.base.errors import ConfigError, DataError, DatasetDrift
+from verl_slurm.config.reward_spec import FORMS, RewardSpec, parse_reward
+from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.trainer.data import Batch, load_tokenizer
+from verl_slurm.trainer.models import load_pretrained
+from verl_slurm.trainer.reward.python import load_python_reward
+from verl_slurm.trainer.state.pinned_model import pinned_model
+
+__all__ = [
+    "RULES",
+    "ClassifierReward",
+    "Reward",
+    "RuleReward",
+    "arithmetic",
+    "build_reward",
+    "decode_responses",
+]
+
+
+class Reward(Protocol):
+    """Obligations: same texts, same scores, bit for bit; no global randomness; finite.
+
+    Loaded on each rank; of the ranks that hold one model together, one asks it and tells the others."""
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        """float32 [N], one score for each response."""
+
+
+def decode_responses(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[str]:
+    """The text of each response, without special tokens and padding."""
+    known = len(tokenizer)
+    texts = []
+    for ids, mask in zip(batch["response_ids"], batch["response_mask"], strict=True):
+        # A model's vocabulary may be padded beyond its tokenizer's.
+        tokens = [token for token in ids[mask].tolist() if token < known]
+        texts.append(str(tokenizer.decode(tokens, skip_special_tokens=True)))
+    return texts
+
+
+def arithmetic(response: str, answer: str) -> float:
+    """How near the last word of `response` is to the integer `answer`, in [0, 1].
+
+    What comes before the last word is the policy's working, and not judged. 0.1 for any plain integer;
+    if it is as long as the answer, up to 0.2 more for the share of characters right at their place; 1.0
+    only for the answer itself.
+    """
+    words = response.split()
+    word = words[-1] if words else ""
+    if word == answer:
+        return 1.0
+    if re.fullmatch(r"-?[0-9]+", word) is None:
+        return 0.0
+    score = 0.1
+    if len(word) == len(answer):
+        right = sum(a == b for a, b in zip(word, answer, strict=True))
+        score += 0.2 * right / len(answer)
+    return score
+
+
+RULES: dict[str, Callable[[str, str], float]] = {"arithmetic": arithmetic}
+"""Rules by name, (response, answer) -> score; `model.reward: rule:NAME`."""
+
+
+class RuleReward:
+    """A pure function of response and answer."""
+
+    def __init__(self, rule: Callable[[str, str], float]) -> None:
+        self._rule = rule
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        scores = [self._rule(response, answer) for response, answer in zip(responses, answers, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32)
+
+
+class ClassifierReward:
+    """A sequence classifier with one label: its logit for prompt + response is the score.
+
+    Args:
+        directory: Hugging Face model with its own tokenizer.
+        batch_size: texts in one forward pass. Rows are scored in the given order.
+        device: where to score.
+        digest: of the directory's fingerprint; empty: any.
+
+    Raises:
+        DatasetDrift: the directory has another fingerprint, or changes while it is loaded.
+        DataError: nothing to load, or more than one label; when called: a score that is no finite number.
+    """
+
+    def __init__(
+        self, directory: Path, *, batch_size: int = 64, device: torch.device | None = None, digest: str = ""
+    ) -> None:
+        self._directory, self._batch_size = directory, batch_size
+        self._device = device or torch.device("cpu")
+        if digest:
+            with pinned_model(directory, _recorded(directory, digest)) as pinned:
+                pinned.fill()
+                model = self._load(pinned.path)
+                pinned.verify()
+        else:
+            model = self._load(directory)
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = self._tokenizer.pad_token_id
+        self._model = model.requires_grad_(False).to(self._device)
+
+    def _load(self, path: Path) -> Any:
+        model: Any = load_pretrained(
+            AutoModelForSequenceClassification, path, "model.reward", dtype=torch.float32
+        )
+        if model.config.num_labels != 1:
+            raise DataError(
+                "the reward model does not give one score",
+                where=path,
+                found=f"{model.config.num_labels} labels",
+                expected="1 label",
+                remedy="train it with num_labels=1",
+            )
+        self._tokenizer = load_tokenizer(path)
+        # Loaded tensors are a view of the file; a copy stays what it is when the file is written to later.
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.to(self._device, copy=True)
+        names = ("tokenizer_config.json", "config.json")
+        self._texts = {
+            name: read_regular(path / name, TOKENIZER, follow=True)
+            for name in names
+            if (path / name).is_file()
+        }
+        return model
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        scores = []
+        for start in range(0, len(texts), self._batch_size):
+            encoded = self._tokenizer(
+                texts[start : start + self._batch_size], padding=True, return_tensors="pt"
+            ).to(self._device)
+            scores.append(self._model(**encoded).logits[:, 0].float().cpu())
+        whole = torch.cat(scores) if scores else torch.zeros(0)
+        if not bool(whole.isfinite().all()):  # one NaN would spoil the weights for good
+            wrong = int(whole.isfinite().logical_not().nonzero()[0])
+            raise DataError(
+                "the reward model gives something that is no reward",
+                where=self._directory,
+                found=f"{float(whole[wrong])} for prompt {prompts[wrong][:60]!r}, response {responses[wrong][:60]!r}",
+                expected="a finite number",
+                remedy="mend the reward model, or set model.reward",
+            )
+        return whole
+
+    def light(self) -> dict[str, bytes]:
+        """Files by name that tell this reward model from others on the same backbone: its head and its tokenizer's
+        configuration."""
+        backbone = self._model.base_model_prefix + "."
+        head = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in self._model.state_dict().items()
+            if not name.startswith(backbone)
+        }
+        return {"head.safetensors": safetensors.torch.save(head)} | self._texts
+
+
+def _recorded(directory: Path, digest: str) -> dict[str, str]:
+    """SHA-256 of each file of a directory that has this fingerprint."""
+    seen = fingerprint(directory)
+    if seen.digest != digest:
+        raise DatasetDrift(
+            "the reward model is not the one that was fingerprinted",
+            where=directory,
+            found=seen.digest[:16],
+            expected=digest[:16],
+            remedy="restore it, and see who else may write there",
+        )
+    return seen.digests()
+
+
+def build_reward(text: str, *, device: torch.device | None = None, digest: str = "") -> Reward:
+    """The reward that `model.reward` names (`config.reward_spec`).
+
+    Args:
+        digest: SHA-256 that the source of a `python:` reward must have, or the fingerprint of a classifier's
+            directory; empty: any.
+
+    Raises:
+        ConfigError: another kind, no rule of that name, no such module or function.
+        DataError: the classifier or the source cannot be loaded, or the source is another.
+    """
+    spec = parse_reward(text)
+    match spec:
+        case RewardSpec("rule", name) if name in RULES:
+            return RuleReward(RULES[name])
+        case RewardSpec("classifier", name):
+            return ClassifierReward(Path(name), device=device, digest=digest)
+        case RewardSpec("python"):
+            return load_python_reward(spec, digest)
+        case _:
+            raise ConfigError(
+                "no such reward",
+                where="model.reward",
+                found=text,
+                expected=f"{FORMS}; rules: {', '.join(f'rule:{rule}' for rule in sorted(RULES))}",
+                remedy="set model.reward",
+            )

@@ -1,0 +1,93 @@
+"""Which reward a start begins with: the run's record, the checkpoint and what is on disk must tell the same story."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from verl_slurm.base.errors import DataError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.trainer.reward.files import Keep, digest_and_keep
+from verl_slurm.trainer.state.position import Position
+from verl_slurm.trainer.state.reward_state import RewardState
+from verl_slurm.wire.reward_plan import RewardPlan, read_reward_plan
+
+__all__ = ["start_reward"]
+
+
+class _Found(msgspec.Struct, frozen=True):
+    plan: RewardPlan
+    digest: str
+
+
+def start_reward(
+    paths: RunPaths,
+    ranks: Collective,
+    state: RewardState,
+    position: Position,
+    *,
+    first: str,
+    recorded: Mapping[str, str] | None,
+    keep: Keep | None,
+) -> tuple[RewardPlan, RewardState]:
+    """The run's record of replaced rewards, and `state` with the reward in force put in. Collective.
+
+    Args:
+        first: the configuration's reward.
+        recorded: the manifest's digests of what does not train; None: nothing is resumed.
+
+    Raises:
+        RanksFailed: on all ranks; behind it on rank 0 `DataError` (a reward has changed, or checkpoint and record
+            contradict each other), `CheckpointCorrupt` or what the storage said.
+    """
+
+    def look() -> bytes:
+        plan = read_reward_plan(paths)
+        number = _number(plan, state, position)
+        was = None if recorded is None else recorded.get("reward", "")
+        digest = _same(paths, plan.in_force(number, first), was, keep)
+        for switch in plan.switches[number:]:
+            _same(paths, switch.reward, switch.digest, keep)
+        return msgspec.msgpack.encode(_Found(plan, digest))
+
+    found = msgspec.msgpack.decode(ranks.on_first("checking the reward", look), type=_Found)
+    number = min(state.number, len(found.plan.switches))
+    return found.plan, replace(
+        state, spec=found.plan.in_force(number, first), digest=found.digest, number=number
+    )
+
+
+def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
+    """How many replacements the checkpoint has behind it.
+
+    One that comes from another run brings that run's number; what it was trained with is held to its digest.
+    """
+    number = min(state.number, len(plan.switches))
+    here = position.step
+    too_early = any(switch.step > here for switch in plan.switches[:number])
+    started = position.phase != "step_end"
+    missed = any(switch.step < here or (switch.step == here and started) for switch in plan.switches[number:])
+    if too_early or missed:
+        raise DataError(
+            "the checkpoint and the record of replaced rewards contradict each other",
+            where=position,
+            found=f"{state.number} replacements in the checkpoint",
+            expected=f"{plan.at(here)}: replaced at the steps {[switch.step for switch in plan.switches]}",
+            remedy="put back the RUN/rewards.json that belongs to it, or resume from another checkpoint",
+        )
+    return number
+
+
+def _same(paths: RunPaths, reward: str, was: str | None, keep: Keep | None) -> str:
+    found = digest_and_keep(paths, reward, keep)
+    if was is not None and found != was:
+        raise DataError(
+            "the reward is not what the run was trained with",
+            where=reward,
+            found=found or "a rule, with no digest",
+            expected=was or "a rule, with no digest",
+            remedy="put the former one back (RUN/frozen or RUN/rewards has it by digest), and change a reward with "
+            "verl-slurm update-reward RUN NEW",
+        )
+    return found

@@ -1,0 +1,283 @@
+"""Replaces the reward while the run goes on: between two steps, on all ranks at once, and recorded before it counts.
+
+The order of a replacement, at the end of step k:
+
+1. The wish is found: rank 0 looks for it when the daemon hands on an operator's request (the signal that also asks for
+   a save), at the start, and after the first step. Looking never blocks: storage may be away.
+2. What is saved is the state before (trainer.loop).
+3. The new reward is loaded beside the old one and scores the last responses, twice. What fails here leaves the old one
+   in force.
+4. What is needed of the old one, and then the entry in RUN/rewards.json, become durable. From here on it is decided.
+5. Its scores of the last responses give the map to the old scale (`warm_start`), and step k is scored with it.
+
+An interruption before 4 has changed nothing; one after 4 comes by step k again and does 5 with the same numbers, as
+the last responses and their scores are part of the state.
+
+A run that was thrown back replays what it had sampled (the ledger). A wish that is found meanwhile waits until the run
+is past that: those responses come from weights that the old reward has trained.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import torch
+from torch import Tensor
+
+from verl_slurm.base.errors import DataError, Fenced, VerlSlurmError
+from verl_slurm.base.fence import require_epoch
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.notice import Notice
+from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.objective.warm_start import IDENTITY, matching
+from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reward.files import Keep, digest_and_keep, write_light_snapshot
+from verl_slurm.trainer.reward.scoring import Reward, build_reward
+from verl_slurm.trainer.state.reward_state import RewardState
+from verl_slurm.trainer.state.train_state import TrainState
+from verl_slurm.wire.reward_plan import (
+    RewardPlan,
+    RewardRequest,
+    RewardSwitch,
+    read_reward_request,
+    write_reward_plan,
+)
+
+__all__ = ["LiveReward", "RewardSwap"]
+
+_PATIENCE_S = 1.0
+"""That the end of a step waits for a look that began before: storage that is there has long answered."""
+_NOT_KNOWN, _NO_WISH, _A_WISH = 0, 1, 2
+
+
+class LiveReward:
+    """The reward in force; itself a `Reward`."""
+
+    def __init__(self, present: Reward) -> None:
+        self.present = present
+
+    def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        return self.present(prompts, responses, answers)
+
+
+class RewardSwap:
+    """See the module. Runs on every rank.
+
+    Args:
+        plan: the run's record, the same on all ranks.
+        texts: (prompts, responses, answers) of a batch.
+        keep: makes a copy of a model; None: no copies.
+        counts: this rank tries a new reward for its replica, whose ranks all have the same responses.
+        load: (reward, digest) → the reward.
+    """
+
+    def __init__(
+        self,
+        *,
+        paths: RunPaths,
+        epoch: int,
+        ranks: Collective,
+        reporter: Reporter,
+        plan: RewardPlan,
+        live: LiveReward,
+        texts: Callable[[Batch], tuple[list[str], list[str], list[str]]],
+        keep: Keep | None,
+        device: torch.device | None = None,
+        counts: bool = True,
+        load: Callable[..., Reward] = build_reward,
+    ) -> None:
+        self._paths, self._epoch, self._ranks, self._reporter = paths, epoch, ranks, reporter
+        self._plan, self._live, self._texts, self._keep = plan, live, texts, keep
+        self._device, self._counts, self._load = device, counts, load
+        self._thread: threading.Thread | None = None
+        self._looking = False
+        self._wish: RewardRequest | None = None
+        self._first_step: int | None = None
+
+    def look(self) -> None:
+        """Somebody may have asked for another reward. All ranks say so at the same place."""
+        self._looking = True
+        if self._ranks.rank == 0 and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._find, name="reward", daemon=True)
+            self._thread.start()
+
+    def due(self, state: TrainState, replays_until: int) -> RewardSwitch | RewardRequest | None:
+        """What is to be done before the step at which `state` stands; the same on all ranks. Collective.
+
+        Args:
+            replays_until: the last step of which this rank has journaled rollouts.
+        """
+        step = state.position.step
+        if state.position.phase != "step_end":
+            return None
+        self._look_unasked(step)
+        if state.reward.number < len(self._plan.switches):
+            recorded = self._plan.switches[state.reward.number]
+            return recorded if recorded.step == step else None
+        if not self._looking:
+            return None
+        known, until = self._ranks.max([self._answer(), replays_until])
+        self._looking = known != _NO_WISH
+        if known != _A_WISH or until >= step:
+            return None
+        self._looking = False
+        wish = self._ranks.on_first("reading the wish", lambda: msgspec.msgpack.encode(self._wish))
+        return msgspec.msgpack.decode(wish, type=RewardRequest)
+
+    def perform(self, due: RewardSwitch | RewardRequest, state: TrainState) -> None:
+        """Replace the reward, or say why not. Collective.
+
+        Raises:
+            Fenced: another incarnation owns the run.
+            RanksFailed: what is recorded cannot be done, or it is not known whether it is recorded: a crash, after
+                which the record counts.
+        """
+        if isinstance(due, RewardSwitch):
+            new, scores = self._ranks.together(
+                "loading the recorded reward", lambda: self._try(due.reward, due.digest, state.reward)
+            )
+            self._take(due, new, scores, state)
+            return
+        try:
+            digest = self._ranks.on_first(
+                "looking at the new reward",
+                lambda: digest_and_keep(self._paths, due.reward, self._keep).encode(),
+            ).decode()
+            new, scores = self._ranks.together(
+                "trying the new reward", lambda: self._try(due.reward, digest, state.reward)
+            )
+        except RanksFailed as error:
+            self._say_refused(due, error, state)
+            try:
+                self._refuse(due, error)
+            except RanksFailed as second:
+                # Asked again at the next start, then; nothing was decided.
+                self._reporter.complain(second.one_line())
+            return
+        switch = RewardSwitch(
+            request=due.number,
+            step=state.position.step,
+            reward=due.reward,
+            digest=digest,
+            warm_start_steps=due.warm_start_steps,
+            replaced=state.reward.spec,
+            recorded_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        try:
+            self._record(switch, state.reward)
+        except RanksFailed as error:
+            if Fenced.__name__ in error.kinds:
+                raise Fenced("another incarnation owns the run", found=error.found) from error
+            self._refuse(due, error)  # it may be on disk all the same: what fails here is a crash
+            self._say_refused(due, error, state)
+            return
+        self._take(switch, new, scores, state)
+
+    # ---- the wish
+
+    def _look_unasked(self, step: int) -> None:
+        """At the start, and once more after the first step: a wish from before the daemon would hand it on."""
+        if self._first_step is None:
+            self._first_step = step
+            self.look()
+        elif 0 <= self._first_step < step:
+            self._first_step = -1
+            self.look()
+
+    def _find(self) -> None:
+        try:
+            wish = read_reward_request(self._paths)
+        except (OSError, VerlSlurmError) as error:
+            self._reporter.complain(f"no request for another reward can be read: {error}")
+            wish = None
+        self._wish = wish if wish is not None and wish.number > self._plan.handled else None
+
+    def _answer(self) -> int:
+        if self._thread is None:
+            return _NOT_KNOWN  # not rank 0
+        self._thread.join(timeout=_PATIENCE_S)
+        if self._thread.is_alive():
+            return _NOT_KNOWN
+        return _NO_WISH if self._wish is None else _A_WISH
+
+    # ---- the replacement
+
+    def _try(self, reward: str, digest: str, state: RewardState) -> tuple[Reward, Tensor | None]:
+        """Load it, and have one rank of each replica score the last responses with it. Of a run that has done no step
+        there are none."""
+        new = self._load(reward, device=self._device, digest=digest)
+        if not state.cached:
+            return new, None
+        if not self._counts:
+            return new, torch.zeros(0)
+        texts = self._texts(state.cached)
+        scores = new(*texts)
+        if scores.shape != (len(texts[0]),) or not bool(scores.isfinite().all()):
+            raise DataError(
+                "the new reward gives something that is no reward",
+                where=reward,
+                found=f"{tuple(scores.shape)}, {int((~scores.isfinite()).sum())} of them not finite",
+                expected=f"{len(texts[0])} finite scores",
+            )
+        if not torch.equal(scores, new(*texts)):
+            raise DataError(
+                "the new reward gives other scores for the same texts",
+                where=reward,
+                remedy="a reward must depend on the texts alone, or no resume is exact",
+            )
+        return new, scores
+
+    def _record(self, switch: RewardSwitch, former: RewardState) -> None:
+        plan = RewardPlan(
+            handled=max(switch.request, self._plan.handled), switches=(*self._plan.switches, switch)
+        )
+
+        def write() -> bytes:
+            require_epoch(self._paths, self._epoch)
+            write_light_snapshot(self._paths, len(plan.switches), self._live.present, former)
+            write_reward_plan(self._paths, plan)
+            return b""
+
+        self._ranks.on_first("recording the new reward", write)
+        self._plan = plan
+
+    def _refuse(self, wish: RewardRequest, error: RanksFailed) -> None:
+        plan = msgspec.structs.replace(self._plan, handled=wish.number, refused=error.one_line())
+
+        def write() -> bytes:
+            require_epoch(self._paths, self._epoch)
+            write_reward_plan(self._paths, plan)
+            return b""
+
+        self._ranks.on_first("recording the refusal", write)
+        self._plan = plan
+
+    def _take(self, switch: RewardSwitch, new: Reward, scores: Tensor | None, state: TrainState) -> None:
+        former = state.reward
+        full = None
+        if switch.warm_start_steps and scores is not None:
+            full = matching(former.cached["scores"][: len(scores)], scores, self._ranks.sum)
+        state.reward = RewardState(
+            spec=switch.reward,
+            digest=switch.digest,
+            number=former.number + 1,
+            since_step=switch.step,
+            warm_steps=switch.warm_start_steps if full else 0,
+            full=full or IDENTITY,
+            cached=former.cached,
+        )
+        self._live.present = new
+        how = "no warm start"
+        if full:
+            how = f"warm start over {switch.warm_start_steps} steps from {full.scale:.4g} x score {full.offset:+.4g}"
+        self._tell(f"{former.spec} -> {switch.reward} from step {switch.step + 1} on, {how}", loud=False)
+
+    def _say_refused(self, wish: RewardRequest, error: RanksFailed, state: TrainState) -> None:
+        self._tell(
+            f"the reward stays {state.reward.spec}: {wish.reward} was refused: {error.one_line()}", loud=True
+        )
+
+    def _tell(self, text: str, *, loud: bool) -> None:
+        self._reporter.notice(Notice(topic="reward", text=text, loud=loud))

@@ -1,0 +1,1 @@
+"""Sampling: engines, samples, and the ledger that they are written to."""

@@ -1,0 +1,203 @@
+"""Sampling from the policy with Hugging Face's models, and noise that depends on nothing but its name.
+
+Each token is the one that inverse-CDF sampling picks with a counter-based uniform (`counter_rng`). So no generator is
+consumed, and a sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the
+matrix kernels). The forward passes, their masks and the cache are Hugging Face's; the loop around them is ours, for
+`generate` would have to be told to be greedy and be left one choice, and prepares itself anew for each micro-batch, at
+a cost that a safe point behind each small one makes felt.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.causal_lm import accepted, names
+from verl_slurm.config.schema import Attention, RolloutConfig
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.models import copy_weights, load_causal_lm
+from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
+
+__all__ = ["HFRollout", "pick_tokens"]
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Inclusive sum along the last dimension, the same bits every time.
+
+    CUDA's floating-point `cumsum` is refused by `torch.use_deterministic_algorithms`, so there it is a
+    scan by doubling (Hillis and Steele 1986): log2(V) additions in a fixed order.
+    """
+    if x.device.type == "cpu":
+        return x.cumsum(dim=-1)
+    return _doubling_scan(x)
+
+
+def _doubling_scan(x: Tensor) -> Tensor:
+    shift = 1
+    while shift < x.shape[-1]:
+        x = torch.cat([x[..., :shift], x[..., shift:] + x[..., :-shift]], dim=-1)
+        shift *= 2
+    return x
+
+
+def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample one token a row from softmax(logits / temperature) by inverting its CDF.
+
+    Args:
+        logits: float32 [N, V].
+        uniform: float64 [N], in [0, 1).
+        temperature: 0 is greedy, and the log probabilities are those of temperature 1.
+
+    Returns:
+        tokens int64 [N] and their log probabilities float32 [N] under that same distribution.
+    """
+    if not temperature:
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        best = logprobs.argmax(dim=-1, keepdim=True)
+        return best.squeeze(-1), logprobs.gather(-1, best).squeeze(-1)
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    # float64: in float32 the sum of 150,000 probabilities would round whole tail tokens away.
+    cdf = _running_sum(logprobs.double().exp())
+    # Times the total, for it is 1 only up to rounding. `right`: a token of probability 0 is never picked.
+    point = (uniform.to(cdf.device) * cdf[:, -1]).unsqueeze(-1)
+    tokens = torch.searchsorted(cdf, point, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+
+
+def _plain_model(path: Path, dtype: str, attention: Attention, device: torch.device) -> Any:
+    """A Hugging Face model that only samples; Any, for what it returns has no types."""
+    model: Any = load_causal_lm(path, dtype=dtype, attention=attention)
+    # What `generate` itself asks before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
+    # State-space models (Mamba) say yes, too, but take their state under another name.
+    if not (model._supports_default_dynamic_cache() and names(model, "past_key_values")):
+        raise ConfigError(
+            "this model keeps what it has read in a form of its own, and rollout.engine=hf knows only the usual one",
+            where="rollout.engine",
+            found=type(model).__name__,
+            expected="a model that takes a DynamicCache of transformers",
+            remedy="set rollout.engine=vllm, or another model.path",
+        )
+    for (
+        buffer
+    ) in model.buffers():  # else views of the file, which may be written to later; `sync` has the parameters
+        buffer.data = buffer.data.clone()
+    return model.requires_grad_(False).to(device)
+
+
+class HFRollout:
+    """A whole copy of the actor on every rank, and the sampler on top.
+
+    Args:
+        model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
+        config: temperature, new tokens a sample.
+        seed: the run's seed.
+        eos_id, pad_id: the tokenizer's.
+        dtype: as the actor's.
+        attention: as the actor's.
+        device: where to sample.
+
+    Raises:
+        ConfigError: a model that has a cache of its own.
+    """
+
+    collective = False
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        eos_id: int,
+        pad_id: int,
+        dtype: str = "float32",
+        attention: Attention = "auto",
+        device: torch.device | None = None,
+    ) -> None:
+        self._model = _plain_model(model_path, dtype, attention, device or torch.device("cpu"))
+        self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
+
+    def sync(self, actor: nn.Module) -> None:
+        """Take over the actor's weights. Collective where the actor is sharded; once a step."""
+        copy_weights(actor, self._model)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Batch,
+        step: int,
+        *,
+        temperature: float | None = None,
+        purpose: Purpose = Purpose.SAMPLE_TOKEN,
+    ) -> Batch:
+        """Sample one response for each prompt. Not collective: ranks may call it any number of times.
+
+        Args:
+            prompts: sample_id [N], prompt_ids [N, P], prompt_mask [N, P], from `PromptData.batch`.
+            step: the training step; part of the noise's name.
+            temperature: 0: greedy. None: the configuration's.
+            purpose: what the noise is for.
+
+        Returns:
+            The prompts' columns and response_ids int64 [N, T] (right-padded), response_mask bool [N, T]
+            (true up to and including the end-of-sequence token), logprobs float32 [N, T] (0 outside the
+            mask). All on the CPU; T is always `max_new_tokens`.
+        """
+        num = len(prompts["prompt_ids"])
+        num_tokens = self._config.max_new_tokens
+        device = next(self._model.parameters()).device
+        ids: list[int] = prompts["sample_id"].tolist()
+        noise = torch.from_numpy(uniforms(self._seed, step, ids, num_tokens, purpose=purpose))
+        heat = self._config.temperature if temperature is None else temperature
+        made, chosen_at = self._decode(
+            prompts["prompt_ids"].to(device), prompts["prompt_mask"].long().to(device), noise.to(device), heat
+        )
+        response = torch.full((num, num_tokens), self._pad_id, dtype=torch.int64)
+        response[:, : made.shape[1]] = made
+        logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
+        logprobs[:, : made.shape[1]] = chosen_at
+        ended = (response == self._eos_id).long()
+        # Not yet ended before this position; the position of the end itself still counts.
+        mask = (ended.cumsum(dim=1) - ended) == 0
+        mask[:, made.shape[1] :] = False
+        return {
+            **prompts,
+            "response_ids": response.masked_fill(~mask, self._pad_id),
+            "response_mask": mask,
+            "logprobs": logprobs.masked_fill(~mask, 0.0),
+        }
+
+    def _decode(self, ids: Tensor, mask: Tensor, uniform: Tensor, heat: float) -> tuple[Tensor, Tensor]:
+        """Tokens [N, t] and their log probabilities, on the CPU, until the last row has ended.
+
+        A row that has ended goes on with padding: fewer rows would be another shape, and so other roundings.
+        """
+        cache = DynamicCache(config=self._model.config)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        made: list[Tensor] = []
+        chosen_at: list[Tensor] = []
+        for column in uniform.unbind(dim=1):
+            words = accepted(
+                self._model,
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            output = self._model(**words)
+            tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)
+            tokens = tokens.masked_fill(ended, self._pad_id)
+            made.append(tokens)
+            chosen_at.append(logprobs)
+            ended |= tokens == self._eos_id
+            if bool(ended.all()):
+                break
+            ids, positions = tokens.unsqueeze(-1), positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        return torch.stack(made, dim=1).cpu(), torch.stack(chosen_at, dim=1).cpu()

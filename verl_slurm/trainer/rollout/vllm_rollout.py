@@ -1,0 +1,279 @@
+"""Sampling from the policy with vLLM, in the rank's own process.
+
+In the process, and not in a child: the weights go from the sharded actor into vLLM's tensors one at a time, without a
+file, a copy in shared memory or an IPC handle in between; there is no process that could outlive the rank, hang beside
+it or die alone; and a failure is an exception here. The price is that vLLM changes its process: what it changes
+(generators, thread count, environment) is put back below, and torch and transformers must be versions that both want.
+
+vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor parallelism,
+`tensor_parallel_size` neighbouring ranks run one model together: each is given the prompts of all; they come to the
+same schedule and the same tokens by themselves, and each keeps its own rows.
+
+What is switched off, and why: async scheduling (the sampler needs the tokens so far), prefix caching (its blocks belong
+to former weights), usage reports (they would go out to the internet).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.determinism import warned_only
+from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
+from verl_slurm.trainer.parallel.weights import whole_parameters
+
+__all__ = ["VLLMRollout"]
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one takes no logits processors (0.30)
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the trainer's affair
+}
+_GENTLE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR"}
+"""Unless the user has set them."""
+_MIN_KV_BYTES = 64 << 20
+_MAX_REASON = 500
+"""Characters of vLLM's own words; a pydantic error's first line says nothing."""
+_BLOCK = 128
+"""Tokens in a block of vLLM's cache, at most."""
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """One response that a rank of the group wants."""
+
+    prompt: list[int]
+    uniforms: list[float]
+
+
+_Made = tuple[list[int], list[float]]
+"""Tokens, and the log probability of each."""
+
+
+class VLLMRollout:
+    """vLLM with our noise; the interface is `trainer.rollout.engines.RolloutEngine`.
+
+    Args:
+        model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
+        config: the run's.
+        eos_id, pad_id: the tokenizer's.
+        device: where the rank's models are.
+        ranks: all of them.
+
+    Raises:
+        ConfigError: vLLM does not take this model or these settings.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: RunConfig,
+        *,
+        eos_id: int,
+        pad_id: int,
+        device: torch.device,
+        ranks: Collective,
+    ) -> None:
+        self._config, self._eos_id, self._pad_id, self._ranks = config, eos_id, pad_id, ranks
+        self._device = device
+        self._group_size = config.rollout.tensor_parallel_size
+        os.environ.update(_ENVIRONMENT)
+        for name, value in _GENTLE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        with _process_as_before(), warned_only(device):
+            try:
+                from vllm import LLM
+
+                from verl_slurm.trainer.rollout.vllm_sampler import CounterSampling
+
+                if device.type == "cpu":
+                    _without_shared_memory()
+                self._llm: Any = LLM(
+                    str(model_path),
+                    logits_processors=[CounterSampling],
+                    **_arguments(config, model_path, device),
+                )
+            except (ValueError, ImportError) as error:
+                if "memory" in str(error).lower():
+                    raise  # a crash: whoever holds it may be gone at the next start
+                raise ConfigError(
+                    "vLLM cannot start",
+                    where=model_path,
+                    found=" ".join(str(error).split())[:_MAX_REASON],
+                    remedy="mend what it names, or set rollout.engine=hf",
+                ) from error
+
+    @property
+    def collective(self) -> bool:
+        """With tensor parallelism the ranks of a group need each other for every token."""
+        return self._group_size > 1
+
+    def sync(self, actor: nn.Module) -> None:
+        """Take over the actor's weights, tensor by tensor. Collective where the actor is sharded; once a step.
+
+        vLLM gathers a layer's tensors before it takes them over: a layer exists twice, not the model.
+        """
+        weights = whole_parameters(actor)
+        with torch.no_grad(), self._manner():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            for _ in weights:  # a tensor vLLM did not ask for is a collective that the other ranks wait in
+                pass
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Batch,
+        step: int,
+        *,
+        temperature: float | None = None,
+        purpose: Purpose = Purpose.SAMPLE_TOKEN,
+    ) -> Batch:
+        """As `HFRollout.generate`. Collective if `collective` says so; then with the same options on all ranks."""
+        rollout = self._config.rollout
+        num_tokens = rollout.max_new_tokens
+        ids: list[int] = prompts["sample_id"].tolist()
+        noise = uniforms(self._config.seed, step, ids, num_tokens, purpose=purpose).tolist()
+        mine = [
+            _Asked(ids[mask].tolist(), row)
+            for ids, mask, row in zip(
+                prompts["prompt_ids"], prompts["prompt_mask"].bool(), noise, strict=True
+            )
+        ]
+        made = self._of_group(mine, rollout.temperature if temperature is None else temperature)
+        response = torch.full((len(mine), num_tokens), self._pad_id, dtype=torch.int64)
+        response_mask = torch.zeros((len(mine), num_tokens), dtype=torch.bool)
+        logprobs = torch.zeros((len(mine), num_tokens), dtype=torch.float32)
+        for row, (tokens, its_logprobs) in enumerate(made):
+            response[row, : len(tokens)] = torch.tensor(tokens)
+            response_mask[row, : len(tokens)] = True
+            logprobs[row, : len(tokens)] = torch.tensor(its_logprobs)
+        return {**prompts, "response_ids": response, "response_mask": response_mask, "logprobs": logprobs}
+
+    def _of_group(self, mine: list[_Asked], temperature: float) -> list[_Made]:
+        """Work on what each rank of our tensor-parallel group wants, one after the other; what is ours of it.
+
+        One after the other, so that a micro-batch is always computed by itself: after an interruption the journal has
+        some of the group's micro-batches and not others, and kernels may round by the size of a batch.
+        """
+        if self._group_size == 1:
+            return self._sample(mine, temperature)
+        everybody = self._ranks.gather(msgspec.msgpack.encode(mine))
+        start = self._ranks.rank // self._group_size * self._group_size
+        made = [
+            self._sample(msgspec.msgpack.decode(part, type=list[_Asked]), temperature)
+            for part in everybody[start : start + self._group_size]
+        ]
+        return made[self._ranks.rank - start]
+
+    def _sample(self, asked: list[_Asked], temperature: float) -> list[_Made]:
+        """Tokens and their log probabilities, in the order asked."""
+        from verl_slurm.trainer.rollout.vllm_sampler import request
+
+        if not asked:
+            return []
+        with self._manner():
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": one.prompt} for one in asked],
+                [request(one.uniforms, temperature, self._eos_id) for one in asked],
+                use_tqdm=False,
+            )
+        made = []
+        for output in outputs:
+            best = output.outputs[0]
+            tokens = list(best.token_ids)
+            made.append((tokens, [said[t].logprob for t, said in zip(tokens, best.logprobs, strict=True)]))
+        return made
+
+    @contextmanager
+    def _manner(self) -> Iterator[None]:
+        """With vLLM's own kernels as they are, and without torch.compile where `enforce_eager` says so: vLLM compiles a
+        part of its sampler even then."""
+        with warned_only(self._device):
+            if not self._config.rollout.enforce_eager:
+                yield
+                return
+            with torch.compiler.set_stance("force_eager"):
+                yield
+
+
+def _without_shared_memory() -> None:
+    """Let vLLM's ranks on a CPU speak over the process group, as it does where they do not share a machine.
+
+    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher: a
+    killed run leaves them behind, its next start fails on them ("create shm in SHMManager failed. errno: 17"), and two
+    runs on one node would meet in them. There is no setting for it.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
+
+
+def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`."""
+    rollout = config.rollout
+    size, longest = rollout.tensor_parallel_size, max_model_len(config)
+    num_seqs = rollout.micro_batch_size_per_device
+    arguments: dict[str, Any] = {
+        "dtype": sampling_dtype(config),
+        "seed": config.seed % (1 << 32),
+        "tensor_parallel_size": size,
+        "enforce_eager": rollout.enforce_eager,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_model_len": longest,
+        "max_num_seqs": num_seqs,
+        "max_num_batched_tokens": max(longest, 8192),
+        "load_format": "dummy",  # sync brings the weights
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "generation_config": "vllm",  # the directory's own (top_p, ...) would bend the distribution
+        "logprobs_mode": "processed_logits",
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+    if dist.is_initialized():
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if device.type == "cpu":
+        # On a CPU the share would be one of all memory, for each rank.
+        arguments["kv_cache_memory_bytes"] = _kv_bytes(model_path, config, num_seqs)
+    return arguments
+
+
+def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
+    """Cache for all sequences of a micro-batch at full length, whole blocks, on one rank."""
+    shape = AutoConfig.from_pretrained(str(model_path), local_files_only=True).get_text_config()
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    per_token = 2 * shape.num_hidden_layers * -(-heads // config.rollout.tensor_parallel_size) * width
+    blocks = -(-max_model_len(config) // _BLOCK) + 1
+    return int(
+        max(
+            _MIN_KV_BYTES,
+            num_seqs * blocks * _BLOCK * per_token * getattr(torch, sampling_dtype(config)).itemsize,
+        )
+    )
+
+
+@contextmanager
+def _process_as_before() -> Iterator[None]:
+    """vLLM's start seeds all generators, and on a CPU replaces `torch.set_num_threads` by a warning."""
+    generators, threads, set_threads = rng.capture(), torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        rng.restore(generators)

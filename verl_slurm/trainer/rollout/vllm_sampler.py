@@ -1,0 +1,92 @@
+"""Our sampling inside vLLM: a logits processor that leaves vLLM's greedy choice no choice.
+
+The token is picked by inverting the CDF at a given uniform number, as in `trainer.rollout.sampling`. vLLM's own
+per-request seeds would give repeatable samples too, but other ones than the engine `hf`, and drawn from a generator
+whose position in the stream is state of the request.
+
+A processor may only return logits. So its rows hold the log probability of the picked token at that token and minus
+infinity elsewhere: argmax takes the token, and with `logprobs_mode="processed_logits"` vLLM hands that number out as
+the token's log probability.
+
+Imports vLLM; imported by `trainer.rollout.vllm_rollout` alone.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from verl_slurm.trainer.rollout.sampling import pick_tokens
+
+__all__ = ["CounterSampling", "request"]
+
+_UNIFORMS, _TEMPERATURE = "verl_slurm_uniforms", "verl_slurm_temperature"
+
+
+def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingParams:
+    """What vLLM is asked for one response.
+
+    Args:
+        uniforms: one in [0, 1) for each token that the response may have.
+        temperature: 0: greedy.
+        eos_id: ends the response, and is part of it.
+    """
+    return SamplingParams(
+        max_tokens=len(uniforms),
+        temperature=0.0,
+        logprobs=0,  # the chosen token's
+        detokenize=False,
+        ignore_eos=True,  # the model directory's idea of the end; ours is the next line
+        stop_token_ids=[eos_id],
+        extra_args={_UNIFORMS: uniforms, _TEMPERATURE: temperature},
+    )
+
+
+class _Row:
+    """One response in the making."""
+
+    def __init__(self, params: SamplingParams, output: list[int]) -> None:
+        said = params.extra_args or {}
+        self.uniforms: list[float] = said[_UNIFORMS]
+        self.temperature: float = said[_TEMPERATURE]
+        self._output = output  # vLLM's own list, which grows
+
+    @property
+    def uniform(self) -> float:
+        return self.uniforms[len(self._output)]
+
+
+class CounterSampling(LogitsProcessor):  # type: ignore[misc]  # untyped where vLLM is not installed
+    """Picks every token of every request."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, _Row] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests as vLLM moves them about its batch: first removed, then added, then moved."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, _, output in batch_update.added:
+            self._rows[index] = _Row(params, output)
+        for source, target, how in batch_update.moved:
+            moved, other = self._rows.pop(source, None), self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if other is not None and how == MoveDirectionality.SWAP:
+                self._rows[source] = other
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """float32 [requests, vocabulary] to the same shape, with one finite number a row."""
+        rows = [self._rows[index] for index in range(logits.shape[0])]
+        uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=logits.device)
+        (temperature,) = {row.temperature for row in rows}  # requests of one call, which has one
+        tokens, logprobs = pick_tokens(logits, uniform, temperature)
+        chosen = torch.full_like(logits, float("-inf"))
+        return chosen.scatter_(-1, tokens.unsqueeze(-1), logprobs.unsqueeze(-1))

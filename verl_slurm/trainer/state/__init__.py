@@ -1,0 +1,1 @@
+"""What a rank saves and resumes: position, generators, buffers."""

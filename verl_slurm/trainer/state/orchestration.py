@@ -1,0 +1,129 @@
+"""Orchestration state: how a run is laid out, written once at its first start and read-only from then on.
+
+`RUN/orchestration.json`, and a copy in every checkpoint. It holds no number of the training; it is there for
+people and tools to read; the layout of a later start may be another, and each checkpoint's manifest names its own.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.bounded import DATA_FILES, read_regular
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import Topology
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.record import Fingerprint
+from verl_slurm.trainer.parallel.places import axis_groups, place_of
+
+__all__ = ["Orchestration", "began_on_gpus", "check_or_write", "describe", "moved", "topology_of"]
+
+
+class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of orchestration.json."""
+
+    version: int = 1
+    data_root: str
+    data_files: dict[str, str]
+    """File under the root → its SHA-256."""
+    dataset_fingerprint: str
+    world_size: int
+    nodes: int
+    topology: Topology
+    device_groups: dict[str, list[list[int]]]
+    """Axis → the groups of ranks that communicate along it."""
+    backend: str
+    shard_map: dict[str, str]
+    """Rank → which prompts and which share of every tensor are its own, in words."""
+    log_paths: dict[str, str]
+    """What → path relative to the run's directory."""
+    metric_history: dict[str, str]
+    """Where the numbers of each step are kept, relative to the run's directory."""
+
+
+def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str) -> Orchestration:
+    """The layout of a run that starts now."""
+    shape, topology = config.distributed, topology_of(config)
+    size = config.rollout.micro_batch_size_per_device
+    return Orchestration(
+        data_root=str(data_root),
+        data_files={name: entry.sha256 for name, entry in sorted(data.files.items())},
+        dataset_fingerprint=data.digest,
+        world_size=shape.world_size,
+        nodes=shape.nodes,
+        topology=topology,
+        device_groups=axis_groups(topology),
+        backend=backend,
+        shard_map={str(rank): _share(rank, topology, size) for rank in range(shape.world_size)},
+        log_paths={"events": "events.jsonl", "ranks": "logs", "tensorboard": "tensorboard"},
+        metric_history={
+            "curves": "tensorboard",
+            "steps": "steps.jsonl",
+            "rows": "checkpoints/*/metadata.json: history",
+        },
+    )
+
+
+def moved(first: Orchestration, backend: str) -> str:
+    """What people should know of a run that goes on on another kind of device; empty: it does not. Pure."""
+    if first.backend == backend:
+        return ""
+    return f"goes on with {backend}, and began with {first.backend}: other kernels, so exact to rounding only"
+
+
+def began_on_gpus(paths: RunPaths) -> bool:
+    """Whether the first start of this run was on GPUs; of a run that nobody can read, not.
+
+    Runs on every rank.
+    """
+    try:
+        first = msgspec.json.decode(read_regular(paths.orchestration, DATA_FILES), type=Orchestration)
+    except (OSError, *UNREADABLE):
+        return False
+    return "nccl" in first.backend
+
+
+def topology_of(config: RunConfig) -> Topology:
+    """The shape that `config` asks for."""
+    shape = config.distributed
+    return Topology(dp=shape.dp_size, tp=shape.tp_size, pp=shape.pp_size)
+
+
+def _share(rank: int, shape: Topology, size: int) -> str:
+    place = place_of(rank, shape)
+    words = f"prompts {place.dp * size} to {(place.dp + 1) * size - 1} of every {size * shape.dp};"
+    words += f" rows of FSDP2 shard {place.dp} of {shape.dp}"
+    if shape.tp > 1:
+        words += f"; tensor-parallel share {place.tp} of {shape.tp}"
+    if shape.pp > 1:
+        words += f"; pipeline stage {place.pp} of {shape.pp}"
+    return words
+
+
+def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
+    """Write the layout at the first start; at every later one, read it. Another shape is no reason to refuse:
+    `trainer.state.resharding`.
+
+    Runs on rank 0.
+
+    Raises:
+        CheckpointCorrupt: its content is not what it should be.
+        OSError: the storage did not answer; says nothing about the file.
+    """
+    path = paths.orchestration
+    try:
+        first = msgspec.json.decode(read_regular(path, DATA_FILES), type=Orchestration)
+    except FileNotFoundError:
+        write_file(path, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+        os.chmod(path, 0o400)
+        return now
+    except UNREADABLE as error:
+        raise CheckpointCorrupt(
+            "the orchestration state cannot be read",
+            where=path,
+            found=error,
+            remedy="copy it back from a checkpoint of this run",
+        ) from error
+    return first

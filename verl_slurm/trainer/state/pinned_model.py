@@ -1,0 +1,150 @@
+"""A model directory that cannot change between its fingerprint and the loading of it.
+
+`from_pretrained` opens files by name, so another writer of the directory could put others there while it loads, and
+the true ones back afterwards. It is given a private directory instead:
+
+* small files (configuration, tokenizer, templates) as copies, hashed as they were read;
+* each `*.safetensors` as a link to `/proc/self/fd/N`: the file that was opened first, whatever has its name by now. It
+  is hashed through the same descriptor, in threads beside the loading. Device, inode, size, mtime and ctime must be the
+  same before and after: the kernel sets the ctime at each write, and no program can set it back.
+
+Everything else (pickles, weights of other formats) is not there: nothing here reads it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from verl_slurm.base.digest import hash_fd, num_threads
+from verl_slurm.base.errors import DataError, DatasetDrift, VerlSlurmError
+from verl_slurm.base.scratch import Scratch
+from verl_slurm.wire.environment import CONTROL_VARIABLE
+
+__all__ = ["PinnedModel", "pinned_model"]
+
+_SMALL_BYTES = 64 << 20
+_TEMPLATES = "additional_chat_templates"
+_Stamp = tuple[int, int, int, int, int]
+
+
+class PinnedModel:
+    """See the module; made by `pinned_model`.
+
+    Attributes:
+        path: the private directory to load from.
+    """
+
+    def __init__(self, original: Path, recorded: Mapping[str, str], path: Path) -> None:
+        self.path, self._original, self._recorded = path, original, recorded
+        self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="pinned")
+        self._held: dict[str, tuple[int, _Stamp, Future[tuple[int, str]]]] = {}
+
+    def fill(self) -> None:
+        """Copy and open what there is.
+
+        Raises:
+            DatasetDrift: a small file is not what was recorded.
+            DataError: a file cannot be read.
+        """
+        for name in sorted(self._recorded):
+            folder, _, _ = name.rpartition("/")
+            if folder not in ("", _TEMPLATES):
+                continue
+            try:
+                self._take(name)
+            except OSError as error:
+                raise DataError(
+                    "a model file cannot be read",
+                    where=self._original / name,
+                    found=error.strerror,
+                    remedy="restore it, or set model.path",
+                ) from error
+
+    def _take(self, name: str) -> None:
+        fd = os.open(self._original / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        place = self.path / name
+        if name.endswith(".safetensors"):
+            stamp = _stamp(fd)
+            self._held[name] = fd, stamp, self._pool.submit(hash_fd, fd)
+            place.symlink_to(f"/proc/self/fd/{fd}")
+            return
+        with open(fd, "rb") as file:
+            data = file.read(_SMALL_BYTES + 1)
+        if len(data) > _SMALL_BYTES:
+            return
+        if (found := hashlib.sha256(data).hexdigest()) != self._recorded[name]:
+            raise self._drift(name, f"SHA-256 {found[:16]}")
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        place.write_bytes(data)
+
+    def verify(self) -> None:
+        """What was loaded is what was recorded. To be called once all of it is loaded; waits for the hashing.
+
+        Raises:
+            DatasetDrift: it is not; the file is named.
+            OSError: a file could not be read to its end.
+        """
+        for name, (fd, before, hashing) in self._held.items():
+            _, found = hashing.result()
+            if found != self._recorded[name]:
+                raise self._drift(name, f"SHA-256 {found[:16]}")
+            if _stamp(fd) != before:
+                raise self._drift(name, "a file that was written to, renamed or linked while it was loaded")
+
+    def close(self) -> None:
+        """Give up the descriptors."""
+        self._pool.shutdown(cancel_futures=True)
+        for fd, _, _ in self._held.values():
+            os.close(fd)
+
+    def blamed(self, error: VerlSlurmError) -> VerlSlurmError:
+        """The same error with the user's directory in the place of the private one; or why it came to that."""
+        try:
+            self.verify()
+        except DatasetDrift as drift:
+            return drift
+        except (OSError, RuntimeError):
+            pass  # the first error says more
+        parts = {
+            name: str(value).replace(str(self.path), str(self._original)) if value is not None else None
+            for name, value in (("where", error.where), ("found", error.found), ("expected", error.expected))
+        }
+        return type(error)(error.what, remedy=error.remedy, **parts)
+
+    def _drift(self, name: str, found: str) -> DatasetDrift:
+        return DatasetDrift(
+            "a model file is not the one that was fingerprinted",
+            where=self._original / name,
+            found=found,
+            expected=f"SHA-256 {self._recorded[name][:16]}",
+            remedy="restore the model, and see who else may write there",
+        )
+
+
+@contextmanager
+def pinned_model(directory: Path, recorded: Mapping[str, str]) -> Iterator[PinnedModel]:
+    """A `PinnedModel` of `directory`, empty before `fill`.
+
+    Args:
+        recorded: path below `directory` → SHA-256, of each file of its fingerprint.
+    """
+    control = os.environ.get(CONTROL_VARIABLE)
+    # The agent's own directory goes with it; after a SIGKILL, too.
+    base = Path(control).parent if control else None
+    scratch = Scratch("verl-slurm-", base)
+    pinned = PinnedModel(directory, recorded, scratch.path)
+    try:
+        yield pinned
+    except VerlSlurmError as error:
+        raise pinned.blamed(error) from error
+    finally:
+        pinned.close()
+        scratch.close()
+
+
+def _stamp(fd: int) -> _Stamp:
+    info = os.fstat(fd)
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

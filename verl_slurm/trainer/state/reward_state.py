@@ -1,0 +1,120 @@
+"""What a checkpoint knows of the reward: how often it was replaced, what is left of a warm start, the last scores.
+
+In the runtime state it is a few arrays among the reward buffers, and absent ones mean a run that was never asked for
+another reward.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.checkpoint.decide.best import REWARD_NUMBER
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.objective.warm_start import IDENTITY, Affine, blended
+
+__all__ = ["CACHED_ROWS", "RewardState", "pack", "reward_record", "split", "unpack"]
+
+CACHED_ROWS = 64
+"""Responses of the last step that each rank keeps with their scores."""
+
+_CACHED = "cached."
+_COLUMNS = {
+    "sample_id": ("int64", 1),
+    "response_ids": ("int64", 2),
+    "response_mask": ("bool", 2),
+    "scores": ("float32", 1),
+}
+"""Type and dimensions."""
+_SWITCH = "switch"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RewardState:
+    """The reward in force on one rank, between two positions.
+
+    Attributes:
+        spec, digest: as in `model.reward`; of the model or source, empty for a rule.
+        number: replacements so far; index into the run's record (`reward_plan`).
+        since_step: the first step (from 0) that the present one scores.
+        warm_steps: steps of its warm start; 0: none.
+        full: the map to the former one's scale.
+        cached: responses of the last step with the scores that the training saw (`_COLUMNS`); at most CACHED_ROWS.
+    """
+
+    spec: str = ""
+    digest: str = ""
+    number: int = 0
+    since_step: int = 0
+    warm_steps: int = 0
+    full: Affine = IDENTITY
+    cached: Batch = field(default_factory=dict)
+
+    def map_at(self, step: int) -> Affine:
+        """What the present reward's scores are mapped by in `step`."""
+        return blended(self.full, step - self.since_step, self.warm_steps)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a step's row says of it: by which of the run's rewards its numbers are."""
+        return {REWARD_NUMBER: float(self.number)} if self.number else {}
+
+    def remember(self, rollouts: Batch, scored: Batch) -> "RewardState":
+        """The state with a finished step's scores kept."""
+        whole = rollouts | scored
+        return replace(self, cached={name: whole[name][:CACHED_ROWS].clone() for name in _COLUMNS})
+
+
+def reward_record(state: RewardState, step: int) -> dict[str, object]:
+    """What metadata.json says of the reward that scores `step` (from 0)."""
+    now = state.map_at(step)
+    return {
+        "reward": state.spec,
+        "since_step": state.since_step,
+        "replacements": state.number,
+        "warm_start_steps_left": max(state.since_step + state.warm_steps - step, 0),
+        "scale": now.scale,
+        "offset": now.offset,
+    }
+
+
+def pack(state: RewardState) -> Arrays:
+    """The arrays of the runtime state. Shares memory with `state`."""
+    arrays: Arrays = {_CACHED + name: column.numpy() for name, column in state.cached.items()}
+    if state.number:
+        numbers = (state.number, state.since_step, state.warm_steps, state.full.scale, state.full.offset)
+        arrays[_SWITCH] = np.array(numbers, dtype=np.float64)
+    return arrays
+
+
+def split(arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """(what `pack` made, the rest)."""
+    ours = {name: array for name, array in arrays.items() if name == _SWITCH or name.startswith(_CACHED)}
+    return ours, {name: array for name, array in arrays.items() if name not in ours}
+
+
+def unpack(arrays: Arrays, *, where: object) -> RewardState:
+    """The state that was packed, without `spec` and `digest`.
+
+    Raises:
+        CheckpointCorrupt: it is not what `pack` makes.
+    """
+    kept = {name.removeprefix(_CACHED): array for name, array in arrays.items() if name.startswith(_CACHED)}
+    found = {name: (str(array.dtype), array.ndim) for name, array in kept.items()}
+    rows = {array.shape[0] for array in kept.values() if array.ndim}
+    switch = arrays.get(_SWITCH, np.zeros(5))
+    good = (not kept or (found == _COLUMNS and len(rows) == 1)) and switch.shape == (5,)
+    if not good or switch.dtype != np.float64 or not np.isfinite(switch).all() or (switch[:4] < 0).any():
+        raise CheckpointCorrupt(
+            "the runtime state contradicts itself",
+            where=where,
+            found=f"kept scores {found} of {sorted(rows)} rows, replacement {switch.tolist()}",
+            expected=f"columns {', '.join(_COLUMNS)} of as many rows",
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        )
+    number, since, steps = (int(value) for value in switch[:3])
+    full = Affine(float(switch[3]), float(switch[4])) if number else IDENTITY
+    cached = {name: torch.from_numpy(np.array(array)) for name, array in kept.items()}
+    return RewardState(number=number, since_step=since, warm_steps=steps, full=full, cached=cached)
