@@ -26,7 +26,7 @@ LAUNCH = Launch(generation=1, epoch=3, node_rank=0, master_addr="127.0.0.1", mas
 # torchrun takes seconds to say what a shell says at once.
 SHIM = """
 import sys
-from verl_slurm_daemon import agent, orphan
+from verl_slurm_daemon.agent import node as agent, orphan
 from verl_slurm_daemon.__main__ import main
 launcher = sys.argv.pop()
 agent.launcher_argv = lambda *_: ["/bin/sh", "-c", launcher]

@@ -258,7 +258,7 @@ def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike
 # The kernel notices after three minutes; here after three seconds.
 IMPATIENT = """
 import sys
-from verl_slurm_daemon import channel
+from verl_slurm_daemon.link import channel
 from verl_slurm_daemon.__main__ import main
 channel._SILENCE_S = 3
 sys.exit(main())

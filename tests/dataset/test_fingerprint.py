@@ -12,6 +12,11 @@ from verl_slurm.dataset.fingerprint.record import Drift, check_dataset, drift, f
 
 
 @pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "data"
     (root / "part").mkdir(parents=True)

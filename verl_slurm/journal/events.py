@@ -55,11 +55,10 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
 
 
 class Submitted(Event):
-    """`verl-slurm submit` queued a job."""
+    """`verl-slurm submit`, on `host`, queued a job."""
 
     cluster: Cluster = "slurm"
     host: str = ""
-    """Where it was submitted."""
 
 
 class Successor(Event):
@@ -71,16 +70,14 @@ class Successor(Event):
 
 
 class Started(Event):
-    """An attempt began: the lead owns the run."""
+    """An attempt began: the lead, process `pid` on `host`, owns the run."""
 
     cluster: Cluster = "slurm"
     host: str = ""
-    """The lead's."""
     restart: Int = 0
     """How often Slurm has requeued the job."""
     nodes: str = ""
     pid: Int = 0
-    """The lead's."""
     array: str | None = None
     """The job array that the job is a task of."""
 
@@ -128,20 +125,18 @@ class Fenced(Event):
 
 
 class Orphaned(Event):
-    """The lead died without a word; an agent noticed and asked for the requeue."""
+    """The lead died without a word; an agent noticed, and asked for the requeue, which Slurm `accepted` or not."""
 
     node_id: Int
     accepted: bool
-    """Whether the job is requeued."""
     detail: str = ""
 
 
 class Held(Event):
-    """The run was stopped: several restarts in a row came to nothing."""
+    """The run was stopped: `stuck` restarts in a row came to nothing."""
 
     loud: ClassVar[bool] = True
     stuck: Int
-    """How many."""
     reason: str = ""
 
 
@@ -153,12 +148,10 @@ class Requeue(Event):
 
 
 class Avoid(Event):
-    """The job stays away from nodes that failed it."""
+    """The job stays away from nodes that failed it: `nodes` are new, `detail` says what Slurm was told."""
 
     nodes: list[str] = []
-    """Those found out just now."""
     detail: str = ""
-    """What Slurm was told."""
 
 
 class Gone(Event):
@@ -177,10 +170,9 @@ class Resume(Event):
 
 
 class Restart(Event, tag="generation"):
-    """The ranks of an attempt are about to start."""
+    """The ranks of an attempt are about to start, for the `number`-th time."""
 
     number: Int
-    """Counts the restarts of the attempt, from 1."""
     resume: str | None = None
     """The checkpoint; None: from the beginning."""
     progress: str = ""
@@ -205,10 +197,9 @@ class FirstRollout(Event):
 
 
 class Done(Event):
-    """No rank was started: nothing is left to do."""
+    """No rank was started: nothing is left to do after the checkpoint `name`."""
 
     name: str = ""
-    """The last checkpoint."""
     reason: str = ""
 
 
@@ -255,13 +246,13 @@ class Refused(Event):
 
 
 class Stranger(Event):
-    """A process that does not belong to the run tried to connect."""
+    """A process that does not belong to the run tried to connect: for the `total`-th time.
+
+    `reason` says why it was refused; `ranks`: a rank met it and ended itself."""
 
     reason: str
-    """Why it was refused; `ranks`: a rank met it and ended itself."""
     peer: str = ""
     total: Int = 1
-    """Connections refused so far."""
     node: str | None = None
     rank: Int | None = None
 
@@ -298,12 +289,11 @@ class Warned(Notice, tag="warning"):
 
 
 class Cause(Event):
-    """Why Slurm signalled the job, as the lead found out."""
+    """Why Slurm signalled the job, as the lead found out. The evidence is what Slurm said, word for word."""
 
     cause: str
     """`verl_slurm.slurm.cause.CauseKind`."""
     evidence: str = ""
-    """What Slurm said, word for word."""
     seconds_left: float | None = None
 
 
@@ -352,22 +342,20 @@ class Adopted(Event):
 
 
 class Save(Event):
-    """The lead asked the ranks for a save."""
+    """The lead asked the ranks for a save, after which they `stop` or go on."""
 
     stop: bool
-    """Whether they stop after it."""
     request: Int = 0
     seconds_left: float | None = None
 
 
 class Saved(Event):
-    """The ranks wrote a checkpoint. Nobody has read it back yet, but where `on_shared` is False."""
+    """The ranks wrote a checkpoint. The lead has not read it back yet, except where `on_shared` is False."""
 
     name: str
     seconds: float | None = None
     """From the safe point until it was durable."""
     num_bytes: Int | None = None
-    """Over all ranks."""
     emergency: bool = False
     """Somebody asked for it."""
     reason: str = ""
@@ -428,15 +416,13 @@ class Degraded(Event):
 
 
 class Scrubbed(Event):
-    """An older checkpoint, or a frozen model (`frozen/DIGEST`), was read back."""
+    """An older checkpoint, or a frozen model (`frozen/DIGEST`), was read back. An empty name: not known which."""
 
     good: bool
     name: str = ""
-    """Empty: it could not be told which."""
     num_bytes: Int = 0
     detail: str = ""
-    judged: bool = False
-    """Refused for what no second look would change."""
+    judged: bool = False  # refused for what no second look would change
 
 
 # ---- tiers
@@ -470,12 +456,11 @@ class TierFetched(Event):
 
 
 class TierFailed(Event):
-    """Work with a tier failed."""
+    """Work with a tier failed: a copy, drop, fetch or forget."""
 
     tier: str
     name: str = ""
     what: str = ""
-    """copy, drop, fetch or forget."""
     problem: str = ""
     reason: str = ""
 
