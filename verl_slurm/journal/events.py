@@ -212,9 +212,8 @@ class Crash(Event):
     """crash, hang, node or stranger (`verl_slurm_daemon.decide.model.FailureKind`)."""
     node: str | None = None
     crashes: Int = 0
-    """Of this kind, in this attempt, since the last verified save."""
+    """Of this kind, in this attempt, since the last verified save; `budget` of them lead to a restart in place."""
     budget: Int = 0
-    """How many of them are answered by a restart in place."""
 
     @property
     def cause(self) -> str:
