@@ -1,28 +1,14 @@
 """A request in the middle of a step is answered then, where its end comes too late."""
 
 from pathlib import Path
-from typing import Any
 
+from tests.loops.line import Line
 from verl_slurm.loops.reach_watch import ReachWatch
 from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import SaveFailed, SaveRequest
 
 
-class _Line:
-    """A daemon that asks what it is told to, and remembers what it heard."""
-
-    def __init__(self) -> None:
-        self.asked: SaveRequest | None = None
-        self.heard: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.heard.append(message)
-
-    def request(self) -> SaveRequest | None:
-        return self.asked
-
-
-def _session(line: _Line, steps_s: tuple[float, ...]) -> Session:
+def _session(line: Line, steps_s: tuple[float, ...]) -> Session:
     now = [0.0]
     session = Session(line, rank=0, world_size=1, clock=lambda: now[0])
     session.started()
@@ -32,12 +18,12 @@ def _session(line: _Line, steps_s: tuple[float, ...]) -> Session:
     return session
 
 
-def _failures(line: _Line) -> list[SaveFailed]:
+def _failures(line: Line) -> list[SaveFailed]:
     return [message for message in line.heard if isinstance(message, SaveFailed)]
 
 
 def test_a_step_of_minutes_and_a_grace_of_seconds_is_given_up_once_and_at_once(tmp_path: Path) -> None:
-    line = _Line()
+    line = Line()
     watch = ReachWatch(_session(line, (300.0, 310.0)))
     watch.look()
     assert _failures(line) == []
@@ -50,7 +36,7 @@ def test_a_step_of_minutes_and_a_grace_of_seconds_is_given_up_once_and_at_once(t
 
 
 def test_one_whose_end_comes_in_time_is_left_to_the_loop() -> None:
-    line = _Line()
+    line = Line()
     watch = ReachWatch(_session(line, (3.0, 3.0)))
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=30.0)
     watch.look()
@@ -58,7 +44,7 @@ def test_one_whose_end_comes_in_time_is_left_to_the_loop() -> None:
 
 
 def test_nobody_waits_for_an_operators_save() -> None:
-    line = _Line()
+    line = Line()
     watch = ReachWatch(_session(line, (300.0, 300.0)))
     line.asked = SaveRequest(request_id=1, stop=False, seconds_left=30.0)
     watch.look()
@@ -66,7 +52,7 @@ def test_nobody_waits_for_an_operators_save() -> None:
 
 
 def test_each_request_is_judged_by_its_own_deadline() -> None:
-    line = _Line()
+    line = Line()
     watch = ReachWatch(_session(line, (60.0, 60.0)))
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=600.0)
     watch.look()
@@ -76,7 +62,7 @@ def test_each_request_is_judged_by_its_own_deadline() -> None:
 
 
 def test_the_thread_ends_when_it_is_told_to() -> None:
-    line = _Line()
+    line = Line()
     watch = ReachWatch(_session(line, (300.0, 300.0)), every_s=0.001)
     watch.start()
     watch.stop()
@@ -84,7 +70,7 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
 
 
 def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step() -> None:
-    line, busy = _Line(), [True]
+    line, busy = Line(), [True]
     watch = ReachWatch(_session(line, (300.0, 300.0)), busy=lambda: busy[0])
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=30.0)
     watch.look()

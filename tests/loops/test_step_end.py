@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.loops.line import Line
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
@@ -21,10 +22,8 @@ from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.loops import step_end
 from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import (
-    FromRank,
     Notice,
     PartSaved,
-    Progress,
     Saved,
     SaveFailed,
     SaveRequest,
@@ -36,26 +35,6 @@ pytestmark = pytest.mark.torch
 
 STOP, SAVE = SaveRequest(request_id=5, stop=True), SaveRequest(request_id=5, stop=False)
 WHY = "every step"
-
-
-class Line:
-    """A daemon that asks what a test has it ask, and remembers what it hears."""
-
-    def __init__(self) -> None:
-        self.asked: SaveRequest | None = None
-        self.heard: list[FromRank] = []
-
-    def send(self, message: FromRank) -> None:
-        self.heard.append(message)
-
-    def request(self) -> SaveRequest | None:
-        return self.asked
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    def kinds(self) -> list[type]:
-        return [type(message) for message in self.heard if not isinstance(message, Progress)]
 
 
 class Bench:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.loops.line import Line
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
@@ -26,23 +27,6 @@ from verl_slurm.wire.messages import (
 )
 
 pytestmark = pytest.mark.torch
-
-
-class Line:
-    """An agent that a test plays."""
-
-    def __init__(self) -> None:
-        self.said: list[FromRank] = []
-        self.asked: SaveRequest | None = None
-
-    def send(self, message: FromRank) -> None:
-        self.said.append(message)
-
-    def request(self) -> SaveRequest | None:
-        return self.asked
-
-    def of(self, kind: type[FromRank]) -> list[Any]:
-        return [message for message in self.said if isinstance(message, kind)]
 
 
 def saves_of(session: Session) -> Any:
@@ -92,7 +76,7 @@ class Run:
         return [(message.name, message.request_id) for message in self.line.of(Saved)]
 
     def story(self) -> list[type]:
-        return [type(m) for m in self.line.said if isinstance(m, SaveStarted | Saved | Stopped)]
+        return [type(m) for m in self.line.heard if isinstance(m, SaveStarted | Saved | Stopped)]
 
 
 @pytest.fixture
@@ -129,7 +113,7 @@ def test_a_request_to_stop_is_answered_with_a_save_of_this_step_and_its_numbers(
     assert run.story() == [SaveStarted, Saved, Stopped]
     rows = run.paths.steps.read_bytes().splitlines()
     assert [b'"step":1' in rows[0], b'"step":2' in rows[1], len(rows)] == [True, True, 2]
-    said = [type(m) for m in run.line.said if isinstance(m, Progress | SaveStarted)]
+    said = [type(m) for m in run.line.heard if isinstance(m, Progress | SaveStarted)]
     assert said[-1] is SaveStarted, "behind it the daemon has patience with storage until the next safe point"
     assert not run.line.of(Finished)
 
@@ -218,7 +202,7 @@ def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None
         session=session, saved_step=saved, stopping=stopping, leave=lambda: session.stopped(3)
     )
     last_words(saver, step=step, total=16, began=began)
-    return line.said
+    return line.heard
 
 
 STOP = SaveRequest(request_id=3, stop=True)

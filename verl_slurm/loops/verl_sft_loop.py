@@ -8,7 +8,8 @@ No exit is believed: a run is finished when its last step is done and committed 
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,9 @@ from verl.trainer.sft_trainer import SFTTrainer
 from verl.utils import tensordict_utils
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
-from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
+from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.loops.step_end import StepEndSaver, seal_own
 from verl_slurm.loops.verl_sft_wraps import WatchedHandler, WatchedWorker
-from verl_slurm.save.ranks.collective import Collective
 
 __all__ = ["ServedSFT"]
 
@@ -126,13 +126,12 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
             return
         name, last = guest_directory("verl", step), step >= self.total
 
-        def mine() -> list[str]:
-            return [f"{name}/{path.name}" for path in (saver.work / name).glob(f"*_rank_{self.rank}.pt")]
+        def shards() -> list[str]:
+            """This rank's. It hashes them itself; rank 0 does what belongs to nobody (tokenizer, data loaders)."""
+            found = (saver.work / name).glob(f"*_rank_{self.rank}.pt")
+            return sorted(f"{name}/{path.name}" for path in found)
 
-        def seal(ranks: Collective) -> Sequence[FileEntry]:
-            return seal_own(saver.work, lambda: sorted(mine()), ranks)
-
-        why = "trainer.save_freq"
+        seal, why = partial(seal_own, saver.work, shards), "trainer.save_freq"
         saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write, seal=seal)
 
 
