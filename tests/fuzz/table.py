@@ -27,6 +27,7 @@ from verl_slurm.checkpoint.small_files import parse_answer
 from verl_slurm.checkpoint.tensor_index import parse_index
 from verl_slurm.cli.steps import steps_table
 from verl_slurm.cli.story import Story, outcome, progress
+from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.errors import (
@@ -169,6 +170,12 @@ def _config(data: bytes) -> object:
     config = parse_config(data, "my.yaml")
     assert parse_config(dump(config), "dumped") == config
     return config
+
+
+def _yaml(data: bytes) -> object:
+    read = strict_yaml.parse(data, "my.yaml").data
+    assert strict_yaml.parse(strict_yaml.dump(read), "dumped").data == read
+    return read
 
 
 def _override(data: bytes) -> object:
@@ -499,6 +506,7 @@ TARGETS = (
     ),
     # what people and Slurm write
     Target(name="run.yaml", parse=_config, raises=(ConfigError,), specimens=of.run_configs, cost=100),
+    Target(name="YAML", parse=_yaml, raises=(ConfigError,), specimens=of.yaml_with_aliases, cost=20),
     Target(name="override", parse=_override, raises=(ConfigError,), specimens=of.overrides, cost=20),
     Target(
         name="hostfile",
