@@ -160,10 +160,11 @@ def tiny_config(name: str) -> Any:
     return AutoConfig.for_model(name.partition("-")[0], **words)
 
 
-def build_family(name: str, directory: Path, tokenizer: Path) -> Path:
+def build_family(name: str, directory: Path, tokenizer: Path, *, std: float = 0.2) -> Path:
     """Write a specimen with random weights to `directory`, with the tokenizer of another model directory.
 
-    The weights are ten times as spread as usual, so that a wrong mask or position shows in the numbers.
+    Args:
+        std: ten times as spread as usual, so that a wrong mask or position shows in the numbers.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -174,7 +175,7 @@ def build_family(name: str, directory: Path, tokenizer: Path) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(std=0.2)
+                    parameter.normal_(std=std)
     model.save_pretrained(str(directory))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / file, directory / file)
@@ -200,7 +201,10 @@ CPUs, in float32, with transformers 5.10.4.
 * **attention** lists what `model.attn_implementation` may be. The default `auto` takes the first. `flash_attention_2`
   needs GPUs, the package `flash_attn`, bfloat16 and `deterministic: false`. It has not been run here. Attention kernels
   that a model directory names in its config.json are ignored.
-* **tp, pp**: `distributed.tp_size` and `pp_size` may be above 1.
+* **tp**: `distributed.tp_size` may be above 1. Layers are cut by the `base_model_tp_plan` of transformers. Where it
+  cannot be followed, the column has the word of the plan, or the module that it leaves out. A model whose config.json
+  sets `use_qk_norm` or `qk_layernorm` is refused.
+* **pp**: `distributed.pp_size` may be above 1, unless embedding and head share their weight (`tie_word_embeddings`).
 * **length** names the key of config.json that limits prompt and response together. Other families compute positions, so
   longer sequences run; `submit` says when they are longer than the model was made for.
 """
@@ -227,13 +231,24 @@ def page() -> str:
     """docs/models.md, whole."""
     lines = [
         _HEAD,
-        "| family | `model_type` | PPO | GRPO | attention | tp, pp | length | remarks |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| family | `model_type` | PPO | GRPO | attention | tp | pp | length | remarks |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, family in sorted(FAMILIES.items(), key=lambda item: item[1].name.lower()):
         attention = ["sdpa"] * family.sdpa + ["eager"] + ["flash_attention_2"] * family.flash
-        cut, length = "yes" if family.cut else "no", f"`{family.positions[0]}`" if family.positions else ""
-        cells = [family.name, f"`{kind}`", "yes", "yes", ", ".join(attention), cut, length, family.remark]
+        tensor = f"no: {family.tp}" if family.tp else "yes"
+        stages, length = "yes" if family.pp else "no", f"`{family.positions[0]}`" if family.positions else ""
+        cells = [
+            family.name,
+            f"`{kind}`",
+            "yes",
+            "yes",
+            ", ".join(attention),
+            tensor,
+            stages,
+            length,
+            family.remark,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",

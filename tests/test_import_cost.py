@@ -15,7 +15,7 @@ HEAVY = (
     "transformers",
     "numpy",
     "rich",
-    "yaml",
+    "ruamel",
     "asyncio",
     "watchdog",
     "psutil",

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.hostile.measured import measured
 from tests.journals import append_event, read_events
+from tests.verl.uncomposed import without_hydra
 from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -31,6 +32,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a run of verl's SFT trainer on two ranks, whose inputs are there."""
     monkeypatch.setattr("verl_slurm.submit.checks.verl.installed_verl", lambda: "0.9.1")
     monkeypatch.setattr("verl_slurm.submit.checks.verl._BESIDES", {"sft": {}, "ppo": {}})
+    without_hydra(monkeypatch)
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

@@ -502,6 +502,13 @@ def run_configs() -> Sequence[bytes]:
     return [shipped, short, short, dump(parse_config(shipped, "shipped"))]
 
 
+def yaml_with_aliases() -> Sequence[bytes]:
+    return [
+        b"a: &a {n: 3, lr: 1e-5, b: [x, 'y', \"z\\n\"]}\nc: {<<: *a, n: 4}\nd: [*a, *a]\n",
+        b"a: &a {n: 3}\nb: &b\n  <<: *a\n  m: |\n    text\nc:\n  <<: [*a, *b]\n  n: ~\n",
+    ]
+
+
 def overrides() -> Sequence[bytes]:
     return [b"train.steps=50", b"slurm.partition=null", b"name=007", b"slurm.extra={constraint: a100}"]
 

@@ -36,6 +36,7 @@ from verl_slurm.checkpoint.store.frozen_check import check_frozen
 from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
 from verl_slurm.cli.steps import steps_table
 from verl_slurm.cli.story import Story, progress
+from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.fingerprint import cache as hash_cache
@@ -170,6 +171,12 @@ def _control_page(path: Path) -> object:
 
 def _orchestration(paths: RunPaths) -> object:
     return check_or_write(paths, msgspec.json.decode(of.orchestrations()[0], type=Orchestration))
+
+
+def _yaml(data: bytes) -> object:
+    read = strict_yaml.parse(data, "my.yaml").data
+    assert strict_yaml.parse(strict_yaml.dump(read), "dumped").data == read
+    return read
 
 
 def _config(data: bytes) -> object:
@@ -496,6 +503,7 @@ TARGETS = (
         cost=2,
     ),
     # what people and Slurm write
+    Target(name="YAML", parse=_yaml, raises=(ConfigError,), specimens=of.yaml_with_aliases, cost=20),
     Target(name="run.yaml", parse=_config, raises=(ConfigError,), specimens=of.run_configs, cost=100),
     Target(name="override", parse=_override, raises=(ConfigError,), specimens=of.overrides, cost=20),
     Target(

@@ -34,7 +34,7 @@ except Exception as error:
 def test_what_brings_checkpoints_back_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
     planted, witness = tmp_path / "planted", tmp_path / "witness"
     planted.mkdir()
-    for name in ("msgspec", "json", "argparse", "yaml"):
+    for name in ("msgspec", "json", "argparse", "ruamel"):
         (planted / f"{name}.py").write_text(f"open({str(witness)!r}, 'a').write(__name__)\n")
     paths = make_run(tmp_path / "run")
     # -P is handed down by no interpreter; PYTHONSAFEPATH, which a lead sets, would hide what is asked here.

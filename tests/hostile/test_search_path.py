@@ -16,7 +16,7 @@ pytestmark = pytest.mark.scenario("SEC08")
 MODULES = (
     "msgspec",
     "click",
-    "yaml",
+    "ruamel",
     "typing",
     "json",
     "psutil",

@@ -159,10 +159,11 @@ def bomb() -> str:
 
 HOSTILE = {
     "alias bomb": bomb(),
-    "one alias": "name: &n demo\nrun_dir: *n\n",
-    "anchor alone": "name: &n demo\n",
-    "merge key": "train:\n  <<: {steps: 3}\n",
-    "merge of an alias": "x: &x {steps: 3}\ntrain:\n  <<: *x\n",
+    "alias of nothing": "name: demo\nrun_dir: *n\n",
+    "alias of what it is in": "name: &n [*n]\n",
+    "merge key twice": "train:\n  <<: {steps: 3}\n  <<: {steps: 3}\n",
+    "merge of a word": "train:\n  <<: steps\n",
+    "merge of an alias in an unknown section": "x: &x {steps: 3}\ntrain:\n  <<: *x\n",
     "python object": "name: !!python/object/apply:os.system ['touch owned']\n",
     "python name": "name: !!python/name:os.system\n",
     "binary": "name: !!binary aGk=\n",

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from collections.abc import Callable
 from email import message_from_bytes
@@ -94,8 +93,8 @@ def _closure(wheel: Path) -> set[str]:
 
 def _link(distribution: metadata.Distribution, site: Path) -> None:
     """Link the top-level files and packages of one distribution into another environment."""
-    purelib = Path(sysconfig.get_path("purelib"))
+    origin = Path(str(distribution.locate_file("")))
     tops = {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}
     for top in tops:
         if not (site / top).exists():
-            (site / top).symlink_to(purelib / top)
+            (site / top).symlink_to(origin / top)

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -25,6 +27,7 @@ from verl_slurm.verl.installed import installed_verl
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {}, "ppo": {}})
+    without_hydra(monkeypatch)
     (tmp_path / "train.parquet").write_bytes(b"PAR1")
     model = tmp_path / "model"
     model.mkdir()
@@ -127,6 +130,32 @@ def test_a_python_without_verl_is_refused_and_one_in_a_container_is_not_asked(pl
         check(config(place), version=None)
     boxed = config(place, "slurm.container={runtime: apptainer, image: /i.sif}")
     assert "container" in check(boxed, version=None)[1][0]
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"])
+def test_in_front_of_a_container_every_place_is_to_be_named(place: Path, key: str) -> None:
+    boxed = config(place, "slurm.container={runtime: apptainer, image: /i.sif}", entry="ppo")
+    check(boxed, version=None)
+    with pytest.raises(DataError, match=f"set verl.{key}"):
+        verl = {name: value for name, value in boxed.verl.items() if name != key}
+        check(msgspec.structs.replace(boxed, verl=verl), version=None)
+
+
+def test_a_run_that_has_begun_with_a_switch_as_text_goes_on_as_it_began(place: Path) -> None:
+    given = config(place, "verl.trainer.balance_batch='False'", entry="ppo")
+    with pytest.raises(ConfigError, match="without quotes"):
+        check(given)
+    run_yaml = RunPaths(given.run_dir).run_yaml
+    run_yaml.parent.mkdir()
+    run_yaml.touch()
+    check(given)
+
+
+@pytest.mark.parametrize("container", ["null", "{runtime: apptainer, image: /i.sif}"])
+def test_what_verl_cannot_do_is_refused_with_and_without_a_verl_to_ask(place: Path, container: str) -> None:
+    given = config(place, f"slurm.container={container}", "verl.trainer.use_v1=false", entry="ppo")
+    with pytest.raises(ConfigError, match=r"verl\.trainer\.use_v1"):
+        check(given)
 
 
 def test_a_release_that_is_too_old_is_refused_and_one_that_nobody_ran_is_said(place: Path) -> None:

@@ -17,8 +17,11 @@ from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.families import FAMILIES
 from verl_slurm.config.schema import RolloutConfig
+from verl_slurm.trainer import models
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import load_causal_lm, load_critic, logprobs, passage, run_passes, values
+from verl_slurm.trainer.parallel.pipeline import Line, Stage
+from verl_slurm.trainer.parallel.tensor import planned
 from verl_slurm.trainer.reward.scoring import build_reward
 from verl_slurm.trainer.rollout.sampling import HFRollout
 
@@ -63,6 +66,48 @@ def _alone(batch: Batch, row: int) -> Batch:
     return {name: column[row : row + 1] for name, column in batch.items()} | prompt
 
 
+@pytest.mark.parametrize("name", list(TINY))
+def test_the_table_says_what_of_transformers_plan_is_not_followed(name: str) -> None:
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(tiny_config(name))
+    try:
+        planned(whole.base_model)
+        found = ""
+    except ConfigError as error:
+        found = str(error.found).partition(": ")[2]
+    assert found == FAMILIES[KIND[name]].tp
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if FAMILIES[KIND[name]].pp])
+def test_two_stages_one_after_the_other_say_what_the_whole_model_says(made: Any, name: str) -> None:
+    given = passage(_with_responses(), torch.device("cpu"))
+    group: Any = None
+    for load in (load_causal_lm, load_critic):
+        whole, *parts = (_untied(load(made(name))) for _ in range(3))
+        for model in (whole, *parts):  # a critic's head begins at zero
+            torch.nn.init.constant_(list(model.parameters())[-1], 0.5)
+        first, last = (Stage(part, Line(index, 2, group)) for index, part in enumerate(parts))
+        last._keep = given.keep
+        with torch.no_grad():
+            found = last(first(given.ids, given.mask, given.positions), given.mask, given.positions)
+            assert torch.equal(found, models._call(whole, given))
+
+
+def _untied(model: Any) -> Any:
+    """Stages cannot share a weight."""
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    return model
+
+
+def _with_responses() -> Batch:
+    return _prompts() | {
+        "response_ids": torch.arange(NEW).expand(len(LENGTHS), NEW) + 40,
+        "response_mask": torch.ones(len(LENGTHS), NEW, dtype=torch.bool),
+    }
+
+
 @pytest.mark.scenario("USE04")
 def test_every_family_of_the_table_has_a_specimen() -> None:
     assert set(KIND.values()) == set(FAMILIES)
@@ -94,10 +139,7 @@ def test_scores_are_those_of_sampling_and_of_each_row_alone(made: Any, name: str
 @pytest.mark.parametrize("name", TINY)
 def test_a_training_pass_sees_what_scoring_sees(made: Any, name: str) -> None:
     model = load_causal_lm(made(name))
-    batch = _prompts() | {
-        "response_ids": torch.arange(NEW).expand(len(LENGTHS), NEW) + 40,
-        "response_mask": torch.ones(len(LENGTHS), NEW, dtype=torch.bool),
-    }
+    batch = _with_responses()
     seen: list[Tensor] = []
 
     def loss_of(logits: Tensor, rows: Tensor) -> Tensor:

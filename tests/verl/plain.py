@@ -11,7 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from tests.processes import python_path
-from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.config.guest import flattened
+from verl_slurm.verl.composing import words_of
+from verl_slurm.verl.overrides import user_settings
 
 __all__ = ["OURS", "VERLS", "Ended", "cpu_environ", "run_sft"]
 
@@ -53,7 +55,7 @@ def run_sft(
         port = taken.getsockname()[1]
     argv = [sys.executable, "-P", "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     argv += [f"--master-port={port}", "-m", module]
-    argv += [override.word for override in check_overrides(section)]
+    argv += words_of(user_settings(flattened(dict(section))).values())
     argv += [f"trainer.n_gpus_per_node={ranks}", *words]
     done = subprocess.run(
         argv,

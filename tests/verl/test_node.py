@@ -53,24 +53,24 @@ def lead(paths: RunPaths, epoch: int = 1) -> None:
 
 
 def test_a_first_start_resumes_from_nothing(paths: RunPaths) -> None:
-    words = node._words(paths, config(), arguments(paths))
-    assert {"trainer.total_epochs=3", "trainer.resume_mode=disable", "trainer.nnodes=2"} <= set(words)
-    assert f"trainer.default_local_dir='{paths.work(1)}'" in words
+    own = node._own(paths, config(), arguments(paths))
+    assert (own.resume, own.nodes, own.ranks_per_node) == (None, 2, 1)
+    assert own.save_dir == paths.work(1)
 
 
 def test_a_resume_names_what_verl_wrote_within_the_verified_checkpoint(paths: RunPaths) -> None:
-    words = node._words(paths, config(), arguments(paths, saved(paths)))
-    assert f"trainer.resume_from_path='{paths.checkpoints / 'step_000007' / 'global_step_7'}'" in words
+    own = node._own(paths, config(), arguments(paths, saved(paths)))
+    assert own.resume == paths.checkpoints / "step_000007" / "global_step_7"
 
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused_before_verl_starts(paths: RunPaths) -> None:
     with pytest.raises(ConfigError, match="another number of ranks"):
-        node._words(paths, config(4), arguments(paths, saved(paths)))
+        node._own(paths, config(4), arguments(paths, saved(paths)))
 
 
 def test_a_checkpoint_of_verls_sft_is_refused(paths: RunPaths) -> None:
     with pytest.raises(ConfigError, match="another of verl's trainers"):
-        node._words(paths, config(), arguments(paths, saved(paths, part="shards")))
+        node._own(paths, config(), arguments(paths, saved(paths, part="shards")))
 
 
 def test_the_token_is_written_for_this_user_alone(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ __all__ = ["PackageMissing", "require_packages"]
 
 _EXTRAS = {
     "trainer": "torch transformers numpy msgpack zstandard huggingface_hub safetensors tensorboard",
-    "verl": "verl ray transfer_queue",
+    "verl": "verl hydra ray transfer_queue",
     "vllm": "vllm",
     "s3": "boto3 botocore",
     "data": "pyarrow",

@@ -11,7 +11,7 @@ from verl_slurm.config.checks.complaint import Complaint
 from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["CUT", "FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes"]
+__all__ = ["FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes"]
 
 
 class Family(NamedTuple):
@@ -22,62 +22,72 @@ class Family(NamedTuple):
     """torch's scaled dot product computes its attention. False: `auto` means eager."""
     flash: bool = True
     """transformers offers flash_attention_2."""
-    cut: bool = False
-    """tp_size and pp_size above 1: every projection is known by name (trainer/parallel/tensor.py)."""
+    tp: str = ""
+    """What of transformers' tensor-parallel plan `trainer/parallel/tensor.py` does not follow: a word, or a module that
+    is left out. Empty: tp_size may be above 1."""
+    pp: bool = True
+    """pp_size may be above 1: embedding, layers, norm and head do all there is to do, one after the other."""
     positions: tuple[str, int] | None = None
     """The key of config.json that limits the length of a sequence, and what it is where config.json lacks it. Past it
     there is no position embedding. None: positions are computed, and any length runs."""
     remark: str = ""
 
 
+_NO_PLAN = "no plan"
 _MOE = "the router trains without its auxiliary loss"
 _HYBRID = "some layers keep a state instead of keys and values"
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("Llama 2, 3", cut=True),
-    "qwen2": Family("Qwen2, Qwen2.5", cut=True),
-    "mistral": Family("Mistral", cut=True),
-    "apertus": Family("Apertus"),
-    "bloom": Family("Bloom", sdpa=False, flash=False, remark="ALiBi"),
-    "cohere": Family("Cohere Command R"),
-    "cohere2": Family("Cohere Command R7B"),
-    "deepseek_v2": Family("DeepSeek-V2", remark=_MOE),
-    "deepseek_v3": Family("DeepSeek-V3, R1", remark=f"{_MOE}; its e_score_correction_bias stays as it was"),
+    "llama": Family("Llama 2, 3"),
+    "qwen2": Family("Qwen2, Qwen2.5"),
+    "mistral": Family("Mistral"),
+    "apertus": Family("Apertus", tp="mlp.act_fn"),
+    "bloom": Family("Bloom", tp=_NO_PLAN, pp=False, sdpa=False, flash=False, remark="ALiBi"),
+    "cohere": Family("Cohere Command R", pp=False),
+    "cohere2": Family("Cohere Command R7B", pp=False),
+    "deepseek_v2": Family("DeepSeek-V2", tp="mla_kv_a_proj", remark=_MOE),
+    "deepseek_v3": Family(
+        "DeepSeek-V3, R1", tp="moe_tp_experts", remark=f"{_MOE}; its e_score_correction_bias stays as it was"
+    ),
     "exaone4": Family("EXAONE 4"),
-    "falcon": Family("Falcon", remark="rotary positions or ALiBi"),
+    "falcon": Family("Falcon", tp=_NO_PLAN, pp=False, remark="rotary positions or ALiBi"),
     "gemma": Family("Gemma"),
-    "gemma2": Family("Gemma 2"),
+    "gemma2": Family("Gemma 2", pp=False),
     "gemma3_text": Family("Gemma 3, text"),
     "glm4": Family("GLM-4"),
-    "glm4_moe": Family("GLM-4.5", remark=_MOE),
-    "gpt2": Family("GPT-2", positions=("n_positions", 1024)),
-    "gpt_bigcode": Family("GPT-BigCode, StarCoder", positions=("n_positions", 1024)),
-    "gpt_neo": Family("GPT-Neo", sdpa=False, positions=("max_position_embeddings", 2048)),
-    "gpt_neox": Family("GPT-NeoX, Pythia"),
-    "gpt_oss": Family("gpt-oss", sdpa=False, remark=f"dequantize MXFP4 weights first; {_MOE}"),
-    "gptj": Family("GPT-J", sdpa=False, positions=("n_positions", 2048)),
-    "granite": Family("Granite"),
-    "granitemoe": Family("Granite MoE", remark=_MOE),
-    "lfm2": Family("LFM2", remark=_HYBRID),
-    "mixtral": Family("Mixtral", remark=_MOE),
-    "mpt": Family("MPT", sdpa=False, flash=False, positions=("max_seq_len", 2048), remark="ALiBi"),
-    "nemotron": Family("Nemotron"),
+    "glm4_moe": Family("GLM-4.5", tp="moe_tp_experts", remark=_MOE),
+    "gpt2": Family("GPT-2", tp=_NO_PLAN, pp=False, positions=("n_positions", 1024)),
+    "gpt_bigcode": Family("GPT-BigCode, StarCoder", tp=_NO_PLAN, pp=False, positions=("n_positions", 1024)),
+    "gpt_neo": Family(
+        "GPT-Neo", tp=_NO_PLAN, pp=False, sdpa=False, positions=("max_position_embeddings", 2048)
+    ),
+    "gpt_neox": Family("GPT-NeoX, Pythia", pp=False),
+    "gpt_oss": Family("gpt-oss", tp=_NO_PLAN, sdpa=False, remark=f"dequantize MXFP4 weights first; {_MOE}"),
+    "gptj": Family("GPT-J", tp=_NO_PLAN, pp=False, sdpa=False, positions=("n_positions", 2048)),
+    "granite": Family("Granite", pp=False),
+    "granitemoe": Family("Granite MoE", tp=_NO_PLAN, pp=False, remark=_MOE),
+    "lfm2": Family("LFM2", tp=_NO_PLAN, pp=False, remark=_HYBRID),
+    "mixtral": Family("Mixtral", tp="moe_tp_experts", remark=_MOE),
+    "mpt": Family(
+        "MPT", tp=_NO_PLAN, pp=False, sdpa=False, flash=False, positions=("max_seq_len", 2048), remark="ALiBi"
+    ),
+    "nemotron": Family("Nemotron", tp=_NO_PLAN, pp=False),
     "olmo": Family("OLMo"),
     "olmo2": Family("OLMo 2"),
     "olmo3": Family("OLMo 3"),
-    "olmoe": Family("OLMoE", remark=_MOE),
-    "opt": Family("OPT", positions=("max_position_embeddings", 2048)),
-    "phi": Family("Phi-1, Phi-2"),
+    "olmoe": Family("OLMoE", tp="moe_tp_experts", pp=False, remark=_MOE),
+    "opt": Family("OPT", tp=_NO_PLAN, pp=False, positions=("max_position_embeddings", 2048)),
+    "phi": Family("Phi-1, Phi-2", pp=False),
     "phi3": Family("Phi-3, Phi-4"),
-    "phimoe": Family("Phi-3.5 MoE", remark=_MOE),
-    "qwen2_moe": Family("Qwen2 MoE", remark=_MOE),
+    "phimoe": Family("Phi-3.5 MoE", tp=_NO_PLAN, pp=False, remark=_MOE),
+    "qwen2_moe": Family("Qwen2 MoE", tp="mlp.gate", remark=_MOE),
     "qwen3": Family("Qwen3"),
-    "qwen3_5_text": Family("Qwen3.5, text", remark=_HYBRID),
-    "qwen3_moe": Family("Qwen3 MoE", remark=_MOE),
-    "qwen3_next": Family("Qwen3-Next", remark=f"{_HYBRID}; {_MOE}"),
+    "qwen3_5_text": Family("Qwen3.5, text", tp="linear_attn.conv1d", remark=_HYBRID),
+    "qwen3_moe": Family("Qwen3 MoE", tp="moe_tp_experts", remark=_MOE),
+    "qwen3_next": Family("Qwen3-Next", tp="moe_tp_experts", remark=f"{_HYBRID}; {_MOE}"),
     "seed_oss": Family("Seed-OSS"),
     "smollm3": Family("SmolLM3"),
-    "stablelm": Family("StableLM"),
+    "stablelm": Family("StableLM", tp=_NO_PLAN, pp=False),
     "starcoder2": Family("StarCoder2"),
 }
 
@@ -90,8 +100,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     "xlstm": ("xLSTM", _STATES),
 }
 """`model_type` → name, and why it cannot be trained here."""
-CUT = tuple(kind for kind, family in FAMILIES.items() if family.cut)
-
 _EXPECTED = "a decoder that predicts the next token"
 _OTHER = "set model.path to a model of a family in docs/models.md"
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

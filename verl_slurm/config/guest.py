@@ -19,9 +19,11 @@ def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """`section` with its nested maps as dotted keys, later ones winning. Lists and empty maps stay as they are."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
-        whole = f"{prefix}.{key}" if prefix else key
-        if prefix and key.startswith("+"):
-            whole = f"+{prefix}.{key[1:]}"
+        whole = key
+        if prefix:
+            bare, path = key.lstrip("+~"), prefix.lstrip("+~")
+            mark = key.removesuffix(bare) or prefix.removesuffix(path)
+            whole = f"{mark}{path}.{bare}"
         inner = flattened(value, whole) if isinstance(value, dict) and value else {whole: value}
         for name in inner:
             flat.pop(name, None)  # what comes later is later in the words for verl, too

@@ -218,15 +218,27 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
 
 
 def _verl_word(word: str) -> tuple[str, Value]:
-    match = _VERL_WORD.fullmatch(word)
-    if match is None:
-        raise ConfigError(
-            "not a word for verl",
-            where=word,
-            expected="KEY=VALUE or +KEY=VALUE, e.g. trainer.save_freq=5",
-            remedy="mend that word",
-        )
-    return match[1], strict_yaml.parse_value(match[2], word)
+    """By Hydra's own parser; where there is no Hydra, as in front of a container, by ours."""
+    refused = ConfigError(
+        "not a word for verl",
+        where=word,
+        expected="KEY=VALUE or +KEY=VALUE, e.g. trainer.save_freq=5",
+        remedy="fix this word",
+    )
+    if (match := _VERL_WORD.fullmatch(word)) is None:
+        raise refused
+    try:
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+    except ModuleNotFoundError:
+        return match[1], strict_yaml.parse_value(match[2], word)
+    try:
+        parsed = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise refused from error
+    if parsed.is_sweep_override():
+        raise refused  # one run for each setting
+    return match[1], typing.cast("Value", parsed.value())
 
 
 def _private(dotted: str) -> bool:

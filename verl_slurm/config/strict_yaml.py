@@ -1,19 +1,29 @@
-"""The part of YAML a configuration needs, read without surprises.
+"""The YAML 1.2 of a configuration, read without surprises.
 
-What YAML 1.1 would do to a value is a classic trap: `no` becomes false, `010` eight, `1:30` ninety and
-`1e-3` a string. Here only `true` and `false` are booleans, integers are decimal, floats are what Python
-reads as floats, and everything else is text; the schema then says if text was wanted. Tags, anchors,
-aliases, merge keys, a second document, a duplicate key, deep nesting and files over 1 MiB are refused, so a
-reader of the file sees what we see.
+ruamel.yaml parses it; what a plain word means is decided here, more strictly than YAML 1.2's core schema. Only
+`true` and `false` are booleans, integers are decimal, floats are finite and have a point or an exponent, and
+everything else is text (`no`, `010`, `1:30`, `1_000`, `0x1f`, `.inf`, `2026-11-24`); the schema then says whether
+text was wanted. ruamel.yaml's own table reads 010 as ten, 1_000 as a thousand and a date as a date.
 
-Core schema this follows, minus octal and hexadecimal: https://yaml.org/spec/1.2.2/#103-core-schema
+Anchors, aliases and merge keys (`<<`) are expanded: each use is a copy of its own. Refused are tags, a second
+document, a doubled key or anchor, a key that is no word, more than 8 levels, files over 1 MiB, and what expands
+to more than 20,000 values or 1 MiB of text.
+
+Core schema: https://yaml.org/spec/1.2.2/#103-core-schema. Merge keys: https://yaml.org/type/merge.html.
 """
 
+import io
 import math
 import re
-from typing import NamedTuple, Union
+from functools import partial
+from typing import Any, NamedTuple, Union
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, MaxDepthExceededError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import ConfigError
@@ -22,8 +32,10 @@ __all__ = ["MAX_BYTES", "Document", "dump", "parse", "parse_value"]
 
 MAX_BYTES = bounded.CONFIG.num_bytes
 _MAX_VALUES = 20_000
-"""Lines, commas and brackets: PyYAML takes 60 microseconds and 600 bytes for each; a run has some 300."""
+"""Lines, commas and brackets of the file, and values after expanding. A run has some 300; 20,000 take 2 s."""
 _MAX_DEPTH = 8
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PLAIN_KEY = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*")
 _NULL = re.compile(r"(?:|~|null)")
 _BOOL = re.compile(r"true|false")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
@@ -42,14 +54,6 @@ class Document(NamedTuple):
     lines: dict[str, int]
 
 
-class _Loader(yaml.SafeLoader):
-    """Composes nodes only; no constructor of PyYAML ever runs."""
-
-
-# Plain scalars get no implicit tag from PyYAML: `_scalar` decides.
-_Loader.yaml_implicit_resolvers = {}
-
-
 def parse(raw: bytes, source: str) -> Document:
     """Read one YAML mapping.
 
@@ -61,21 +65,9 @@ def parse(raw: bytes, source: str) -> Document:
         ConfigError: anything outside the subset, with line and column.
     """
     if len(raw) > MAX_BYTES:
-        raise ConfigError(
-            "the configuration is too large",
-            where=source,
-            found=f"{len(raw)} bytes",
-            expected=f"at most {MAX_BYTES}",
-            remedy="check that this is the right file",
-        )
+        raise _too_large(source, f"{len(raw)} bytes", MAX_BYTES)
     if (values := sum(map(raw.count, (b"\n", b"\r", b",", b"[", b"{")))) > _MAX_VALUES:
-        raise ConfigError(
-            "the configuration is too large",
-            where=source,
-            found=f"{values} lines, commas and brackets",
-            expected=f"at most {_MAX_VALUES}",
-            remedy="check that this is the right file",
-        )
+        raise _too_large(source, f"{values} lines, commas and brackets", _MAX_VALUES)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -84,9 +76,8 @@ def parse(raw: bytes, source: str) -> Document:
             where=f"{source}, byte {error.start}",
             remedy="check that this is the right file",
         ) from None
-    lines: dict[str, int] = {}
-    node = _compose(text, source)
-    data: Value = {} if node is None else _build(node, "", source, lines)
+    builder = _Builder(source)
+    data = builder.read(text)
     if data is None:
         data = {}
     if not isinstance(data, dict):
@@ -97,7 +88,7 @@ def parse(raw: bytes, source: str) -> Document:
             expected="`key: value` lines",
             remedy="`verl-slurm init FILE` writes one to start from",
         )
-    return Document(data, lines)
+    return Document(data, builder.lines)
 
 
 def parse_value(text: str, source: str) -> Value:
@@ -106,126 +97,196 @@ def parse_value(text: str, source: str) -> Value:
     Raises:
         ConfigError: as `parse`.
     """
-    node = _compose(text, source)
-    return None if node is None else _build(node, "", source, {})
+    return _Builder(source).read(text)
 
 
 def dump(data: dict[str, Value]) -> bytes:
-    """Write a mapping so that this module, and any other YAML reader, reads the same back. Text is quoted."""
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 16)
-    return text.encode()
+    """Write a mapping so that this module, and any other YAML reader, reads the same values back."""
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Representer = _Quoting
+    yaml.default_flow_style = False
+    yaml.width = 1 << 16
+    yaml.sort_base_mapping_type_on_output = False
+    file = io.BytesIO()
+    yaml.dump(data, file)
+    return file.getvalue()
 
 
-class _Quoted(str):
-    """Text that is to be written in double quotes."""
-
-    __slots__ = ()
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text values: what counts as a plain string differs between YAML 1.1, 1.2 and us."""
+class _Quoting(SafeRepresenter):
+    """Quotes text values, and gives each float a point: readers of YAML 1.1, 1.2 and we differ about the rest."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
-    def represent_mapping(
-        self, tag: str, mapping: object, flow_style: bool | None = None
-    ) -> yaml.MappingNode:
-        assert isinstance(mapping, dict)
-        pairs = {key: _quote(value) for key, value in mapping.items()}
-        return super().represent_mapping(tag, pairs, flow_style)
+    def represent_key(self, data: str) -> ScalarNode:
+        plain = _PLAIN_KEY.fullmatch(data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
+
+    def represent_text(self, data: str) -> ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
+
+    def represent_number(self, data: float) -> ScalarNode:
+        text = repr(data)
+        return self.represent_scalar(
+            "tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e")
+        )
 
 
-def _quote(value: object) -> object:
-    if isinstance(value, str):
-        return _Quoted(value)
-    if isinstance(value, list):
-        return [_quote(item) for item in value]
-    return value
+_Quoting.add_representer(str, _Quoting.represent_text)
+_Quoting.add_representer(float, _Quoting.represent_number)
 
 
-def _represent_quoted(dumper: yaml.SafeDumper, text: _Quoted) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
+def _too_large(source: str, found: str, at_most: int) -> ConfigError:
+    return ConfigError(
+        "the configuration is too large",
+        where=source,
+        found=found,
+        expected=f"at most {at_most}",
+        remedy="check that this is the right file",
+    )
 
 
-_Dumper.add_representer(_Quoted, _represent_quoted)
+class _Composer(Composer):
+    """Refuses tags, an anchor that is given twice, and half a character."""
+
+    def __init__(self, loader: Any, source: str) -> None:
+        super().__init__(loader)
+        self._source = source
+
+    def compose_node(self, parent: object, index: object) -> Node:
+        event = self.parser.peek_event()
+        if (tag := getattr(event, "ctag", None)) is not None:
+            raise ConfigError(
+                "tags are not allowed",
+                where=_at(self._source, event.start_mark),
+                found=tag,
+                remedy="write the value without its tag",
+            )
+        if not isinstance(event, AliasEvent) and (first := self.anchors.get(event.anchor)):
+            raise ConfigError(
+                "the same anchor twice",
+                where=f"{_at(self._source, event.start_mark)}: &{event.anchor}",
+                found=f"first in line {first.start_mark.line + 1}",
+                remedy="give one of them another name",
+            )
+        if _SURROGATE.search(getattr(event, "value", "")):
+            raise ConfigError(
+                "text that is no Unicode",
+                where=_at(self._source, event.start_mark),
+                found="an escape of D800 to DFFF",
+                remedy="write the character itself",
+            )
+        node: Node = super().compose_node(parent, index)
+        return node
 
 
-def _compose(text: str, source: str) -> yaml.Node | None:
+def _compose(text: str, source: str) -> Node | None:
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Composer = partial(_Composer, source=source)
+    yaml.max_depth = _MAX_DEPTH
     try:
-        # The events are looked at first: composing recurses, and a file of brackets would overflow the stack.
-        _check_events(text, source)
-        return yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
+        node: Node | None = yaml.compose(text)
+        return node
+    except MaxDepthExceededError as error:
+        raise _too_deep(_at(source, error.problem_mark)) from None
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         raise ConfigError(
             "the configuration is not valid YAML",
-            where=place,
-            found=(error.problem or error.context or "").removeprefix("found "),
-            remedy="mend that line",
+            where=_at(source, mark) if mark else source,
+            found=(error.problem or error.context or "").removeprefix("but ").removeprefix("found "),
+            remedy="fix this line",
         ) from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ConfigError(
-            "the configuration is not valid YAML", where=source, found=error, remedy="mend the file"
+            "the configuration is not valid YAML", where=source, found=error, remedy="fix the file"
         ) from None
 
 
-def _check_events(text: str, source: str) -> None:
-    depth = documents = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        mark = event.start_mark
-        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise ConfigError(
-                "anchors and aliases are not allowed", where=place, remedy="write the value out"
-            )
-        if (tag := getattr(event, "tag", None)) is not None:
-            raise ConfigError(
-                "tags are not allowed", where=place, found=tag, remedy="write the value without its tag"
-            )
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise ConfigError(
-                    "more than one document in the file", where=place, remedy="keep one file for each run"
-                )
-        elif isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > _MAX_DEPTH:
-                at_most = f"at most {_MAX_DEPTH} levels"
-                raise ConfigError("nested too deeply", where=place, expected=at_most, remedy="mend the file")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+def _at(source: str, mark: Any) -> str:
+    return f"{source}:{mark.line + 1}:{mark.column + 1}"
 
 
-def _build(node: yaml.Node, path: str, source: str, lines: dict[str, int]) -> Value:
-    if isinstance(node, yaml.MappingNode):
-        result: dict[str, Value] = {}
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(
+        "nested too deeply", where=where, expected=f"at most {_MAX_DEPTH} levels", remedy="fix the file"
+    )
+
+
+class _Builder:
+    """Makes values of nodes. An alias is built again at each use, so values and text are counted on the way."""
+
+    def __init__(self, source: str) -> None:
+        self.lines: dict[str, int] = {}
+        self._source = source
+        self._values = 0
+        self._text = 0
+
+    def read(self, text: str) -> Value:
+        node = _compose(text, self._source)
+        return None if node is None else self._build(node, "", 0)
+
+    def _build(self, node: Node, path: str, depth: int) -> Value:
+        self._values += 1
+        if self._values > _MAX_VALUES:
+            raise _too_large(self._source, "aliases that expand to more values", _MAX_VALUES)
+        self._text += len(path) + len(node.value)
+        if self._text > MAX_BYTES:
+            raise _too_large(self._source, "aliases that expand to more text", MAX_BYTES)
+        if isinstance(node, ScalarNode):
+            return _scalar(node, path, self._source)
+        if depth == _MAX_DEPTH:  # by aliases: the composer has counted what is written out
+            raise _too_deep(_at(self._source, node.start_mark))
+        if isinstance(node, SequenceNode):
+            return [self._build(item, path, depth + 1) for item in node.value]
+        assert isinstance(node, MappingNode)
+        return self._mapping(node, path, depth + 1)
+
+    def _mapping(self, node: MappingNode, path: str, depth: int) -> dict[str, Value]:
+        pairs: dict[str, tuple[ScalarNode, Node]] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode) or not key_node.value:
-                raise ConfigError("a key must be a word", where=f"{source}:{line}", remedy="mend that line")
+            where = f"{self._source}:{key_node.start_mark.line + 1}"
+            if not isinstance(key_node, ScalarNode) or not key_node.value:
+                raise ConfigError("a key must be a word", where=where, remedy="fix this line")
             key = str(key_node.value)
-            dotted = f"{path}.{key}" if path else key
-            if key in result:
+            if key in pairs:
                 raise ConfigError(
                     "the same key twice",
-                    where=f"{source}:{line}: {dotted}",
-                    found=f"first in line {lines[dotted]}",
+                    where=f"{where}: {_dotted(path, key)}",
+                    found=f"first in line {pairs[key][0].start_mark.line + 1}",
                     remedy="keep one of them",
                 )
-            lines[dotted] = line
-            result[key] = _build(value_node, dotted, source, lines)
+            pairs[key] = key_node, value_node
+        result: dict[str, Value] = {}
+        if "<<" in pairs and pairs["<<"][0].style is None:
+            result = self._merged(pairs.pop("<<")[1], path, depth)
+        for key, (key_node, value_node) in pairs.items():
+            self.lines[_dotted(path, key)] = key_node.start_mark.line + 1
+            result[key] = self._build(value_node, _dotted(path, key), depth)
         return result
-    if isinstance(node, yaml.SequenceNode):
-        return [_build(item, path, source, lines) for item in node.value]
-    return _scalar(node, path, source)
+
+    def _merged(self, node: Node, path: str, depth: int) -> dict[str, Value]:
+        result: dict[str, Value] = {}
+        # The first mapping of a list wins.
+        for mapping in reversed(node.value if isinstance(node, SequenceNode) else [node]):
+            if not isinstance(mapping, MappingNode):
+                where = _at(self._source, mapping.start_mark)
+                raise ConfigError(
+                    "`<<` merges mappings only", where=where, remedy="name the anchor of a mapping"
+                )
+            value = self._build(mapping, path, depth)
+            assert isinstance(value, dict)
+            result |= value
+        return result
 
 
-def _scalar(node: yaml.Node, path: str, source: str) -> Value:
+def _dotted(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _scalar(node: ScalarNode, path: str, source: str) -> Value:
     text = str(node.value)
-    if getattr(node, "style", None) is not None:
+    if node.style is not None:
         return text  # quoted or a block: text, whatever it looks like
     if _NULL.fullmatch(text):
         return None

@@ -30,8 +30,9 @@ from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
+from verl_slurm.verl.composing import checked_settings
 from verl_slurm.verl.installed import installed_verl, require_installed
-from verl_slurm.verl.overrides import OwnSettings, hydra_words
+from verl_slurm.verl.overrides import OwnSettings
 from verl_slurm.verl.ray_nodes import (
     object_store_bytes,
     ray_argv,
@@ -95,7 +96,7 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
         session = Session.open(rank=0, world_size=1, lifeline=False)
         _require_verl(session)
         session.close()
-    words = _words(paths, config, args) if is_head else []
+    words = checked_settings("ppo", config.verl, _own(paths, config, args)).words if is_head else []
     token = _write_token(paths, args)
     nodes = config.distributed.nodes
     environ = ray_environment(os.environ, token, args.head, paths, config.name, nodes)
@@ -158,11 +159,11 @@ def _require_verl(session: Session) -> None:
         session.notice(release.line, topic="device", loud=True)
 
 
-def _words(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> list[str]:
-    """verl's command line.
+def _own(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> OwnSettings:
+    """What this start says to verl.
 
     Raises:
-        ConfigError: settings that verl does not get here, or a checkpoint that is not of this kind of run.
+        ConfigError: the checkpoint is not of this kind of run.
     """
     shape, resume = config.distributed, None
     if args.resume:
@@ -176,7 +177,7 @@ def _words(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> list
                 expected="one of trainer.entry=ppo, with actor/",
                 remedy="go on with the trainer.entry that wrote it",
             )
-    own = OwnSettings(
+    return OwnSettings(
         nodes=shape.nodes,
         ranks_per_node=shape.ranks_per_node,
         save_dir=paths.work(args.epoch),
@@ -184,7 +185,6 @@ def _words(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> list
         every_steps=config.checkpoint.every_steps,
         name=config.name,
     )
-    return hydra_words(config.verl, (), own)
 
 
 def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:

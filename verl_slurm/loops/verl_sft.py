@@ -10,28 +10,26 @@ The first word to the daemon goes out before torch and verl are imported.
 import argparse
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
+from verl_slurm.verl.composing import checked_settings, compose
 from verl_slurm.verl.installed import installed_verl, require_installed
-from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.verl.overrides import OwnSettings
 from verl_slurm.verl.tracker import tracker_file
 
 if TYPE_CHECKING:
     from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["SFTSettings", "main", "run_and_leave", "sft_settings"]
-
-SFTSettings = dict[str, Any]
-_CONTENTS = ("model", "optimizer", "extra")
+__all__ = ["main", "run_and_leave"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,27 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(ExitCode.OK)
 
 
-def sft_settings(
-    *, save_dir: Path, resume: Path | None, nodes: int, ranks_per_node: int, name: str
-) -> SFTSettings:
-    """What a start of ours says to verl, by key.
-
-    Args:
-        save_dir: this incarnation's work directory.
-        resume: the verified checkpoint's `global_step_N`; None: from the beginning.
-    """
-    return {
-        "trainer.default_local_dir": str(save_dir),
-        "trainer.default_hdfs_dir": None,
-        "trainer.resume_mode": "disable" if resume is None else "resume_path",
-        "trainer.resume_from_path": None if resume is None else str(resume),
-        "trainer.max_ckpt_to_keep": None,  # checkpoint.keep_last; verl forgets at each start what it has kept
-        "trainer.nnodes": nodes,
-        "trainer.n_gpus_per_node": ranks_per_node,
-        "trainer.experiment_name": name,
-    }
-
-
 def _train(session: Session, words: Sequence[str]) -> None:
     release = require_installed("sft", installed_verl())
     if release.word != "run":
@@ -96,18 +73,15 @@ def _under_a_daemon(session: Session) -> None:
         manifest = require_guest(session.resume, "verl", world_size=session.world_size)
         resume_step = manifest.step
         resume = session.resume / f"global_step_{resume_step}"
-    overrides = check_overrides(config.verl)
-    ours: SFTSettings = sft_settings(
-        save_dir=paths.work(session.epoch),
-        resume=resume,
+    own = OwnSettings(
         nodes=config.distributed.nodes,
         ranks_per_node=config.distributed.ranks_per_node,
+        save_dir=paths.work(session.epoch),
+        resume=resume,
+        every_steps=config.checkpoint.every_steps,
         name=paths.root.name,
     )
-    if "trainer.save_freq" not in {override.key for override in overrides}:
-        ours["trainer.save_freq"] = config.checkpoint.every_steps
-    settings = _compose([override.word for override in overrides], ours)
-    _require_whole(settings)
+    settings = checked_settings("sft", config.verl, own).config
     with _process_group(settings) as ranks:
         from verl_slurm.loops.step_end import StepEndSaver
         from verl_slurm.loops.verl_ppo_saves import last_words
@@ -131,7 +105,7 @@ def _under_a_daemon(session: Session) -> None:
 
 def _by_hand(words: Sequence[str]) -> None:
     """verl as it is, without its trap: it resumes from what it finds by itself."""
-    settings = _compose(list(words), {})
+    settings = compose("sft", words)
     with _process_group(settings):
         from verl_slurm.loops.verl_ppo_saves import require_all
         from verl_slurm.loops.verl_sft_loop import ServedSFT
@@ -140,44 +114,6 @@ def _by_hand(words: Sequence[str]) -> None:
         began = trainer.step
         trainer.fit()
         require_all(trainer.step, trainer.total, began, where=Path(settings.trainer.default_local_dir))
-
-
-def _compose(words: list[str], ours: Mapping[str, Any]) -> Any:
-    """verl's whole configuration.
-
-    Raises:
-        ConfigError: Hydra does not take a word, or verl has no such key.
-    """
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-            settings = hydra.compose("sft_trainer_engine", overrides=words)
-        for key, value in ours.items():
-            OmegaConf.update(settings, key, value, force_add=False)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            "verl does not take these settings",
-            where="verl",
-            found=error,
-            remedy="+KEY adds a key that verl's own files do not have",
-        ) from error
-    return settings
-
-
-def _require_whole(settings: Any) -> None:
-    for key in ("save_contents", "load_contents"):
-        contents = set(settings.checkpoint[key])
-        if not contents.issuperset(_CONTENTS):
-            raise ConfigError(
-                "a resume needs more than what would be saved",
-                where=f"verl: checkpoint.{key}",
-                found=sorted(contents),
-                expected=list(_CONTENTS),
-            )
 
 
 @contextmanager

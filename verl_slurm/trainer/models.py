@@ -28,7 +28,7 @@ from verl_slurm.trainer.parallel.gradients import clip_over_grid
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.layers import policy_of, recompute_layers, shard_over_data
 from verl_slurm.trainer.parallel.pipeline import LossOf, Passage, Stage, cut_stage
-from verl_slurm.trainer.parallel.tensor import cut_tensors
+from verl_slurm.trainer.parallel.tensor import cut_tensors, sum_head_gradients
 from verl_slurm.trainer.parallel.weights import whole_parameters
 
 __all__ = [
@@ -281,6 +281,7 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
         grid: None: no others, or data parallel alone.
     """
     if grid is not None:
+        sum_head_gradients(model, grid.mesh["tp"])
         return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

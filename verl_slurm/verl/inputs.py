@@ -1,15 +1,26 @@
-"""What verl will read, by its own words in a run's configuration: data files, models; and how large its saves will be.
+"""The places that verl will read, data files and models, by its settings; and how large its saves will be. Pure.
 
-The words are those of the section `verl` (`RunConfig.verl`, dotted; `config/guest.py`). verl has defaults for all of
-them, which are places in the home of whoever wrote verl's examples: a run that says nothing gets those. Pure.
+The settings are verl's whole configuration as Hydra composes it (`composing.py`), or, where no verl can be asked, what
+the user says and no more (`said_settings`).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Input", "bytes_per_parameter", "inputs_of", "is_remote", "said", "with_critic"]
+from verl_slurm.verl.overrides import Setting, value_at
+from verl_slurm.verl.releases import Entry
+
+__all__ = [
+    "Input",
+    "bytes_per_parameter",
+    "input_keys",
+    "inputs_of",
+    "is_remote",
+    "said_settings",
+    "with_critic",
+]
 
 Kind = Literal["data", "model"]
 
@@ -18,16 +29,8 @@ _MOMENTS = 2
 """Of AdamW, verl's default (`optim/fsdp.yaml`), both in the dtype of the weights, float32 (`engine/fsdp.yaml`)."""
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 
-_POLICY = {"sft": "model.path", "ppo": "actor_rollout_ref.model.path"}
-_DEFAULTS: dict[str, dict[str, str | None]] = {
-    "sft": {"data.train_files": "~/data/gsm8k/train.parquet", "data.val_files": None},
-    "ppo": {
-        "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
-        "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
-    },
-}
-_MODEL = "~/models/deepseek-llm-7b-chat"
-"""verl 0.9.1: `trainer/config/{sft_trainer_engine,data/legacy_data,model/hf_model}.yaml`."""
+_POLICY: dict[Entry, str] = {"sft": "model", "ppo": "actor_rollout_ref.model"}
+_CHECKPOINT: dict[Entry, str] = {"sft": "checkpoint", "ppo": "actor_rollout_ref.actor.checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Input:
     Attributes:
         key: verl's.
         place: as it is said: a path, a URL, or a name of the Hugging Face hub.
-        is_default: nobody said it.
+        is_default: the user did not say it.
     """
 
     kind: Kind
@@ -46,9 +49,18 @@ class Input:
     is_default: bool
 
 
-def said(words: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, under any of Hydra's prefixes; None: nothing was said."""
-    return next((words[prefix + key] for prefix in ("", "+", "++") if prefix + key in words), None)
+def said_settings(said: Mapping[str, Setting]) -> dict[str, Any]:
+    """The user's settings as a tree, without verl's own defaults."""
+    tree: dict[str, Any] = {}
+    for key, setting in said.items():
+        place = tree
+        *above, last = key.split(".")
+        for part in above:
+            if not isinstance(place.get(part), dict):
+                place[part] = {}
+            place = place[part]
+        place[last] = setting.value
+    return tree
 
 
 def is_remote(place: str) -> bool:
@@ -56,64 +68,53 @@ def is_remote(place: str) -> bool:
     return _REMOTE.match(place) is not None
 
 
-def inputs_of(entry: str, words: Mapping[str, Any]) -> list[Input]:
-    """All that can be named before verl has composed its configuration; what refers to something else is left out.
+def input_keys(entry: Entry) -> dict[str, Kind]:
+    """The keys that name places to read."""
+    keys: dict[str, Kind] = {
+        "data.train_files": "data",
+        "data.val_files": "data",
+        f"{_POLICY[entry]}.path": "model",
+    }
+    return keys | ({"critic.model.path": "model"} if entry == "ppo" else {})
 
-    Args:
-        entry: `sft` or `ppo`.
-        words: `RunConfig.verl`.
-    """
-    wanted: list[tuple[Kind, str, str | None]] = [
-        ("data", key, default) for key, default in _DEFAULTS[entry].items()
+
+def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setting]) -> list[Input]:
+    """All places; one that depends on the environment is left out."""
+    return [
+        Input(kind, key, place, key not in said)
+        for key, kind in input_keys(entry).items()
+        if key != "critic.model.path" or with_critic(entry, settings)
+        for place in _places(value_at(settings, key))
+        if "${" not in place
     ]
-    wanted.append(("model", _POLICY[entry], _MODEL))
-    found = []
-    for kind, key, default in wanted:
-        places = _places(said(words, key))
-        unsaid = not any(prefix + key in words for prefix in ("", "+", "++"))
-        if unsaid and default is not None:
-            places = [default]
-        found += [Input(kind, key, place, unsaid) for place in places]
-    if with_critic(entry, words):
-        found += [
-            Input("model", "critic.model.path", place, False)
-            for place in _places(said(words, "critic.model.path"))
-        ]
-    return [one for one in found if "${" not in one.place]
 
 
-def with_critic(entry: str, words: Mapping[str, Any]) -> bool:
+def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:
     """Whether verl trains a critic, as its `need_critic` decides."""
     if entry != "ppo":
         return False
-    enabled = said(words, "critic.enable")
+    enabled = value_at(settings, "critic.enable")
     if enabled is not None:
-        return str(enabled).lower() == "true"
-    return said(words, "algorithm.adv_estimator") in (None, "gae")
+        return bool(enabled)
+    return value_at(settings, "algorithm.adv_estimator") in (None, "gae")
 
 
-def bytes_per_parameter(entry: str, words: Mapping[str, Any]) -> int:
+def bytes_per_parameter(entry: Entry, settings: Mapping[str, Any]) -> int:
     """Bytes of one save for each parameter of the policy; a critic is taken to be as large.
 
     float32 weights and AdamW's two moments; the weights alone where only an adapter trains (LoRA); and the bfloat16
     model that `save_contents: hf_model` adds.
     """
-    policy = _POLICY[entry].removesuffix(".path")
-    rank = said(words, f"{policy}.lora_rank")
+    rank = value_at(settings, f"{_POLICY[entry]}.lora_rank")
     lora = isinstance(rank, int) and rank > 0
     one = _FP32 if lora else _FP32 * (1 + _MOMENTS)
-    total = one * (2 if with_critic(entry, words) else 1)
-    key = "checkpoint.save_contents" if entry == "sft" else "actor_rollout_ref.actor.checkpoint.save_contents"
-    return total + (2 if "hf_model" in str(said(words, key)) else 0)
+    total = one * (2 if with_critic(entry, settings) else 1)
+    contents = value_at(settings, f"{_CHECKPOINT[entry]}.save_contents") or ()
+    return total + (2 if "hf_model" in contents else 0)
 
 
-def _places(value: Any) -> list[str]:
-    """One, a list, or a list as Hydra writes it: [a,b]."""
+def _places(value: Any) -> Iterator[str]:
     if isinstance(value, list | tuple):
-        return [str(one) for one in value]
-    if value is None or str(value).lower() in ("null", "none"):
-        return []
-    text = str(value).strip()
-    if text.startswith("[") and text.endswith("]"):
-        return [part.strip(" '\"") for part in text[1:-1].split(",") if part.strip(" '\"")]
-    return [text]
+        yield from map(str, value)
+    elif value is not None:
+        yield str(value)

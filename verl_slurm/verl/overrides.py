@@ -1,35 +1,41 @@
-"""verl's own settings, as they stand in a config's `verl:` section and behind `--`, as words for verl's command line.
+"""verl's own settings in a run's section `verl`: which keys a user may say, and what a start says itself. Pure.
 
-verl reads its settings with Hydra: `trainer.total_epochs=3`, `+new.key=1` for a key that its files do not have, `~key`
-to remove one. The section may be nested or dotted, and may carry these prefixes on any key; words behind `--` are
-Hydra's already and count more. Each key comes out once, in the order of the section and then of the words, quoted by
-Hydra's grammar: nothing that stands in a value can become another override.
+A key may carry Hydra's prefixes: `+new.key` for one that verl's files do not have, `++key`, and `~key` to remove one.
+It may also name a group (`model_engine`, `ref@actor_rollout_ref.ref`). Each key counts once, where it stands last.
 
-What decides where a run saves, resumes and runs is not verl's to say here: such keys are refused with the key that is
-meant. So is what verl cannot do in a run that has to survive its interruptions.
-
-Hydra's grammar: https://hydra.cc/docs/advanced/override_grammar/basic/
+Where a run saves, resumes and runs is not verl's to say here: such keys are refused with the key that is meant, and so
+is every way to say them in passing (a whole section, a group that is put there). What a value means is known once
+Hydra has composed it (`composing.py`); `require_possible` then refuses what verl cannot do in a run that has to survive
+its interruptions.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.verl.releases import Entry
 
-__all__ = ["OwnSettings", "check_overrides", "hydra_words", "override_value"]
+__all__ = [
+    "OwnSettings",
+    "Setting",
+    "own_settings",
+    "refuse_switches_as_text",
+    "require_possible",
+    "trainer_mode",
+    "user_settings",
+    "value_at",
+]
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-/]*(?:[.@:][A-Za-z0-9_\-/]+)*")
-_WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+?)(?:=(?P<value>.*))?", re.DOTALL)
-_DICT_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-]*")
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./\-]*")
-_SPECIAL = {"null", "none", "true", "false", "nan", "inf"}
-# From where the run of backslashes begins: tried from each of them, a long run takes time by its square.
-_BEFORE_QUOTE = re.compile(r"(?<!\\)(\\*)('|\Z)")
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-/]*(?:[.@][A-Za-z0-9_\-/]+)*")
+_MOST_CHARACTERS = 30_000
+"""Of a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes."""
+_BACKSLASHES = "\\" * 100
+"""Hydra's quoting tries a run of them from each of its characters: 16,000 take 8 s."""
+_SWITCH = re.compile(r"true|false|null|none", re.IGNORECASE)
 
 _OURS = {
     "trainer.default_local_dir": "run_dir: saves go through RUN/work, and once verified lie in RUN/checkpoints",
@@ -48,14 +54,32 @@ _OURS = {
     "hydra.output_subdir": "nothing: verl's whole configuration is in RUN/run.yaml and in verl's log",
     "hydra.sweep": "one run for each setting: verl-slurm submit",
     "hydra.mode": "one run for each setting: verl-slurm submit",
+    "hydra": "nothing: where and how often verl is started is the run's; of hydra only verbose, job_logging and"
+    " hydra_logging may be set",
 }
-"""Keys, and all below them, that are said elsewhere; and where."""
-_ENV_VARS = "ray_kwargs.ray_init.runtime_env.env_vars"
-"""Below a key of ours, and verl's own place for the environment of its workers: it may be used."""
+"""Keys, and all below them, that are said elsewhere; and where. The first that fits is named."""
+_ALLOWED = (
+    "ray_kwargs.ray_init.runtime_env.env_vars",  # verl's own place for the environment of its workers
+    "hydra.verbose",
+    "hydra.job_logging",
+    "hydra.hydra_logging",
+)
+"""Below keys of ours, and to be set all the same."""
 _LOOKED_AT = ("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.del_local_ckpt_after_load")
-"""Keys of `_refuse_impossible` that no map may hide."""
 _MODES = ("sync", "colocate_async")
-_WHOLE = {"model", "optimizer", "extra"}
+_WHOLE = frozenset({"model", "optimizer", "extra"})
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One key and its value; of the prefix `~` the value says nothing."""
+
+    prefix: str
+    key: str
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefix}{self.key}"
 
 
 class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,183 +95,209 @@ class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str
 
 
-class _Override(msgspec.Struct, frozen=True):
-    prefix: str
-    key: str
-    value: str | None
-    """By Hydra's grammar; None: `~key`."""
+def user_settings(section: Mapping[str, Any]) -> dict[str, Setting]:
+    """The user's settings by key without prefix, in the order in which they count.
 
-    @property
-    def word(self) -> str:
-        return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
-
-
-def hydra_words(section: Mapping[str, Any], words: Sequence[str], own: OwnSettings) -> list[str]:
-    """The command line of `verl.trainer.main_ppo`: the user's settings, then those of this start.
+    Args:
+        section: `RunConfig.verl`, flat.
 
     Raises:
-        ConfigError: as `check_overrides`.
+        ConfigError: no key of Hydra's, a value that Hydra cannot be told, or a key that is not verl's to say.
     """
-    said = {override.key: override for override in check_overrides(section, words)}
-    mode = override_value(section, words, "trainer.v1.trainer_mode") or "sync"
+    found: dict[str, Setting] = {}
+    for name, value in section.items():
+        key = name.lstrip("+~")
+        prefix = name[: len(name) - len(key)]
+        if prefix not in ("", "+", "++", "~") or not _KEY.fullmatch(key):
+            raise _wrong(name, name, "a key of verl's, e.g. trainer.total_epochs or +new.key")
+        _require_plain(key, value)
+        found.pop(key, None)
+        found[key] = Setting(prefix, key, value)
+    for setting in found.values():
+        _refuse_whole(setting)
+        _refuse_ours(setting)
+    return found
+
+
+def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) -> list[Setting]:
+    """What a start says to verl's program, after the user's settings.
+
+    Args:
+        said: `user_settings`, which win where a run has no need of its own.
+    """
     ours: dict[str, Any] = {
         "trainer.default_local_dir": str(own.save_dir),
         "trainer.resume_mode": "disable" if own.resume is None else "resume_path",
         "trainer.resume_from_path": None if own.resume is None else str(own.resume),
         "trainer.nnodes": own.nodes,
         "trainer.n_gpus_per_node": own.ranks_per_node,
-        # verl would remove by its own memory, which a restart forgets; here it removes nothing.
-        "trainer.max_actor_ckpt_to_keep": None,
-        "trainer.max_critic_ckpt_to_keep": None,
-        "trainer.v1.trainer_mode": f"verl_slurm_{mode}",
-        "hydra.run.dir": str(own.save_dir.parent / "hydra"),
-        "hydra.output_subdir": None,
     }
+    # verl would remove by its own memory, which a restart forgets; here it removes nothing.
+    if entry == "ppo":
+        ours |= {
+            "trainer.max_actor_ckpt_to_keep": None,
+            "trainer.max_critic_ckpt_to_keep": None,
+            # Before 0.9.1 no key of verl's.
+            "hydra.run.dir": str(own.save_dir.parent / "hydra"),
+            "hydra.output_subdir": None,
+        }
+    else:
+        ours |= {"trainer.default_hdfs_dir": None, "trainer.max_ckpt_to_keep": None}
     unless_said = {"trainer.save_freq": own.every_steps, "trainer.experiment_name": own.name}
     ours |= {key: value for key, value in unless_said.items() if key not in said}
-    theirs = [override.word for key, override in said.items() if key not in ours]
-    return [*theirs, *(f"{key}={_quoted(value, key)}" for key, value in ours.items())]
+    return [
+        Setting("++" if name.startswith("++") else "", name.lstrip("+"), value)
+        for name, value in ours.items()
+    ]
 
 
-def check_overrides(section: Mapping[str, Any], words: Sequence[str] = ()) -> list[_Override]:
-    """The user's settings in order, each key once; what comes later counts.
+def value_at(settings: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None: there is none."""
+    place: Any = settings
+    for part in key.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            return None
+        place = place[part]
+    return place
+
+
+def trainer_mode(settings: Mapping[str, Any]) -> str:
+    """Which of verl's v1 trainers runs."""
+    return value_at(settings, "trainer.v1.trainer_mode") or "sync"
+
+
+def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -> None:
+    """Refuse what would run, and lose or break something that a run here is promised.
+
+    Args:
+        settings: all that verl will read, composed; or, where there is no verl to ask, what the user says alone.
 
     Raises:
-        ConfigError: no override of Hydra's, a key that is not verl's to say, or what verl cannot do.
+        ConfigError: the key, and why.
     """
-    found: dict[str, _Override] = {}
-    for override in [*_of_section(section), *map(_of_word, words)]:
-        found.pop(override.key, None)  # its place is that of the one that counts
-        found[override.key] = override
-    for override in found.values():
-        _refuse_whole(override)
-        _refuse_ours(override)
-        _refuse_impossible(override)
-    return list(found.values())
+    if (mode := trainer_mode(settings)) not in _MODES:
+        raise _cannot(
+            "trainer.v1.trainer_mode",
+            mode,
+            f"one of {', '.join(_MODES)}",
+            "the others keep no state that a resume is exact from",
+        )
+    must = {
+        "trainer.use_v1": (True, "verl's older trainer cannot be asked to save and leave"),
+        "trainer.val_only": (
+            False,
+            "it trains no step, and a run is done behind its last one: use verl itself",
+        ),
+        "trainer.del_local_ckpt_after_load": (
+            False,
+            "it would remove the verified checkpoint that a start resumed from",
+        ),
+    }
+    for key, (wanted, why) in must.items():
+        value = value_at(settings, key)
+        if value is not None and bool(value) is not wanted:
+            raise _cannot(key, value, str(wanted).lower(), why)
+    save_freq = value_at(settings, "trainer.save_freq")
+    if "trainer.save_freq" in said and not (type(save_freq) is int and save_freq > 0):
+        raise _cannot(
+            "trainer.save_freq", save_freq, "at least 1", "verl saves its last step only when it saves at all"
+        )
+    for path, checkpoint in _checkpoints(settings, ""):
+        if checkpoint.get("async_save"):
+            raise _cannot(
+                f"{path}.async_save",
+                checkpoint["async_save"],
+                "false",
+                "nobody could say when such a save is whole",
+            )
+        for name in ("save_contents", "load_contents"):
+            parts = checkpoint.get(name)
+            if parts is not None and not _WHOLE.issubset(parts if isinstance(parts, list) else [parts]):
+                raise _cannot(f"{path}.{name}", parts, "[model,optimizer,extra]", "a resume needs all three")
 
 
-def override_value(section: Mapping[str, Any], words: Sequence[str], key: str) -> str | None:
-    """What the user says for `key`, as Hydra would print it; None: nothing."""
-    values = [o.value for o in [*_of_section(section), *map(_of_word, words)] if o.key == key]
-    return None if not values or values[-1] is None else values[-1].strip("'\"")
+def _checkpoints(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, value in settings.items():
+        below = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping):
+            if name == "checkpoint":
+                yield below, value
+            yield from _checkpoints(value, below)
 
 
-def _of_section(section: Mapping[str, Any], above: str = "", prefix: str = "") -> Iterator[_Override]:
-    for name, value in section.items():
-        bare = name.lstrip("+~")
-        own = name[: len(name) - len(bare)] or prefix
-        key = f"{above}.{bare}" if above else bare
-        if own not in ("", "+", "++", "~") or not _KEY.fullmatch(key):
-            raise _wrong(f"verl.{key}", name, "a key of verl's, e.g. trainer.total_epochs or +new.key")
-        if isinstance(value, Mapping) and value:
-            yield from _of_section(value, key, own)
-        elif own == "~":
-            yield _Override("~", key, None)
-        else:
-            yield _Override(own, key, _quoted(value, key))
-
-
-def _of_word(word: str) -> _Override:
-    match = _WORD.fullmatch(word)
-    if match is None or not _KEY.fullmatch(match["key"]) or "\n" in word or "\0" in word:
-        raise _wrong("behind --", word, "one of Hydra's overrides, e.g. trainer.total_epochs=3 or +new.key=1")
-    if match["value"] is None and match["prefix"] != "~":
-        raise _wrong("behind --", word, f"{match['key']}=VALUE")
-    return _Override(match["prefix"] or "", match["key"], match["value"])
-
-
-def _quoted(value: object, key: str) -> str:
-    """By Hydra's grammar, so that Hydra reads exactly this value back."""
+def _require_plain(key: str, value: Any) -> None:
+    """Values that Hydra's grammar, and a command line, can hold."""
     match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case int():
-            return str(value)
-        case float():
-            return repr(value) if math.isfinite(value) else str(value)
-        case str():
-            return _text(value, key)
-        case Mapping():
-            for name in value:
-                if not isinstance(name, str) or not _DICT_KEY.fullmatch(name):
-                    raise _wrong(f"verl.{key}", name, "a name that Hydra takes as a key")
-            return "{" + ",".join(f"{name}:{_quoted(v, key)}" for name, v in value.items()) + "}"
+        case str() if any(ord(letter) < 32 and letter != "\t" for letter in value):
+            raise _wrong(key, repr(value), "text on one line")
+        case str() if len(value) > _MOST_CHARACTERS or _BACKSLASHES in value:
+            raise _wrong(
+                key, f"{len(value)} characters", f"at most {_MOST_CHARACTERS}, few of them backslashes"
+            )
+        case None | bool() | int() | float() | str():
+            pass
         case list() | tuple():
-            return "[" + ",".join(_quoted(item, key) for item in value) + "]"
+            for item in value:
+                _require_plain(key, item)
+        case Mapping():
+            for item in value.values():
+                _require_plain(key, item)
         case _:
-            raise _wrong(f"verl.{key}", type(value).__name__, "text, a number, a list or a mapping")
+            raise _wrong(key, type(value).__name__, "text, a number, a list or a mapping")
 
 
-def _text(text: str, key: str) -> str:
-    if any(ord(letter) < 32 and letter != "\t" for letter in text):
-        raise _wrong(f"verl.{key}", repr(text), "text on one line")
-    if _PLAIN.fullmatch(text) and text.lower() not in _SPECIAL:
-        return text
-    # A backslash is itself, unless it stands before a quote.
-    return "'" + _BEFORE_QUOTE.sub(lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
+def refuse_switches_as_text(said: Mapping[str, Setting]) -> None:
+    """`False` as verl's own examples have it is text in YAML 1.2, and to verl any text is true.
+
+    Raises:
+        ConfigError: a value that is such text.
+    """
+    for key, setting in said.items():
+        value = setting.value
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, str) and _SWITCH.fullmatch(item):
+                expected = "true, false or null, in small letters and without quotes"
+                raise _wrong(key, f"{item!r}, text", expected)
 
 
-def _refuse_whole(override: _Override) -> None:
-    """A map in braces, or the removal of a whole section, behind which keys of ours would not be seen."""
-    key, value = override.key.replace("/", "."), (override.value or "").strip()
-    if override.prefix != "~" and (not value.startswith("{") or value == "{}"):
-        return
-    above = any(known.startswith(f"{key}.") for known in (*_OURS, *_LOOKED_AT))
-    if above or (value and (f"{key}.".endswith(".checkpoint.") or "checkpoint" in value)):
-        raise _cannot(override, f"{key}.NAME=VALUE, each by itself", "what is in it has to be looked at")
+def _places(setting: Setting) -> Iterator[str]:
+    """Dotted keys that a setting may change: its own, and where a group is put (`group@place`)."""
+    return (part.replace("/", ".") for part in setting.key.split("@"))
 
 
-def _refuse_ours(override: _Override) -> None:
-    key = override.key.replace("/", ".")
-    if key == _ENV_VARS or key.startswith(f"{_ENV_VARS}."):
-        return
-    for ours, instead in _OURS.items():
-        if key == ours or key.startswith(f"{ours}."):
-            raise ConfigError(
-                "this setting of verl's is not said under verl:",
-                where=override.key,
-                remedy=f"instead: {instead}",
-            )
-
-
-def _refuse_impossible(override: _Override) -> None:
-    """What would run, and lose or break something that a run here is promised."""
-    value = (override.value or "").strip("'\" ")
-    on = value.lower() in ("true", "1", "yes", "on")
-    match override.key:
-        case "trainer.v1.trainer_mode" if value not in _MODES:
+def _refuse_whole(setting: Setting) -> None:
+    """A whole section that has keys of ours in it: set, removed, or filled from a group."""
+    for place in _places(setting):
+        if setting.value == {} and setting.prefix != "~":
+            continue  # adds nothing
+        above = any(known.startswith(f"{place}.") for known in (*_OURS, *_LOOKED_AT))
+        if above or (setting.prefix == "~" and f".{place}".endswith(".checkpoint")):
             raise _cannot(
-                override,
-                f"one of {', '.join(_MODES)}",
-                "the others keep no state that a resume is exact from",
+                setting.name,
+                setting.value,
+                f"{place}.NAME=VALUE, each by itself",
+                "what is in it has to be looked at",
             )
-        case "trainer.use_v1" if not on:
-            raise _cannot(override, "true", "verl's older trainer cannot be asked to save and leave")
-        case "trainer.val_only" if on:
-            raise _cannot(
-                override, "false", "it trains no step, and a run is done behind its last one: use verl itself"
-            )
-        case "trainer.save_freq" if not value.isdigit() or int(value) == 0:
-            raise _cannot(override, "at least 1", "verl saves its last step only when it saves at all")
-        case "trainer.del_local_ckpt_after_load" if on:
-            raise _cannot(
-                override, "false", "it would remove the verified checkpoint that a start resumed from"
-            )
-        case key if key.endswith(".checkpoint.async_save") and on:
-            raise _cannot(override, "false", "nobody could say when such a save is whole")
-        case key if key.endswith((".checkpoint.save_contents", ".checkpoint.load_contents")):
-            parts = {part.strip(" '\"") for part in value.strip("[]").split(",")}
-            if not value.startswith("${") and not parts >= _WHOLE:
-                raise _cannot(override, "[model,optimizer,extra]", "a resume needs all three")
 
 
-def _cannot(override: _Override, expected: str, why: str) -> ConfigError:
+def _refuse_ours(setting: Setting) -> None:
+    for place in _places(setting):
+        if any(f"{place}.".startswith(f"{allowed}.") for allowed in _ALLOWED):
+            continue
+        for ours, instead in _OURS.items():
+            if f"{place}.".startswith(f"{ours}."):
+                raise ConfigError(
+                    "this setting of verl's is not said under verl:",
+                    where=setting.name,
+                    remedy=f"instead: {instead}",
+                )
+
+
+def _cannot(key: str, found: object, expected: str, why: str) -> ConfigError:
     return ConfigError(
-        "verl cannot be run so here", where=override.key, found=override.value, expected=expected, remedy=why
+        "verl cannot be run so here", where=f"verl.{key}", found=found, expected=expected, remedy=why
     )
 
 
-def _wrong(where: str, found: object, expected: str) -> ConfigError:
-    return ConfigError("no setting that verl can read", where=where, found=found, expected=expected)
+def _wrong(key: str, found: object, expected: str) -> ConfigError:
+    return ConfigError("no setting that verl can read", where=f"verl.{key}", found=found, expected=expected)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.families import build_family
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
@@ -30,6 +31,7 @@ FOUR, LONG = [4, 1, 1], [2, 1, 2]
 MIXED = {"distributed.mixed_precision": "bfloat16", "distributed.recompute": True}
 GRPO = {"train.algorithm": "grpo", "rollout.samples_per_prompt": 4, "train.kl_in": "loss"}
 TIED = {"model.path": "tied"}
+QWEN3, LLAMA = {"model.path": "qwen3"}, {"model.path": "llama"}
 LIMITS = {"actor": 1e-4, "critic": 1e-5, "optimizer": 1e-6}
 """How far two shapes may be apart after eight updates (docs/decisions/0006-shapes.md)."""
 # The rule, and what it is asked written down.
@@ -82,6 +84,14 @@ PLAN: list[dict[str, Any]] = [
     {"run": "grpo-moved", "shape": PP, "config": GRPO},
     {"run": "tied", "shape": DP, "config": TIED},
     {"run": "tied-twice", "shape": TWICE, "config": TIED},
+    {"run": "qwen3", "shape": DP, "config": QWEN3},
+    {"run": "qwen3-tp", "shape": TP, "config": QWEN3},
+    {"run": "qwen3-tp-stopped", "shape": TP, "stop": 10, "config": QWEN3},
+    {"run": "qwen3-tp-stopped", "shape": TP, "config": QWEN3},
+    {"run": "qwen3-moved", "shape": TWICE, "stop": 6, "config": QWEN3},
+    {"run": "qwen3-moved", "shape": PP, "config": QWEN3},
+    {"run": "llama", "shape": DP, "config": LLAMA},
+    {"run": "llama-both", "shape": BOTH, "config": LLAMA},
     {"run": "mixed", "shape": PP, "config": MIXED},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED, "stop": 10},
     {"run": "mixed-stopped", "shape": PP, "config": MIXED},
@@ -97,11 +107,13 @@ def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) 
     """All runs, made."""
     root = tmp_path_factory.mktemp("shapes")
     _tie(tiny, root / "tied")
+    for family in ("qwen3", "llama"):
+        build_family(family, root / family, tiny, std=0.02)
     for name in ("counted", "counted-pp", "asked"):
         (root / f"{name}.py").write_text(COUNTING)
     argv = [sys.executable, str(WORKER), str(tiny), str(sums_root), str(root), json.dumps(PLAN)]
     environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=480, check=False)
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root
 
@@ -149,7 +161,7 @@ def _distance(root: Path, run: str, like: str, domain: str) -> float:
     return max(float((mine[name] - other[name]).abs().max()) for name in mine)
 
 
-@pytest.mark.parametrize("run", ["two", "tp", "twice", "mixed"])
+@pytest.mark.parametrize("run", ["two", "tp", "twice", "mixed", "qwen3-tp"])
 def test_a_run_stopped_anywhere_ends_with_the_same_bits_in_the_same_shape(root: Path, run: str) -> None:
     result = compare(_final(root, run), _final(root, f"{run}-stopped"))
     assert result.same, result.differing
@@ -182,6 +194,9 @@ PAIRS = [
     ("narrowed", "four"),
     ("tied-twice", "tied"),
     ("grpo-moved", "grpo"),
+    ("qwen3-tp", "qwen3"),
+    ("qwen3-moved", "qwen3"),
+    ("llama-both", "llama"),
 ]
 
 

@@ -19,7 +19,7 @@ from verl_slurm.base.paths import CHECKPOINT_NAME
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.rewards import absolute_reward
 from verl_slurm.submit.relative_paths import Places
-from verl_slurm.verl.inputs import inputs_of
+from verl_slurm.verl.inputs import input_keys
 
 __all__ = [
     "BUILTIN_DATA",
@@ -112,8 +112,7 @@ def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
     """verl's words, relative paths of data and models that exist made absolute: its workers stand somewhere else."""
     if config.trainer.backend != "verl":
         return config.verl
-    words = dict(config.verl)
-    keys = {one.key for one in inputs_of(config.trainer.entry, config.verl) if not one.is_default}
+    words, keys = dict(config.verl), input_keys(config.trainer.entry)
     for name in [name for name in words if name.lstrip("+") in keys]:
         value, key = words[name], f"verl.{name.lstrip('+')}"
         if isinstance(value, list):

@@ -5,10 +5,13 @@ from typing import Any
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.checks.complaint import Complaint
-from verl_slurm.config.families import CUT
+from verl_slurm.config.families import FAMILIES
 from verl_slurm.config.schema import DistributedConfig
 
 __all__ = ["check_model_shape", "shape_complaints"]
+
+_NORMS_OF_ALL_HEADS = ("use_qk_norm", "qk_layernorm")
+"""Keys of config.json that put a norm beside the cut projections, with a weight for each head (Cohere, Phi)."""
 
 
 def check_model_shape(distributed: DistributedConfig, model_path: str, said: Mapping[str, Any]) -> None:
@@ -36,15 +39,17 @@ def check_model_shape(distributed: DistributedConfig, model_path: str, said: Map
 def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
     """What of `distributed` does not go with a model whose config.json holds `said`. Pure."""
     tp, pp = distributed.tp_size, distributed.pp_size
-    kind = said.get("model_type")
-    if (tp > 1 or pp > 1) and kind not in CUT:
-        yield Complaint(
-            "distributed.tp_size" if tp > 1 else "distributed.pp_size",
-            f"a model of type {kind}",
-            f"one of {', '.join(CUT)}",
-            "set tp_size=1 and pp_size=1, and raise dp_size",
-        )
-        return
+    kind = str(said.get("model_type"))
+    whole = _kept_whole(kind, said)
+    for key, parts in (("tp_size", tp), ("pp_size", pp)):
+        if parts > 1 and whole[key]:
+            yield Complaint(
+                f"distributed.{key}",
+                f"a model of type {kind}: {whole[key]}",
+                f"a family with {key[:2]} in docs/models.md",
+                f"set {key}=1, and raise dp_size",
+            )
+            return
     heads = said.get("num_attention_heads")
     sizes = {
         "num_attention_heads": heads,
@@ -68,3 +73,15 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
             "1: the first and the last stage cannot share a weight",
             "set distributed.pp_size=1 and raise tp_size or dp_size",
         )
+
+
+def _kept_whole(kind: str, said: Mapping[str, Any]) -> dict[str, str]:
+    """Why a model cannot be cut by tensors, and why not into stages; empty: it can."""
+    family = FAMILIES.get(kind)
+    if family is None:
+        return dict.fromkeys(("tp_size", "pp_size"), "it has not been tried")
+    norm = next((key for key in _NORMS_OF_ALL_HEADS if said.get(key)), "")
+    softcap = "final_logit_softcapping" if said.get("final_logit_softcapping") else ""
+    tp = f"{family.tp} in transformers' tensor-parallel plan" if family.tp else norm
+    pp = softcap if family.pp else "something besides embedding, layers, norm and head"
+    return {"tp_size": tp, "pp_size": pp}

@@ -21,7 +21,8 @@ from verl_slurm.checkpoint.store.frozen_check import frozen_digests
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_files import num_parameters
-from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of
+from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of, said_settings
+from verl_slurm.verl.overrides import user_settings
 
 __all__ = ["check_room", "checkpoint_size", "frozen_to_come", "num_to_come"]
 
@@ -156,12 +157,13 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
 
 def _of_verl(config: RunConfig) -> tuple[int, int, str] | None:
     """By the files of the model that it trains; what verl downloads nobody knows."""
-    entry = config.trainer.entry
-    model = next((one.place for one in inputs_of(entry, config.verl) if one.kind == "model"), "")
+    entry, said = config.trainer.entry, user_settings(config.verl)
+    settings = said_settings(said)
+    model = next((one.place for one in inputs_of(entry, settings, said) if one.kind == "model"), "")
     place = Path(model).expanduser()
     parameters = num_parameters(place) if place.is_dir() else None
     if parameters is None:
         return None
-    num_bytes = parameters * bytes_per_parameter(entry, config.verl)
+    num_bytes = parameters * bytes_per_parameter(entry, settings)
     num_files = _FILES_PER_RANK * config.distributed.world_size
     return num_bytes, num_files, f"an estimate, {parameters / 1e6:.3g} million parameters"

@@ -6,7 +6,7 @@ verl's own way with each of these is to crash, on every node and at every start;
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
@@ -17,10 +17,18 @@ from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_files import weights_problem
-from verl_slurm.verl.inputs import Input, inputs_of, is_remote
+from verl_slurm.verl.composing import checked_settings
+from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings
 from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.layout import step_of
-from verl_slurm.verl.overrides import check_overrides
+from verl_slurm.verl.overrides import (
+    OwnSettings,
+    Setting,
+    refuse_switches_as_text,
+    require_possible,
+    user_settings,
+)
+from verl_slurm.verl.releases import Entry
 from verl_slurm.verl.resize import way_out
 
 __all__ = ["check_verl", "require_same_ranks"]
@@ -55,21 +63,35 @@ def check_verl(
         ask_version: `verl.installed.installed_verl`.
 
     Raises:
-        ConfigError: another number of ranks than the checkpoint's, no verl, or words that verl cannot read.
+        ConfigError: another number of ranks than the checkpoint's, no verl, or settings that verl cannot read.
         DataError: data files or a model are not there.
     """
-    check_overrides(config.verl)
+    entry, said = config.trainer.entry, user_settings(config.verl)
+    if not paths.run_yaml.exists():  # a run that has begun with one goes on as it began
+        refuse_switches_as_text(said)
     require_same_ranks(config, paths, committed)
     checked, notes = ["verl's own settings"], []
     if committed:
         checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
     if config.slurm.container is None:
-        line, note = _installed(config.trainer.entry, ask_version or installed_verl)
+        line, note = _installed(entry, ask_version or installed_verl)
         checked.append(line)
         notes += [note] if note else []
+        own = OwnSettings(
+            nodes=config.distributed.nodes,
+            ranks_per_node=config.distributed.ranks_per_node,
+            save_dir=paths.work(1),
+            resume=None,
+            every_steps=config.checkpoint.every_steps,
+            name=config.name,
+        )
+        settings = checked_settings(entry, config.verl, own).settings
     else:
         notes.append("verl is looked for in the container when the job starts, not before")
-    for one in inputs_of(config.trainer.entry, config.verl):
+        settings = said_settings(said)
+        require_possible(settings, said)
+        _require_named(entry, said)
+    for one in inputs_of(entry, settings, said):
         note = _check_input(one)
         notes += [note] if note else []
     checked.append("verl's data files and models")
@@ -125,10 +147,27 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
     return path, manifest.step, manifest.world_size
 
 
-def _installed(entry: str, ask: Callable[[], str | None]) -> tuple[str, str]:
+def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
+    """Where no verl can be asked: its defaults are places in the home of whoever wrote its examples.
+
+    Raises:
+        DataError: the user leaves one of them to verl.
+    """
+    for key, kind in input_keys(entry).items():
+        optional = key == "critic.model.path" or (entry == "sft" and key == "data.val_files")
+        if key not in said and not optional:
+            raise DataError(
+                f"no {'model' if kind == 'model' else 'data file'} is named",
+                where=f"verl.{key}",
+                found="verl's own default, in the container",
+                remedy=f"set verl.{key}",
+            )
+
+
+def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
     """What was found, and what should be known of it."""
     version = ask()
-    release = require_installed("sft" if entry == "sft" else "ppo", version)
+    release = require_installed(entry, version)
     if release.word != "run":
         return f"verl {version} is installed", release.line
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]

@@ -117,6 +117,7 @@ class Stage(nn.Module):
 
     def __init__(self, whole: nn.Module, line: Line) -> None:
         super().__init__()
+        _require_plan(whole)
         inner: Any = whole.get_submodule("model")
         head = "lm_head" if hasattr(whole, "lm_head") else "score"
         num_layers = len(inner.layers)
@@ -136,8 +137,9 @@ class Stage(nn.Module):
         # The decoder walks through the values in order; the keys are what parameters are named by.
         kept._modules = {str(i): layer for i, layer in zip(mine, kept.children(), strict=True)}
         inner.layers = kept
-        # It also looks up, by place, what kind of attention each layer has.
-        inner.config.layer_types = [inner.config.layer_types[i] for i in mine]
+        # Some also look up, by place, what kind of attention each layer has.
+        if types := getattr(inner.config, "layer_types", None):
+            inner.config.layer_types = [types[i] for i in mine]
         inner.config.num_hidden_layers = len(mine)
         if not line.is_first:
             inner.embed_tokens = None
@@ -241,6 +243,22 @@ class Stage(nn.Module):
 
     def _dtype(self) -> torch.dtype:
         return self.compute_dtype or next(self.parameters()).dtype
+
+
+_PLAN = {"embed_tokens", "layers", "norm"}
+
+
+def _require_plan(whole: Any) -> None:
+    """Transformers' own pipeline plan names the parts that hidden states go through."""
+    plan = whole.config.base_model_pp_plan or {}
+    if set(plan) != _PLAN:
+        raise ConfigError(
+            "this model cannot be cut into stages",
+            where="distributed.pp_size",
+            found=f"{whole.config.model_type}: {', '.join(plan) or 'no plan'}",
+            expected=", ".join(sorted(_PLAN)),
+            remedy="set distributed.pp_size=1",
+        )
 
 
 def _require(whole: nn.Module, inner: Any, head: str, num_layers: int, line: Line) -> None:

@@ -1,18 +1,29 @@
-"""Tensor parallelism of Llama-like decoders: heads and hidden units of every layer are dealt out to the ranks.
+"""Tensor parallelism by transformers' own plan: heads and hidden units of every layer are dealt out to the ranks.
 
-As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): query, key, value, gate and up projections by columns, the
-output and down projections by rows, so a layer adds up over its ranks twice forward and twice backward. The
-vocabulary is cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and
-the critic's head stay whole; every rank of the group computes the same update of them, because it gets the same bits
-from the sums.
+The plan is `base_model_tp_plan` of the model's configuration class: a word for each projection (`_STYLES`). As in
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) query, key, value, gate and up projections are cut by columns, the
+output and down projections by rows, so a layer adds up over its ranks twice forward and twice backward. The vocabulary
+is cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and the critic's
+head stay whole; every rank of the group computes the same update of them, because it gets the same bits from the sums.
+A norm of single heads (Qwen3's `q_norm`) stays whole, too, and sees the heads of its rank alone: its gradient is added
+up over the ranks before the update (`sum_head_gradients`).
+
+A plan is refused that does not cut every matrix of a layer, or leaves a parameter beside a cut projection unnamed.
 
 Exact: the same shape gives the same bits every time, interrupted or not. To tolerance: against another number of
 tensor-parallel ranks, for sums over hidden units are made in another order.
 """
 
-from torch import nn
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,55 +32,118 @@ from torch.distributed.tensor.parallel import (
 )
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.causal_lm import decoder_layers
 
-__all__ = ["cut_tensors"]
+__all__ = ["cut_tensors", "planned", "sum_head_gradients"]
 
-_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+_OF_HEADS = "replicated_with_grad_allreduce"
+_LAYER = re.compile(r"\.\d+\.")
 
 
 def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a Hugging Face decoder, in place, over a mesh of one axis. Before FSDP2. Collective.
+    """Cut a decoder, in place, over a mesh of one axis. Before FSDP2. Collective.
 
     Args:
-        model: with `model.layers`, and perhaps `model.embed_tokens` and `lm_head`.
+        model: Hugging Face's, a critic or a stage.
         mesh: of tensor-parallel ranks; one of them: nothing is done.
 
     Raises:
-        ConfigError: its layers are not of the kind that this knows.
+        ConfigError: as `planned`.
     """
     if mesh.size() == 1:
         return
-    for layer in model.get_submodule("model.layers").children():
-        plan: dict[str, ParallelStyle] = {}
-        for names, style in ((_COLUMNS, ColwiseParallel), (_ROWS, RowwiseParallel)):
-            plan |= {name: style() for name in names}
-        _require(layer, plan)
-        parallelize_module(layer, mesh, plan)
-    _cut_vocabulary(model, mesh)
+    base = _transformer(model)
+    words = planned(base)
+    for name in (name for name, word in words.items() if word == _OF_HEADS):
+        base.get_submodule(name).sees_its_heads_alone = True  # type: ignore[assignment]
+    plan = {name: _STYLES[word]() for name, word in words.items() if word != _OF_HEADS}
+    parallelize_module(base, mesh, plan)
+    _cut_vocabulary(model, base, mesh)
 
 
-def _require(layer: nn.Module, plan: dict[str, ParallelStyle]) -> None:
-    linear = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-    if linear != plan.keys():
-        raise ConfigError(
-            "tensor parallelism does not know this kind of layer",
-            where="distributed.tp_size",
-            found=f"{type(layer).__name__}: {', '.join(sorted(linear ^ plan.keys()))}",
-            expected="the projections of Qwen2, Llama or Mistral",
-            remedy="set distributed.tp_size=1",
-        )
+def planned(base: nn.Module) -> dict[str, str]:
+    """The plan's word for each module that has one, by name in the transformer.
+
+    Args:
+        base: a Hugging Face transformer without its head.
+
+    Raises:
+        ConfigError: there is no plan, or one that this trainer cannot follow; `found` says at which word or module.
+    """
+    config: Any = base.config
+    plan = config.base_model_tp_plan
+    if not plan:
+        raise _refused(config, "no plan")
+    found = {}
+    for name, _ in base.named_modules():
+        if (word := plan.get(_LAYER.sub(".*.", name))) is not None:
+            if word != _OF_HEADS and word not in _STYLES:
+                raise _refused(config, word)
+            found[name] = word
+    layers = {id(parameter) for layer in decoder_layers(base) for parameter in layer.parameters()}
+    cut = {name.rpartition(".")[0] for name, word in found.items() if word == "colwise"}
+    for name, parameter in base.named_parameters():
+        module = name.rpartition(".")[0]
+        beside = module.rpartition(".")[0] in cut
+        if id(parameter) in layers and module not in found and (parameter.dim() > 1 or beside):
+            raise _refused(config, _LAYER.sub(".*.", module).removeprefix("layers.*."))
+    return found
 
 
-def _cut_vocabulary(model: nn.Module, mesh: DeviceMesh) -> None:
-    inner = model.get_submodule("model")
-    embedding, head = getattr(inner, "embed_tokens", None), getattr(model, "lm_head", None)
-    tied = None not in (embedding, head) and head.weight is embedding.weight  # type: ignore[union-attr]
-    if embedding is not None and embedding.num_embeddings % mesh.size() == 0:
-        style: ParallelStyle = RowwiseParallel(input_layouts=Replicate())
-        parallelize_module(embedding, mesh, style)
-    if head is not None and head.out_features % mesh.size() == 0:
+def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up the gradients of norms that see the heads of their rank alone. Before clipping. Collective.
+
+    Args:
+        mesh: of tensor-parallel ranks.
+    """
+    norms = [module for module in model.modules() if getattr(module, "sees_its_heads_alone", False)]
+    found = [p.grad for norm in norms for p in norm.parameters() if p.grad is not None]
+    if not found or mesh.size() == 1:
+        return
+    gradients: list[Tensor] = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+    summed = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(summed, group=mesh.get_group())
+    for gradient, part in zip(gradients, torch.split(summed, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _transformer(model: nn.Module) -> nn.Module:
+    """What is named by `base_model_prefix`: critics and stages are no models of Hugging Face's, but have it, too."""
+    config_of: Any = model
+    base: Any = getattr(config_of, "base_model", None)
+    return base if base is not None else next(m for m in model.children() if hasattr(m, "base_model_prefix"))
+
+
+def _refused(config: Any, found: str) -> ConfigError:
+    return ConfigError(
+        "tensor parallelism does not know this kind of model",
+        where="distributed.tp_size",
+        found=f"{config.model_type}: {found}",
+        expected="a plan of transformers' with " + ", ".join(_STYLES),
+        remedy="set distributed.tp_size=1",
+    )
+
+
+def _cut_vocabulary(model: Any, base: Any, mesh: DeviceMesh) -> None:
+    embedding: Any = None
+    with suppress(NotImplementedError):  # of a stage that is not the first
+        embedding = base.get_input_embeddings()
+    # Critics and stages have no such method; a critic's head stays whole.
+    ask = getattr(model, "get_output_embeddings", None)
+    head: Any = ask() if ask else getattr(model, "lm_head", None)
+    tied = embedding is not None and head is not None and head.weight is embedding.weight
+    # A class of its own does more than look up, and knows no DTensor (Gemma 3's).
+    plain = type(embedding) is nn.Embedding and embedding.num_embeddings % mesh.size() == 0
+    if plain:
+        parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    if head is not None and head.out_features % mesh.size() == 0 and (plain or not tied):
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     if tied:
         # Cutting gave each a tensor of its own; they were cut the same way.
-        head.weight = embedding.weight  # type: ignore[union-attr]
+        head.weight = embedding.weight

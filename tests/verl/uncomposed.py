@@ -1,0 +1,24 @@
+"""verl's settings where no Hydra is installed. `test_composing.py` has the real composing."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from verl_slurm.verl.composing import Composed
+from verl_slurm.verl.inputs import said_settings
+from verl_slurm.verl.overrides import Setting
+from verl_slurm.verl.releases import Entry
+
+__all__ = ["without_hydra"]
+
+_DEFAULTS = {"data.train_files": "~/data/train.parquet"}
+
+
+def without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose the settings that are said over a few defaults."""
+    monkeypatch.setattr("verl_slurm.verl.composing.composed", _compose)
+
+
+def _compose(_: Entry, settings: Iterable[Setting]) -> Composed:
+    defaults = {key: Setting("", key, value) for key, value in _DEFAULTS.items()}
+    return Composed([], None, said_settings(defaults | {setting.key: setting for setting in settings}))
