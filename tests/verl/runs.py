@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import yaml
+from verl_slurm.config import strict_yaml
 
 __all__ = ["write_config"]
 
@@ -19,5 +19,5 @@ def write_config(
         "checkpoint": {"every_steps": every_steps, "keep_last": 10},
         "daemon": {"backoff_s": 0.2, "requeue_delay_s": 2},
     }
-    path.write_text(yaml.safe_dump(settings))
+    path.write_bytes(strict_yaml.dump(settings))
     return path

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar, cast
 
+import msgpack
 import msgspec
 import numpy as np
 
@@ -109,6 +110,7 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
     )
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(head)} bytes, at most {MAX_HEADER_BYTES}")
+    _require_agreement(head)
     first = compress(head)
     parts = [_START.pack(_START_MAGIC, _START.size - 8, _NAME, len(first)), first, *writer.frames]
     missing = (size - FREE_BYTES) // MAX_EXPANSION - sum(len(part) for part in parts)
@@ -287,7 +289,25 @@ def _header(data: bytes, header_type: type[Header]) -> Header:
     header = msgspec.msgpack.decode(data, type=header_type)
     if msgspec.msgpack.encode(header) != data:
         raise ValueError("the header is not canonical (duplicate key, other number type, trailing bytes)")
+    _require_agreement(data)
     return header
+
+
+def _require_agreement(data: bytes) -> None:
+    """Refuse a header that msgpack, which shares no code with msgspec, reads as something else.
+
+    Args:
+        data: canonical, and taken by msgspec: so the objects that msgpack makes of it are few.
+
+    Raises:
+        ValueError: msgspec does not write the same bytes for what msgpack has read.
+    """
+    try:
+        same = msgspec.msgpack.encode(msgpack.unpackb(data)) == data
+    except (ValueError, TypeError, msgpack.UnpackException):
+        same = False
+    if not same:
+        raise ValueError("msgspec and msgpack read the header differently")
 
 
 def _array(spec: ArraySpec, reader: FrameReader) -> Blob:

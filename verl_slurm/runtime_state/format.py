@@ -31,7 +31,8 @@ cannot make many small objects out of few bytes; and the header is decoded strai
 
 The header is *canonical*: encoding what was decoded must give the same bytes. Duplicate keys, extension
 types, integers in the place of floats, unknown fields, overlong encodings and trailing bytes are refused by
-that one rule.
+that one rule. It is written and read by msgspec, and both times msgpack (the C extension of msgpack-python) must read
+the same from it.
 
 ## 2. runtime_state.rank_0003.msgpack.zst
 
