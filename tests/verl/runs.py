@@ -1,6 +1,7 @@
 """A run of verl's SFT trainer on this machine, as a configuration of ours."""
 
 from pathlib import Path
+from typing import Any
 
 from verl_slurm.config import strict_yaml
 
@@ -11,7 +12,7 @@ def write_config(
     path: Path, root: Path, section: dict[str, object], last: int, *, nodes: int = 1, every_steps: int = 2
 ) -> Path:
     """A configuration that ends with step `last`; `section` is verl's (`tiny.sft_words`)."""
-    settings = {
+    settings: dict[str, Any] = {
         "run_dir": str(root),
         "trainer": {"backend": "verl", "entry": "sft"},
         "verl": {**section, "trainer.total_training_steps": last},
