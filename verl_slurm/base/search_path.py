@@ -43,7 +43,8 @@ def leave_working_directory(program: str, module_name: str) -> None:
     if not as_module and os.path.basename(sys.argv[0]) != program:
         return
     here = os.getcwd() if as_module and not sys.flags.safe_path else ""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ours = os.path.dirname(package)
     if here and sys.path[:1] == [here] != [ours]:
         del sys.path[0]  # `python -m` put it there
     _, dropped = absolute_only(os.environ.get(PYTHONPATH, ""))

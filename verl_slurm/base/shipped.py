@@ -14,7 +14,7 @@ _MENTION = re.compile(r"(?<![\w./-])(?:docs|configs|sbatch|constraints)/[\w/-]+\
 
 def shipped(name: str) -> str:
     """The absolute path of a file of the checkout, or of what pip installed of it; where there is neither, `name`."""
-    above, installed = Path(__file__).resolve().parents[1], f"share/verl-slurm/{name}"
+    above, installed = Path(__file__).resolve().parents[2], f"share/verl-slurm/{name}"
     # The checkout; then `pip install --target`, which records other places than it installs to.
     places = [above / name, above / installed]
     if not any(place.is_file() for place in places):
