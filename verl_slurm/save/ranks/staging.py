@@ -12,9 +12,8 @@ loop says how long.
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from verl_slurm.save.ranks.pinning import pin, unpin
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.arena import Arena, available_memory
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
-from verl_slurm.save.writer.protocol import Sealing, Written
+from verl_slurm.save.writer.protocol import Write, Written
 
 __all__ = ["Staging"]
 
@@ -81,25 +80,17 @@ class Staging:
         return self._arena.size
 
     def begin(
-        self,
-        directories: Callable[[], Sequence[Path]],
-        components: Sequence[str] = (),
-        sealing: Callable[[], Sealing | None] = lambda: None,
-        on_done: Callable[[Written], None] = lambda _: None,
-        *,
-        hurry: bool = False,
+        self, request: "Future[Write]", on_done: Callable[[Written], None] = lambda _: None
     ) -> "Future[None]":
-        """Save the tensors as they are now. The one before must be done.
+        """Save the tensors as they are now. The save before must be done.
 
         Args:
-            directories: says, when the copy is made, where the files go; called from another thread.
-            components: the domains whose files are written; empty: all. All are copied.
-            sealing: says then how they are encrypted, if they are; called behind it.
-            on_done: told what became of each directory, as soon as that is known; called from that thread.
-            hurry: no directory is to wait for another.
+            request: for the writer process, of some or all of `layout.files`. All tensors are copied, whatever it
+                names. The staging thread waits for it after the copy.
+            on_done: called with the answer for each directory, as soon as there is one, from the staging thread.
 
         Returns:
-            When all is told. It raises what `directories` raises, and SaverDied.
+            Done when all directories are answered for. It raises the exception of `request`, and SaverDied.
         """
         self._copied = copied = threading.Event()
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
@@ -110,9 +101,7 @@ class Staging:
             finally:
                 copied.set()
             self._wait_for_saver()
-            where = [str(directory) for directory in directories()]
-            files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
-            self._saver.write(files, where, sealing(), on_done, hurry=hurry)
+            self._saver.write(request.result(), on_done)
 
         return self._thread.submit(work)
 
