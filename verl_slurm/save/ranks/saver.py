@@ -1,15 +1,18 @@
-"""Live tensors and runtime states of all ranks into one committed checkpoint, while training goes on.
+"""Saves live tensors and runtime states of all ranks as one committed checkpoint, while training goes on.
 
-Collective, and in the background: each rank has a thread for it, and the threads talk over a process group of
-their own. Order: rank 0 names the staging directory, while every rank copies its tensors → every rank's saver
-process writes and hashes the copy, and the thread the small files → rank 0 gathers the entries and commits. Each
-stage is entered only when every rank has done the one before.
+Collective, in the background: each rank has the thread "checkpoint" for it, and these threads have a process group of
+their own. Three stages, each entered when every rank has left the one before:
 
-Where there is a second copy (`save.ranks.second_copy`), it goes the same way at the same time, and is committed when
-it is durable on every node: neither medium waits for the other, and nothing on the way to the nodes' disks asks shared
-storage anything (but who owns the run, and not for long). The save is done when both are committed or have failed.
-Where no medium took it all, all raise `RanksFailed` and the staging directories are removed.
-`checkpoint/format/specification.py` specifies what lies there in the end, `save/THREADS.md` draws the threads.
+1. rank 0 names the staging directory, while every rank copies its tensors;
+2. every rank's writer process writes and hashes the copy, and its thread the small files;
+3. rank 0 gathers the entries and commits.
+
+A second copy (`save.ranks.second_copy`) takes the same way at the same time, and is committed when it is durable on
+every node. Neither medium waits for the other. The way to the nodes' disks asks shared storage one thing, who owns
+the run, and waits a second at most for the answer. The save is done when both are committed or have failed. If no
+medium took it all, all ranks raise `RanksFailed` and the staging directories are removed.
+
+`save/THREADS.md` draws the threads. `checkpoint/format/specification.py` specifies the files.
 """
 
 import threading
@@ -53,7 +56,7 @@ from verl_slurm.save.writer.protocol import Sealing, Write
 __all__ = ["CheckpointSaver", "LocalPlace", "Provenance", "SaveContents", "SavedCheckpoint"]
 
 _PATIENCE_S = 1.0
-"""Storage that is there says who owns the run in less."""
+"""Reachable storage answers who owns the run in less."""
 
 
 class CheckpointSaver:
@@ -64,8 +67,8 @@ class CheckpointSaver:
             which stay where they are for as long as this lives.
         epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
-        usual_seconds: that a save to shared storage took before; None: nobody knows.
-        encryption: where the key is that everything is encrypted and signed with; None: with none.
+        usual_seconds: that a save to shared storage took before; None: not known.
+        encryption: source of the key to encrypt and sign with; None: neither is done.
 
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
@@ -110,25 +113,23 @@ class CheckpointSaver:
     ) -> "Future[SavedCheckpoint]":
         """Save the state as it is now, at the position that `contents.runtime` names. Returns at once.
 
-        Until `fence` was called, nobody may change the tensors. The save before must be done.
+        The tensors must not change until `fence` has returned. The save before must be done. Main thread.
 
         Args:
-            then: done on every rank after the commit, in the background; it may talk to the other ranks'. It
-                must not raise.
+            then: called on every rank after the commit, by the thread "checkpoint"; it may use the collective that
+                it is given. It must not raise.
             seconds_left: until the ranks must be gone: where shared storage would take longer, only the local
                 copy is written. Rank 0's counts.
             components: of a partial save, the domains; it goes to `RunPaths.partial` and has no second copy. Empty:
                 a full one.
-            on_kept: where this is given (on all ranks or none), the local copy is read back as soon as it is
-                committed, and if shared storage still has not got it then, this is told so: what it is told is a
-                save that nothing can undo, and the answer if there is to be one at once. Called from a thread of
-                its own, once at most, before or after the result is there.
-            on_part: told when this rank's own files are durable on a medium, from a thread of its own.
+            on_kept: given on all ranks or none. With it the local copy is read back as soon as it is committed. If
+                shared storage does not have the checkpoint by then, this is called with a save that nothing can
+                undo. By the thread "second-copy", once at most, before or after the result is there.
+            on_part: called when this rank's own files are durable on a medium, by the medium's thread.
 
         Returns:
-            The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike when some
-            rank failed; nothing is left of the save then. Where rank 0 was fenced off, `Fenced` is among
-            its `kinds`.
+            The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike if some
+            rank failed; nothing is left of the save then. If rank 0 was fenced off, its `kinds` have `Fenced`.
         """
         save = PendingSave(
             paths=self._paths.partial if components else self._paths,
@@ -149,7 +150,7 @@ class CheckpointSaver:
         return self._staging.fence()
 
     def close(self) -> None:
-        """Let a save that is under way come to its end, and give the memory back."""
+        """Wait for a save under way, end the writer process and release the arena."""
         self._thread.shutdown()
         if self._second is not None:
             self._second.close()

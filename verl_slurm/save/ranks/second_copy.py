@@ -1,8 +1,8 @@
-"""The nodes' own disks as one medium of a save: committed as soon as every node has its part, whoever else is slow.
+"""Saves to the nodes' own disks: committed as soon as every node has its part.
 
-What shared storage does meanwhile is not waited for: this side has a thread and a conversation of its own on every
-rank. So whatever strikes while shared storage is still being written (a deadline, a SIGKILL) costs nothing.
-`checkpoint/store/local_copy.py` specifies what lies there and how it comes home.
+This medium has a thread and a process group of its own on every rank, so it does not wait for shared storage. A
+deadline or a SIGKILL that comes while shared storage is still being written costs nothing.
+`checkpoint/store/local_copy.py` specifies the files and how they are brought home.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,11 @@
-"""From live tensors to durable files with one copy in between, and training held up for that copy at most.
+"""Copies live tensors into an arena, which the writer process makes durable. Training waits for the copy alone.
 
-`begin` returns at once. A thread copies the tensors into the staging arena; until it is through, nobody may
-change them in place: `fence` waits for that, and stands before every optimizer update. An RL step spends most
-of its time generating, with the weights as they are, so the fence hardly ever has to wait. Then the saver
-process hashes and writes the arena (`save.writer.protocol`), and the thread waits for it.
+`begin` returns at once. The thread "staging" copies the tensors into the arena; until it has, they must not change in
+place. `fence` waits for that, and stands before every optimizer update. An RL step spends most of its time generating,
+with the weights as they are, so the fence hardly ever has to wait. Then the writer process hashes and writes the arena
+(`save.writer.protocol`), and the thread waits for its answers.
 
-The arena holds one state. A save that comes while the one before is being written waits for it; the training
-loop says how long.
+The arena holds one state. A save that begins while the one before is being written waits for it.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Which media a save goes to, and what it means that some of them failed: pure decisions with their reasons.
+"""The media of a save: which it goes to and why, and its result on each. Pure.
 
 Shared storage is the one that a resume reads. The node's own disk is the second copy, where the user named one
 (`checkpoint.local_dir`): a save that only it took is `degraded`, and still a save.
