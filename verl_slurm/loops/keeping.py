@@ -12,7 +12,7 @@ from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.loop_checkpoint import SavedTree
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.storage_watch import StorageWatch
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
@@ -39,7 +39,7 @@ class Keeper:
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
         return self._watch.room
 
-    def saved(self, done: SavedTree, *, tidy: bool = True) -> None:
+    def saved(self, done: SavedCheckpoint, *, tidy: bool = True) -> None:
         """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
 
         Args:

@@ -32,7 +32,8 @@ import torch.distributed as dist
 from verl_slurm.base.errors import ConfigError, Fenced
 from verl_slurm.checkpoint.format.specification import FileEntry, Guest, guest_directory
 from verl_slurm.checkpoint.store import commit as door
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import load_own
 from verl_slurm.loops.keeping import Keeper
 from verl_slurm.loops.reach_watch import ReachWatch
@@ -50,14 +51,6 @@ def _wait_for_all(ranks: Collective) -> Sequence[FileEntry]:
     """The `Seal` of files that rank 0 makes durable: every rank has written by then."""
     ranks.max([0])
     return ()
-
-
-class _Done(msgspec.Struct, frozen=True):
-    """Rank 0's word to all: what was committed."""
-
-    name: str
-    seconds: float
-    num_bytes: int
 
 
 class StepEndSaver:
@@ -214,7 +207,7 @@ class StepEndSaver:
             return None
         if self._keeper is not None:
             self._keeper.before_save()
-        save = GuestSave(
+        save = LoopSave(
             guest=self._guest,
             step=step,
             epoch=self.session.epoch,
@@ -281,7 +274,7 @@ class StepEndSaver:
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(
-        self, save: GuestSave, name: str, seal: Seal, request: SaveRequest | None, why: str
+        self, save: LoopSave, name: str, seal: Seal, request: SaveRequest | None, why: str
     ) -> RanksFailed | None:
         """Collective over `_side`; with `beside` in the thread."""
         session, keeper, request_id = self.session, self._keeper, request.request_id if request else 0
@@ -290,9 +283,9 @@ class StepEndSaver:
         def put() -> bytes:
             assert keeper is not None
             parts = {guest_directory(self._guest, save.step): written}
-            tree = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
-            keeper.saved(tree, tidy=request is None or not request.stop)
-            return msgspec.msgpack.encode(_Done(tree.name, tree.seconds, tree.num_bytes))
+            done = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
+            keeper.saved(done, tidy=request is None or not request.stop)
+            return msgspec.msgpack.encode(done)
 
         try:
             sealed = seal(self._side)
@@ -306,7 +299,7 @@ class StepEndSaver:
             if Fenced.__name__ in error.kinds:
                 raise Fenced("a newer incarnation owns the run", where=written, found=error.found) from error
             return error
-        done = msgspec.msgpack.decode(raw, type=_Done)
+        done = msgspec.msgpack.decode(raw, type=SavedCheckpoint)
         self.saved_step = save.step
         session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
         return None

@@ -34,9 +34,9 @@ from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import guest_directory
-from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
 from verl_slurm.checkpoint.store.free_space import room_for
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, SavedTree, commit_tree
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
 from verl_slurm.verl.resize import way_out
@@ -79,7 +79,7 @@ class Adoption:
 
     judged: Judged
     how: How
-    saved: SavedTree | None = None
+    saved: SavedCheckpoint | None = None
     error: str = ""
 
 
@@ -232,14 +232,14 @@ def _adopt(
     return Adoption(judged=one, how=how, saved=saved)
 
 
-def _save(one: Judged, how: How, owner: Epoch | None) -> GuestSave:
+def _save(one: Judged, how: How, owner: Epoch | None) -> LoopSave:
     metadata = {
         "adopted_from": str(one.path),
         "adopted_as": how,
         "entry": one.layout.entry,
         "unchecked": list(one.unchecked),
     }
-    return GuestSave(
+    return LoopSave(
         guest="verl",
         step=one.step,
         epoch=0 if owner is None else owner.epoch,

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.base.files import fsync_path, private_dir, write_file
@@ -39,11 +41,36 @@ from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, put_back,
 from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
-__all__ = ["Staging", "abort", "begin", "commit", "name_staging", "seal", "sweep"]
+__all__ = [
+    "SavedCheckpoint",
+    "StagingDirectory",
+    "abort",
+    "begin",
+    "commit",
+    "name_staging",
+    "seal",
+    "sweep",
+]
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a save: a committed checkpoint. Rank 0 of a loop broadcasts it."""
+
+    name: str
+    seconds: float
+    """From the begin of the save to the rename."""
+    num_bytes: int
+    """Over all ranks."""
+    num_files: int = 0
+    """Of a loop's checkpoint; 0: not counted."""
+    on_shared: bool = True
+    """Whether shared storage has it. If not, the nodes' own disks do, read back."""
+    problem: str = ""
+    """Which medium does not have it, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staging:
+class StagingDirectory:
     """A checkpoint that is being written.
 
     Attributes:
@@ -57,7 +84,7 @@ class Staging:
     safe_point: int
 
 
-def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
+def begin(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
     """Make an empty staging directory, 0700, with a name nobody can guess.
 
     Runs on rank 0.
@@ -68,18 +95,18 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
     return staging
 
 
-def name_staging(paths: RunPaths, step: int, safe_point: int) -> Staging:
+def name_staging(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
     """The same, with nothing made yet: no storage is asked, and none can hold us up (`files.make_private`)."""
     final = paths.checkpoint(step, safe_point)
     directory = paths.staging(final, secrets.token_hex(8))
-    return Staging(directory=directory, final=final, step=step, safe_point=safe_point)
+    return StagingDirectory(directory=directory, final=final, step=step, safe_point=safe_point)
 
 
 def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
     """Make `files` durable and take their sizes and digests.
 
     Args:
-        staging_dir: `Staging.directory`.
+        staging_dir: `StagingDirectory.directory`.
         files: paths below it that this rank wrote and has closed, `actor/index.json`.
 
     Returns:
@@ -109,7 +136,11 @@ def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
 
 
 def commit(
-    staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], None], keys: Keyring | None = None
+    staging: StagingDirectory,
+    manifest: Manifest,
+    *,
+    epoch_check: Callable[[], None],
+    keys: Keyring | None = None,
 ) -> Path:
     """Make a sealed staging directory a checkpoint. Durable when it returns.
 
@@ -181,7 +212,7 @@ def _difference(other: Manifest, ours: Manifest) -> str:
     return ""
 
 
-def _rename(staging: Staging, manifest: Manifest) -> None:
+def _rename(staging: StagingDirectory, manifest: Manifest) -> None:
     try:
         os.rename(staging.directory, staging.final)  # noqa: TID251 - its errors are judged apart from fsync's
     except OSError:
@@ -190,7 +221,7 @@ def _rename(staging: Staging, manifest: Manifest) -> None:
             raise
 
 
-def abort(staging: Staging) -> None:
+def abort(staging: StagingDirectory) -> None:
     """Remove a staging directory that will not be committed; gone already is fine.
 
     Runs on rank 0.
@@ -229,7 +260,7 @@ def _seal_file(root: int, name: str) -> FileEntry:
         return hash_file(fd, name)
 
 
-def _check_sealed(staging: Staging, manifest: Manifest) -> None:
+def _check_sealed(staging: StagingDirectory, manifest: Manifest) -> None:
     """The tree must hold what was sealed and nothing else: all else, nobody made durable."""
     wanted = {entry.path: entry.size for entry in manifest.files}
     with open_directory(staging.directory) as root:
@@ -261,7 +292,7 @@ def _is_ours(final: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _point_latest(staging: Staging) -> None:
+def _point_latest(staging: StagingDirectory) -> None:
     hint = staging.final.parent / "latest"
     try:
         write_file(hint, staging.final.name.encode() + b"\n")

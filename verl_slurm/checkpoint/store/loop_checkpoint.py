@@ -35,16 +35,17 @@ from verl_slurm.checkpoint.format.specification import (
     path_problem,
 )
 from verl_slurm.checkpoint.store import commit as door
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.dataset.fingerprint import record as fingerprint
 
-__all__ = ["GuestSave", "SavedTree", "clear_work", "commit_tree", "require_guest", "sweep_work"]
+__all__ = ["LoopSave", "clear_work", "commit_tree", "require_guest", "sweep_work"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuestSave:
-    """What is known of a save besides its files.
+class LoopSave:
+    """Input of one save of a loop that is not ours, besides its files.
 
     Attributes:
         step: whole steps done.
@@ -66,26 +67,15 @@ class GuestSave:
     began: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedTree:
-    """A committed checkpoint. `seconds`: since `GuestSave.began`."""
-
-    name: str
-    path: Path
-    seconds: float
-    num_bytes: int
-    num_files: int
-
-
 def commit_tree(
     paths: RunPaths,
-    save: GuestSave,
+    save: LoopSave,
     parts: Mapping[str, Path],
     *,
     texts: Mapping[str, bytes] | None = None,
     sealed: Sequence[FileEntry] = (),
     epoch_check: Callable[[], None] | None = None,
-) -> SavedTree:
+) -> SavedCheckpoint:
     """Make `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
 
     What is no regular file or has a name that no manifest may hold is refused; empty directories are left out.
@@ -99,8 +89,8 @@ def commit_tree(
         epoch_check: default: `fence.require_epoch`.
 
     Returns:
-        Where it is. With a checkpoint of this step there already, verified and of as many ranks, that one: ours is
-        dropped, since two saves at the same step hold the same state.
+        `seconds` since `save.began`. If a checkpoint of this step is there already, verified and of as many ranks, it
+        names that one: ours is dropped, since two saves at the same step hold the same state.
 
     Raises:
         Fenced: a newer incarnation owns the run.
@@ -126,11 +116,9 @@ def commit_tree(
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)
         raise
-    seconds = time.monotonic() - began
-    return SavedTree(
+    return SavedCheckpoint(
         name=final.name,
-        path=final,
-        seconds=seconds,
+        seconds=time.monotonic() - began,
         num_bytes=manifest.num_bytes,
         num_files=len(manifest.files),
     )
@@ -215,7 +203,7 @@ def _move(source: Path, target: Path) -> None:
         ) from error
 
 
-def _small_files(paths: RunPaths, save: GuestSave) -> dict[str, bytes]:
+def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
     metadata = {
         **save.metadata,
         "step": save.step,
@@ -261,7 +249,7 @@ def _is_plain(mode: int) -> bool:
 
 
 def _manifest(
-    paths: RunPaths, save: GuestSave, name: str, entries: Sequence[FileEntry], began: float
+    paths: RunPaths, save: LoopSave, name: str, entries: Sequence[FileEntry], began: float
 ) -> Manifest:
     data = fingerprint.read(paths)
     return Manifest(
