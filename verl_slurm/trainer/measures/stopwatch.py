@@ -52,8 +52,7 @@ class Stopwatch:
         self._note(name, began, self._mark())
 
     def take(self) -> dict[str, float]:
-        """Returns seconds by name and resets them to zero. On a GPU it waits for the measured work to finish.
-        """
+        """Returns seconds by name and resets them to zero. On a GPU it waits for the measured work to finish."""
         parts, self._parts = self._parts, []
         seconds, self._seconds = self._seconds, {}
         if parts:

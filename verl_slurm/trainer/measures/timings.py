@@ -21,8 +21,8 @@ def step_costs(
     """Returns all timings of a whole step of this rank.
 
     Args:
-        phases: `generate_s`, `score_s`, `update_s`, `eval_s` if the step was evaluated, `tokens_per_second` (sampled, over
-            all ranks, divided by the seconds of sampling).
+        phases: `generate_s`, `score_s`, `update_s`, `eval_s` if the step was evaluated, `tokens_per_second` (sampled
+            over all ranks, divided by the seconds of sampling).
         parts: `actor_update_s`, `critic_update_s`, `communication_s` (`trainer.measures.stopwatch`).
         step_s: from the end of the previous step, with saves and all waiting.
         waited_s: in small collectives between the ranks (`Collective.waited_s`).
