@@ -87,7 +87,7 @@ def load_pretrained(
     """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a
     clear error.
 
-    Nothing is downloaded, no code of the directory is run, and no pickle is read. The caller decides which
+    Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which
     kernels compute attention and experts: transformers would take names of kernels from the directory's
     config.json.
 
@@ -365,8 +365,8 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
         temperature: the one the response was sampled with; the distribution is softmax(logits / it).
 
     Returns:
-        logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. The numbers are meaningless outside
-        the response mask, and on all stages of a pipeline except the last.
+        logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. The numbers are meaningless
+        outside the response mask, and on all stages of a pipeline except the last.
     """
     logits = _response_logits(model, batch)
     if logits is None:
@@ -407,8 +407,8 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
 
     Args:
         micro_batch: rows of one.
-        loss_of: maps a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch to its loss. Losses are summed.
-            A pipeline calls it on the last stage only.
+        loss_of: maps a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch to its loss. Losses are
+            summed. A pipeline calls it on the last stage only.
     """
     if isinstance(model, Stage):
         model.train_pass(given, micro_batch, loss_of)
