@@ -81,8 +81,8 @@ class Objects:
         """Returns name → state, tensors as they are: they share memory with the training.
 
         Args:
-            as_target: to be loaded into. A sharded optimizer that has not stepped yet gets artificial state for that, which
-                counts as a step of it: do not use this on one that will train without a load.
+            as_target: to be loaded into. A sharded optimizer that has not stepped yet gets artificial state for that,
+                which counts as a step of it: do not use this on one that will train without a load.
         """
         return {name: self._state_of(thing, name, as_target) for name, thing in sorted(self._objects.items())}
 

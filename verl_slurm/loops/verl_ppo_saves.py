@@ -77,7 +77,8 @@ class Saves:
     def _asked(self, step: int) -> SaveRequest | None:
         request = self.saver.asked()
         if request is not None and request.stop:
-            self.step_done(step, self._metrics)  # verl's last numbers of its final step never come
+            # verl never passes on the last numbers of a step that it leaves
+            self.step_done(step, self._metrics)
         return request
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
