@@ -4,7 +4,7 @@ The head is on the first node. The lead has given its address to all nodes with 
 to be published. Every other port is free at that moment, so two runs may share a node. No process joins, or
 submits code, without the token: all of Ray's own ports require it (RAY_AUTH_MODE=token). It is derived from
 the lead's own secret, which every node of the run can read and no other user can, and differs in each
-generation.
+restart.
 
 docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 """
@@ -111,7 +111,7 @@ def ray_environment(
 
 
 def ray_token(secret: str, epoch: int, generation: int) -> str:
-    """Returns the token of one generation's Ray.
+    """Returns the token of one restart's Ray.
 
     Args:
         secret: the lead's (`RUN/control/lead.json`); the token reveals nothing of it.
