@@ -1,7 +1,8 @@
-"""What stays of a guest's checkpoints, and whether the next one will fit. No torch.
+"""Decides which of a guest's checkpoints stay, and whether the next one will fit. No torch.
 
-The daemon reads every checkpoint back after its commit; how many stay, and that the file system has room, is the
-trainer's business, so it is a guest's. Asked for by one rank, after a commit and before a save.
+The daemon reads every checkpoint back after its commit. The trainer itself decides how many stay and checks
+that the file system has room, so a guest must do so, too. One rank calls this, after a commit and before a
+save.
 """
 
 from contextlib import suppress
@@ -34,7 +35,7 @@ class Keeper:
         self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=_first_need(session))
 
     def before_save(self) -> Room | None:
-        """Whether the file system has room for the next save; said when that changes."""
+        """Returns whether the file system has room for the next save; reports a change."""
         for notice in self._watch.before_save():
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
         return self._watch.room
@@ -46,7 +47,7 @@ class Keeper:
             tidy: False: the job ends, and the next start will do it.
 
         Raises:
-            Fenced: a newer incarnation owns the run.
+            Fenced: a newer attempt owns the run.
         """
         self._assured.add(done.name)
         for notice in self._watch.saved(done.num_bytes, done.seconds, done.num_files):
@@ -61,7 +62,7 @@ class Keeper:
             self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
 
     def failed(self, reason: str) -> None:
-        """A save failed."""
+        """Records a failed save."""
         for notice in self._watch.failed(reason):
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
 
@@ -78,7 +79,7 @@ class Keeper:
 
 
 def _first_need(session: Session) -> Need:
-    """What was resumed from tells how large the first save will be."""
+    """Estimates the size of the first save from the resumed checkpoint."""
     if session.resume is not None:
         with suppress(OSError, VerlSlurmError):
             manifest = read_manifest(session.resume)
