@@ -265,7 +265,7 @@ class Agent:
         it.
         """
         self._kill_all()
-        for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
+        for _ in range(4):  # turns of the loop, so that an end of the link that has already come is seen
             await asyncio.sleep(0)
         known = Known(
             in_slurm=job is not None,
@@ -274,7 +274,7 @@ class Agent:
             joined=self._link is not None,
         )
         if self._link is not None:
-            await self._link.close()  # a lead that lives sees it, and knows
+            await self._link.close()  # a living lead sees the end of the link
         self._log.detach()
         senses = None
         if job is not None:
@@ -310,7 +310,7 @@ class Agent:
             self._log.say("kill", loud=True, do_not_die=stubborn)
 
     def _report(self, error: Exception) -> str:
-        """Into this agent's log, and to whoever still reads what it prints; the line that says it."""
+        """Writes the error to this agent's log and to its standard output; returns the line that states it."""
         told = error.one_line() if isinstance(error, VerlSlurmError) else f"{type(error).__name__}: {error}"
         places = traceback.extract_tb(error.__traceback__)
         self._log.say("failed", loud=True, error=told, where=f"{places[-1].filename}:{places[-1].lineno}")
@@ -322,7 +322,7 @@ class Agent:
         return told
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What breaks in a callback or a task of its own, and ends nothing."""
+        """Records an error in a callback or a separate task; it ends nothing."""
         error = context.get("exception")
         what = f"{type(error).__name__}: {error}" if error is not None else ""
         self._log.say("internal", loud=True, what=context.get("message"), error=what)
@@ -353,7 +353,9 @@ class Agent:
                 self._shutdown.set()
 
     async def _dump_stacks(self) -> None:
-        """Nothing tells when a rank has written its last line; what a second does not suffice for is not waited for."""
+        """Makes the ranks dump their stacks and waits a second: nothing tells when a rank has written its
+        last line.
+        """
         assert self._link is not None
         signal_ranks(self._pids, STACKS_SIGNAL)
         await asyncio.sleep(_STACKS_S)
@@ -384,8 +386,9 @@ def _free_port(host: str) -> int:
 
 
 def _first_cause(text: str) -> str:
-    """The lines that say what happened; a launcher says its own after the rank's, and verl's processes warn of
-    errors that were none."""
+    """Returns the lines that state the cause. A launcher prints its own after the rank's, and verl's
+    processes warn of errors that were none.
+    """
     lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
     told = [line for line in lines if "Warning" not in line]
     errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
@@ -393,9 +396,9 @@ def _first_cause(text: str) -> str:
 
 
 def run_agent(root: Path, epoch: int) -> ExitCode:
-    """The agent of this node, from start to end."""
+    """Runs the agent of this node from start to end."""
     become_subreaper()
-    # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
+    # `kill_tree` reaps children that asyncio also waits for; asyncio's warning about that helps no reader.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     paths = RunPaths(root)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
