@@ -123,9 +123,7 @@ class Agent:
             except Exception as error:  # noqa: BLE001 - nothing may keep it from seeing its node and its job off
                 broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
                 told = self._report(error)
-                if (
-                    self._link is not None
-                ):  # otherwise the lead would wait a minute for an agent that never comes
+                if self._link is not None:  # else the lead waits a minute for an agent that never comes
                     self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
             released = await self._leave(job)
         finally:  # also after Ctrl-C

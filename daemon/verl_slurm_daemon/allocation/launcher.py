@@ -127,9 +127,8 @@ def launcher_env(
             RESUME_VARIABLE: launch.resume,
         }
     program = config.trainer.command[:1]
-    if program and program[0].endswith(
-        ".py"
-    ):  # the user named the file, so its neighbours may be imported as well
+    # The user named the file, so its neighbours may be imported as well.
+    if program and program[0].endswith(".py"):
         inherited = environ.get("PYTHONPATH", "")
         fixed["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program[0]).parent)) if part)
     if threads:

@@ -27,7 +27,7 @@ __all__ = ["NEXT", "State"]
 
 
 class State(StrEnum):
-    """Where a lead is; see the module."""
+    """The state of a lead; see the module."""
 
     STARTING = "starting"
     LAUNCHING = "launching"
@@ -49,4 +49,6 @@ NEXT: dict[State, frozenset[State]] = {
     State.LEAVING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
 }
-"""A state may also follow itself. `policy.decide` is checked against this table after every event."""
+"""Allowed successors of each state; a state may also follow itself. `policy.decide` is checked against this table
+after every event.
+"""

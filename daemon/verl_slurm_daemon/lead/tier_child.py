@@ -73,9 +73,8 @@ class TierMover:
             self._journal.write(Tiers(str(error)))
             return
         _, said = await self._child.communicate()
-        if (
-            self._child.returncode and said
-        ):  # a failed copy is in the journal already, and prints nothing here
+        # A failed copy is in the journal already, and prints nothing here.
+        if self._child.returncode and said:
             self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-500:]))
 
 
