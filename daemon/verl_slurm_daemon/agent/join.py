@@ -36,9 +36,8 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
         address = _address(paths)
         if address is not None and address.generation > 0 and (address.epoch, address.generation) != seen:
             seen = (address.epoch, address.generation)
-            with contextlib.suppress(
-                VerlSlurmError
-            ):  # the lead left in between: a later look finds the next lead, or the end
+            # The lead may have left in between: a later look finds the next lead, or the end.
+            with contextlib.suppress(VerlSlurmError):
                 asyncio.run(_one_generation(paths, address.epoch, hosts[place].name, place))
         ended = _ended(paths, since)
         if ended is not None:

@@ -168,9 +168,8 @@ async def see_off(
             log.say("alone", reason=verdict.reason)
             await sleep(_TURN_S * node_id)  # turns in a row; nothing is waited for
         else:
-            await sleep(
-                _LOOKS_S[looks] if looks < len(_LOOKS_S) else _LATER_S
-            )  # Slurm has no event to wait for
+            # Slurm has no event to wait for.
+            await sleep(_LOOKS_S[looks] if looks < len(_LOOKS_S) else _LATER_S)
         looks += 1
     if verdict.do == "ask" and senses is not None:
         log.say("asking", reason=verdict.reason)

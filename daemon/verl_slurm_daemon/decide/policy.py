@@ -195,9 +195,8 @@ def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
 
 def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     if event.kind == "none" or (model.state is State.LEAVING and event.kind != "cancel"):
-        return Decision(
-            model
-        )  # leaving already: the requeue's own TERM, or a preemption of a job that ends anyway
+        # Leaving already: the requeue's own TERM, or a preemption of a job that ends anyway.
+        return Decision(model)
     left = None if event.seconds_left is None else round(event.seconds_left, 1)
     note = act.Note(ev.Cause(event.kind, event.evidence, left))
     match event.kind:
@@ -228,9 +227,8 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         request = act.SaveRequest(request_id=request_id, stop=True, seconds_left=event.seconds_left)
         return Decision(model, (note, request))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
-        return Decision(
-            model, (*notes, act.ArmDeadline(event.seconds_left))
-        )  # the deadline may be nearer now
+        # The deadline may be nearer now.
+        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))
     exit_now = _maybe_exit(model)
     return Decision(exit_now.model, (*notes, *exit_now.actions))
 

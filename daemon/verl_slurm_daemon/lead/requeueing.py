@@ -56,9 +56,8 @@ async def _avoid(
     nodes = avoided_nodes(events, new, datetime.now(UTC), config.avoid_node_s)
     said = f"nothing is avoided: no answer in {_AVOID_S:.0f} s"
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(
-            _AVOID_S
-        ):  # the requeue is accepted and its delay runs; only the exit waits for this
+        # Bounded: the requeue is accepted and its delay runs, so the exit is all that waits for this.
+        async with asyncio.timeout(_AVOID_S):
             said = await allocation.avoid(nodes)
     if said:
         journal.write(ev.Avoid(list(new), said))

@@ -90,9 +90,8 @@ def check_room(
 def num_to_come(config: RunConfig, present: int) -> int:
     """Returns how many more checkpoints may lie there at once, when `present` already do: at least one. Pure."""
     checkpoint = config.checkpoint
-    steps = (
-        0 if config.trainer.is_guest else config.train.steps
-    )  # a guest's number of steps is known to the guest alone
+    # A guest's number of steps is known to the guest alone.
+    steps = 0 if config.trainer.is_guest else config.train.steps
     for_ever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
     return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + checkpoint.keep_best + 1 - present, 1)
 
