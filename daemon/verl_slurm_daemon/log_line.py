@@ -1,6 +1,4 @@
-"""Formats one line of the lead's and the agents' logs: time, writer, event, facts. Pure except for the
-clocks.
-"""
+"""Formats one line of the lead's and the agents' logs: time, writer, event, facts. Pure except for the clocks."""
 
 import time
 from collections.abc import Mapping

@@ -51,9 +51,7 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
 
 
 def signal_ranks(pids: Iterable[int], number: int) -> None:
-    """Signals those of `pids` that are below this process: a number that a rank reported is not trusted by
-    itself.
-    """
+    """Signals those of `pids` that are below this process: a number that a rank reported is not trusted by itself."""
     for child in _children():
         if child.pid in set(pids):
             with suppress(*_GOING):

@@ -61,7 +61,7 @@ def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
 
 def _children() -> list[int]:
     found: list[int] = []
-    with suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN: the step's end clears the zombies
+    with suppress(OSError):  # no CONFIG_PROC_CHILDREN in this kernel: zombies stay until the end
         for task in Path("/proc/self/task").iterdir():
             found += map(int, (task / "children").read_text().split())
     return found

@@ -1,5 +1,4 @@
-"""Handles the signals that Slurm and its users send to the processes of a step. None of them is a reason to
-die.
+"""Handles the signals that Slurm and its users send to the processes of a step. None of them is a reason to die.
 
 asyncio learns of a signal by a byte that Python's C handler writes to a socket. The socket holds a few
 hundred bytes. A byte that finds no room is dropped, and its signal is lost: if a thousand children end while
@@ -19,9 +18,7 @@ __all__ = ["RELAYED", "WARNINGS", "listen"]
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 """Signals that the ranks and their launcher ignore. In a Slurm job an agent relays them to its lead."""
 RELAYED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-"""Signals that an agent outside Slurm relays to its lead: there may be a terminal, where Ctrl-C has to end
-it.
-"""
+"""Signals that an agent outside Slurm relays to its lead: there may be a terminal, where Ctrl-C has to end it."""
 
 
 def listen(loop: asyncio.AbstractEventLoop, number: signal.Signals, heard: Callable[[], None]) -> None:

@@ -1,5 +1,4 @@
-"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. Elsewhere T20 forbids
-`print`.
+"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. Elsewhere T20 forbids `print`.
 
 Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
 or rewrite the terminal.

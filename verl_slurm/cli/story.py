@@ -96,9 +96,8 @@ def tell(event: ev.Event) -> str:
 
 def progress(status: dict[str, Any]) -> str:
     """Formats the snapshot of `status.json` as one line."""
-    of = (
-        f"/{status['steps']}" if status.get("steps") else ""
-    )  # a guest's loop may not know, or not have reported yet
+    # A guest's loop may not know its number of steps, or not have reported it yet.
+    of = f"/{status['steps']}" if status.get("steps") else ""
     words = [f"step {status.get('step', 0)}{of}"]
     phase = status.get("phase")
     if phase and phase != "step_end":

@@ -1,10 +1,10 @@
 """Replaces standard streams that are closed, full or no longer read: each has one defined end, and none a traceback.
 
- standard output           | what happens                                                            |
- ------------------------- | ----------------------------------------------------------------------- |
- closed (`>&-`)            | as with /dev/null: the command does its work and keeps its own exit code |
- its reader left (`head`)  | the command ends in silence with 141, as a program that SIGPIPE ends     |
- full (`> /dev/full`)      | one line on standard error, exit code 33                                |
+| standard output           | what happens                                                            |
+| ------------------------- | ----------------------------------------------------------------------- |
+| closed (`>&-`)            | as with /dev/null: the command does its work and keeps its own exit code |
+| its reader left (`head`)  | the command ends in silence with 141, as a program that SIGPIPE ends     |
+| full (`> /dev/full`)      | one line on standard error, exit code 33                                |
 
 Errors of writing to standard error are ignored: there is no other stream to report them on.
 """

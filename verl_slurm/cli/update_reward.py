@@ -100,8 +100,7 @@ def _run_of(place: Path) -> Path:
 
 
 def _wake(run: RunPaths) -> str:
-    """Makes the run look at the request, by the signal with which an operator asks for a save; returns when it
-    counts.
+    """Makes the run look at the request, by the signal with which an operator asks for a save; returns when it counts.
 
     Raises:
         SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.

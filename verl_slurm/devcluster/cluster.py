@@ -361,8 +361,7 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[KnownProcess]:
-        """Ends in order: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and
-        munged.
+        """Ends in order: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
 
         Uses SIGKILL throughout: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
         """

@@ -78,8 +78,8 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
 
 def _own_address() -> str:
     """Returns the address by which other nodes reach this one: its name in Slurm if that resolves, else the host's,
-    else the address that srun gives, which runs on this node, too. A name may mean 127.0.1.1 on the node itself; that
-    is used if there is nothing better.
+    else srun's, which runs on this node as well. A name may mean 127.0.1.1 on the node itself; a loopback address is
+    returned if there is no other.
     """
     environ = os.environ
     found = []

@@ -113,7 +113,7 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
 
 
 def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
-    """Asks for the drill's own nodes: on any others it would end the jobs of other people."""
+    """Asks for the drill's own nodes: on any others it would end other users' jobs."""
     script = directory / "rival.py"
     script.write_text(f"#!{sys.executable} -P\nimport time\ntime.sleep(1)\n")
     asked = ["--job-name=verl-slurm-doctor", "--time=1", f"--nodes={config.distributed.nodes}", "--exclusive"]

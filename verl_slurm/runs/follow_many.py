@@ -119,9 +119,8 @@ class FleetWatch:
         found = 0
         roots: Iterable[tuple[Path, bool]] = [(place, True)]
         if not (place / "run.yaml").exists():
-            self._hear(
-                watches.add_directory, place
-            )  # before the look: what comes in between is seen twice, not never
+            # Before the look: an entry that comes in between is seen twice, not never.
+            self._hear(watches.add_directory, place)
             roots = find_runs(place, on_directory=lambda path: self._hear(watches.add_directory, path))
         for root, open_to_us in roots:
             if open_to_us and root not in self.runs:

@@ -1,4 +1,4 @@
-"""Finds out whether a run's job still lives, from Slurm or from the processes of this machine."""
+"""Finds out whether a run's job is still alive, from Slurm or from the processes of this machine."""
 
 import asyncio
 import os
@@ -102,7 +102,7 @@ def _local_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
-    """Returns the living process behind a local run: submitit's local controller, or a lead that was started by hand
+    """Returns the living process of a local run: submitit's local controller, or a lead that was started by hand
     (`local-PID`, with a hostfile). A reused process id is not taken for it.
     """
     if job.job_id.startswith(_BY_HAND):

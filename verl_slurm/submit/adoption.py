@@ -1,6 +1,4 @@
-"""Finds the run that takes over verl's existing checkpoints, or makes it from a configuration, and holds it
-meanwhile.
-"""
+"""Finds or makes the run that takes over verl's existing checkpoints, and holds it meanwhile."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

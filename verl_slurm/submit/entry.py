@@ -1,5 +1,6 @@
-"""The object that submitit unpickles on the first node: it turns its process into the lead. Imports as little as it
-can.
+"""The object that submitit unpickles on the first node: it turns its process into the lead.
+
+Imports as little as it can.
 
 `os.execv` keeps the process id, so Slurm's `B:` signals and submitit's local controller continue to reach it. It also
 drops submitit's own handlers, which would requeue by elapsed time.

@@ -1,5 +1,4 @@
-"""One agent per node: starts the node's ranks, relays between them and the lead, and leaves no process
-behind.
+"""One agent per node: starts the node's ranks, relays between them and the lead, and leaves no process behind.
 
 An agent lives for one restart. It decides nothing about causes; the lead finds them. Its work ends by the
 lead's word, by ranks that are done, by a lost link or by an error of its own. In every case it does the same:
@@ -247,9 +246,7 @@ class Agent:
         return None
 
     def _open_rank_log(self, path: Path) -> int:
-        """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is
-        discarded.
-        """
+        """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -259,9 +256,7 @@ class Agent:
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     async def _leave(self, job: SlurmJob | None) -> bool:
-        """Kills what runs here and stays until this agent may leave; returns whether the lead has released
-        it.
-        """
+        """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
         self._kill_all()
         for _ in range(4):  # turns of the loop, so that an end of the link that has already come is seen
             await asyncio.sleep(0)
@@ -351,9 +346,7 @@ class Agent:
                 self._shutdown.set()
 
     async def _dump_stacks(self) -> None:
-        """Makes the ranks dump their stacks and waits a second: nothing tells when a rank has written its
-        last line.
-        """
+        """Makes the ranks dump their stacks and waits a second: nothing tells when a rank has written its last line."""
         assert self._link is not None
         signal_ranks(self._pids, STACKS_SIGNAL)
         await asyncio.sleep(_STACKS_S)

@@ -1,5 +1,4 @@
-"""Steps that an agent takes before it leaves: find out whether its lead lives, and if not, ask Slurm for a
-requeue.
+"""Steps that an agent takes before it leaves: find out whether its lead lives, and if not, ask Slurm for a requeue.
 
 The lead is the batch process. If it is killed, Slurm ends the job as FAILED and never requeues it. The agents
 of the other nodes then have KillWait seconds, enough for one request. The first agent asks first; a later one
@@ -48,9 +47,7 @@ T = TypeVar("T")
 
 
 class Senses(Protocol):
-    """The questions and requests that an agent has in its last seconds. Each may raise; its answer is then
-    unknown.
-    """
+    """The questions and requests that an agent has in its last seconds. Each may raise; its answer is then unknown."""
 
     async def lead_ended(self) -> bool:
         """Returns whether the journal has the end of this attempt."""
@@ -211,7 +208,7 @@ async def ask_until_answered(
             await sleep(_LOOKS_S[0])
         try:
             answer = await senses.requeue()
-        except Exception as error:  # noqa: BLE001 - nobody else is left to ask
+        except Exception as error:  # noqa: BLE001 - no other process is left to ask
             answer = f"{type(error).__name__}: {error}"
         if not isinstance(answer, str) and answer.exit_code is not ExitCode.REQUEUE_FAILED:
             break

@@ -49,7 +49,7 @@ def _control_root() -> str:
     and a TMPDIR may be longer.
     """
     usual = tempfile.gettempdir()
-    shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under a name that nobody can guess
+    shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under an unguessable name
     for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
         if not candidate or len(os.fsencode(candidate)) >= 60 or not os.access(candidate, os.W_OK | os.X_OK):
             continue

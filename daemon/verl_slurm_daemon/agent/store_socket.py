@@ -1,6 +1,4 @@
-"""The agent's side of the ranks' store: a Unix socket in its private directory; calls are relayed to the
-lead.
-"""
+"""The agent's side of the ranks' store: a Unix socket in its private directory; calls are relayed to the lead."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,6 @@
-"""The contract between a lead and its environment. Two kinds exist: `slurm_allocation`, and
-`local_allocation` for machines without Slurm.
+"""The contract between a lead and its environment.
+
+Two kinds exist: `slurm_allocation`, and `local_allocation` for machines without Slurm.
 
 Obligations of an `Allocation`: every method is bounded in time, and none raises if the scheduler does not
 answer. The result says so instead, because a lead must go on saving while slurmctld is away.
@@ -44,8 +45,7 @@ class Allocation(Protocol):
         """Asks the scheduler how long the allocation lasts."""
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
-        """Asks for another attempt of this run. Returns a text if no answer counts; ask again while there is
-        time.
+        """Asks for another attempt of this run. Returns a text if no answer counts; ask again while there is time.
 
         Args:
             delay_s: seconds until it may start; None: as the user configured it.
@@ -64,9 +64,7 @@ class Allocation(Protocol):
         """
 
     async def cancelled_before(self) -> str:
-        """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it
-        may.
-        """
+        """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it may."""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         """Keeps the next attempt of this run away from these nodes, and replaces our earlier exclusions;
@@ -80,6 +78,4 @@ class Allocation(Protocol):
         """Starts `argv` on every node; the step is over when all returned processes have ended."""
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        """Called once the step has started: makes its agents outlive this node's processes, however those
-        die.
-        """
+        """Called once the step has started: makes its agents outlive this node's processes, however those die."""

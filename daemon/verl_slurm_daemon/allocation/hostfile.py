@@ -1,5 +1,4 @@
-"""Several machines without Slurm: a hostfile names them, and each one is started by hand (or by mpirun,
-pdsh).
+"""Several machines without Slurm: a hostfile names them, and each one is started by hand (or by mpirun, pdsh).
 
 ``` worker-0 slots=8 worker-1 slots=8      # comments and empty lines are skipped ```
 

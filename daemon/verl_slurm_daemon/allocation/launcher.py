@@ -54,9 +54,7 @@ def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int =
 
 
 def _contained(config: RunConfig, agent: list[str]) -> list[str]:
-    """Wraps `agent` in the container image, if one is configured. The run's paths are the same inside and
-    outside.
-    """
+    """Wraps `agent` in the container image, if one is configured. The run's paths are the same inside and outside."""
     container = config.slurm.container
     if container is None:
         return agent

@@ -1,5 +1,6 @@
-"""Estimates slurmctld's time. Slurm gives the ends of jobs by its own clock; a node's clock may be minutes
-off, or be set.
+"""Estimates slurmctld's time.
+
+Slurm gives the ends of jobs by its own clock; a node's clock may be minutes off, or be set.
 
 Slurm is asked once, at the start. From then on the machine's steady clock counts, which also runs while a
 virtual machine sleeps. Slurm gives whole seconds, so nodes that agree with it that closely keep their own

@@ -1,4 +1,6 @@
-"""The events that a lead decides about, as data without behaviour. `sources` make them, `policy.decide` reads them."""
+"""The events that a lead decides about, as data without behaviour.
+
+`effects` and `loop` make them, `policy.decide` reads them."""
 
 import msgspec
 

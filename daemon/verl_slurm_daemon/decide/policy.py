@@ -44,8 +44,8 @@ _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitC
 _MOST_DOUBLINGS = 6
 _MOST_FAILED_STARTS = 24
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
-"""Waits after starts that storage stopped, and of jobs that strangers kept from starting. The second start waits 30
-s, then 60, ...: the last of 24 begins 18 hours later.
+"""Waits after starts that storage stopped, and of jobs that strangers kept from starting. The second start waits
+30 s, then 60, ...: the last of 24 begins 18 hours later.
 """
 _STRANGER_DELAY_S = 5
 """Wait in place after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
@@ -266,7 +266,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 return Decision(model, notes)
             actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
             if model.state is State.CHECKING and model.unverified and message.request_id != model.request_id:
-                return Decision(model, actions)  # late; the answer that is waited for came before it
+                return Decision(model, actions)  # late; the awaited answer has come already
             model = msgspec.structs.replace(model, unverified=message.name, lost="")
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
@@ -339,7 +339,7 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
 
 def _on_stranger(model: Model, node: str, detail: str) -> Decision:
     """Reacts to a stranger: the start is lost. What the ranks report of it, before or after, follows from that and is
-    not their own failure.
+    no failure of its own.
     """
     refused = model.refusal is not None and not model.refusal.place
     if model.state not in (*_TRAINING, State.SAVING) or refused or _all_finished(model):

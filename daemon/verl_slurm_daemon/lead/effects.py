@@ -328,8 +328,8 @@ class Effects:
                     )
                 case NodeExited():
                     said_goodbye = True
-                    # The agent waits for this answer, in case the lead is gone; without its driver, all of Ray waits
-                    # in vain.
+                    # The agent waits for this in case the lead is gone.
+                    # Without its driver, all of Ray waits in vain.
                     for heard in self._links.values() if self._config.trainer.on_ray else (link,):
                         heard.send(Shutdown())
                     if message.exit_code != 0:

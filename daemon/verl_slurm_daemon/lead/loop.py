@@ -1,9 +1,9 @@
-"""The lead, one per job: collects events, lets the policy decide, and has the actions carried out. One attempt, in
-order:
+"""The lead, one per job: collects events, lets the policy decide, and has the actions carried out.
 
-1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not allow it
-is
-   waited for; after that the start has failed (`start.py`).
+One attempt, in order:
+
+1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. If storage does not
+   allow it, the lead waits; after that the start has failed (`start.py`).
 2. The data set is compared with its fingerprint; starts without progress are counted.
 3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.

@@ -1,5 +1,4 @@
-"""The lead's Prometheus page: its numbers, their names and their help texts. docs/observability.md lists
-them.
+"""The lead's Prometheus page: its numbers, their names and their help texts. docs/observability.md lists them.
 
 From the moment the lead starts, its time follows the monotonic clock: setting the wall clock makes no save
 older.

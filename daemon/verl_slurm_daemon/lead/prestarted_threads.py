@@ -12,9 +12,7 @@ from contextlib import suppress
 __all__ = ["keep_threads"]
 
 _THREADS = 8
-"""More than a lead was ever seen to use at once: a scrub, a read-back, a look at the journal, and requests to
-Slurm.
-"""
+"""More than a lead was ever seen to use at once: a scrub, a read-back, a look at the journal, and requests to Slurm."""
 
 
 def keep_threads(loop: asyncio.AbstractEventLoop) -> None:

@@ -47,9 +47,7 @@ async def requeue(
 async def _avoid(
     allocation: Allocation, config: DaemonConfig, paths: RunPaths, journal: Journal, new: tuple[str, ...]
 ) -> None:
-    """Tells Slurm which nodes failed us lately. If there were some earlier and none now, tells it that as
-    well.
-    """
+    """Tells Slurm which nodes failed us lately. If there were some earlier and none now, tells it that as well."""
     events = read_events(paths)
     if not new and not any(isinstance(event, ev.Avoid) for event in events):
         return

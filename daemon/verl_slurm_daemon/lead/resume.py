@@ -1,6 +1,4 @@
-"""Picks the checkpoint that a restart begins from, and decides whether a fresh one can be trusted. Reads
-files; no torch.
-"""
+"""Picks a restart's checkpoint, and decides whether a fresh one can be trusted. Reads files; no torch."""
 
 import os
 import secrets

@@ -1,5 +1,4 @@
-"""Scrubs a running job slowly: reads checkpoints and frozen models back one by one, and sets damaged ones
-aside.
+"""Scrubs a running job slowly: reads checkpoints and frozen models back one by one, and sets damaged ones aside.
 
 The journal holds the time of each last read (`verified`, `scrubbed`), so the schedule survives requeues. If
 the nodes have a second copy, a damaged checkpoint is brought home at once. No error here ends a run; errors

@@ -1,5 +1,4 @@
-"""Prepares what a lead needs before it can own its run: the configuration, the directories, and storage that
-takes a file.
+"""Prepares a lead's start: the configuration, the directories, and storage that takes a file.
 
 Storage that is full, read-only or silent costs no run. The lead waits for it as long as `PAUSES_S` lasts.
 After that the start has failed, and the policy has the job requeued: `failed_starts` counts such starts, and

@@ -1,5 +1,4 @@
-"""Runs `python -m verl_slurm.tiers` as a child of the lead: moves checkpoints on to the run's tiers
-automatically.
+"""Runs `python -m verl_slurm.tiers` as a child of the lead: moves checkpoints on to the run's tiers automatically.
 
 It is a process of its own with the lowest priority. So boto3 is not in the daemon's memory, an upload never
 delays a decision, and a kill at any moment costs at most one part. The child writes its results to the
@@ -54,9 +53,7 @@ class TierMover:
             self.interrupt()
 
     def interrupt(self) -> None:
-        """Ends a pass that is under way: a save needs the disks and the network now. The next pass continues
-        it.
-        """
+        """Ends a pass that is under way: a save needs the disks and the network now. The next pass continues it."""
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
 

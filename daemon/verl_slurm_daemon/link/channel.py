@@ -95,7 +95,7 @@ async def serve(
     # second.
     backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
     make_room(max_links + limits.most_strangers + backlog)
-    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - whoever connects must know the token
+    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - every peer must know the token
     server = await asyncio.start_server(
         on_connection, host if host.startswith("127.") else everywhere, port=0, backlog=backlog
     )
@@ -191,9 +191,7 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 def _notice_silence(writer: asyncio.StreamWriter) -> None:
-    """Sets TCP's limits. Without them an idle link never ends, and one with data under way ends after 15
-    minutes.
-    """
+    """Sets TCP's limits. Without them an idle link never ends, and one with data under way ends after 15 minutes."""
     connection: socket.socket = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):  # the kernel may not know one of these options
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

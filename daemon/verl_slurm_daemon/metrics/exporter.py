@@ -121,9 +121,7 @@ class Exporter:
         return HttpReply(200, self._page(), _TEXT)
 
     def close(self) -> None:
-        """Closes the port and removes the published address, unless another process has written its own
-        there.
-        """
+        """Closes the port and removes the published address, unless another process has written its own there."""
         if self._server is not None:
             self._server.close()
             self._server = None

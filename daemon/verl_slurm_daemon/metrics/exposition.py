@@ -1,5 +1,6 @@
-"""Renders numbers in Prometheus' text format. Imports prometheus_client, which costs 2 MB, so this module is
-imported when a port is configured.
+"""Renders numbers in Prometheus' text format.
+
+Imports prometheus_client, which costs 2 MB, so this module is imported when a port is configured.
 
 No label names the run. Everybody on the node can read a port on 127.0.0.1. The service-discovery file
 (`exporter.py`) says which run a series belongs to, and its mode is 0600.

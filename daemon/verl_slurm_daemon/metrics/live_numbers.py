@@ -10,8 +10,7 @@ __all__ = ["LiveNumbers", "queue_length"]
 
 
 def queue_length(config: RunConfig, phase: str, index: int) -> int:
-    """Returns the responses of the running step, on all ranks, that are sampled and not yet used up by
-    training.
+    """Returns the responses of the running step, on all ranks, that are sampled and not yet used up by training.
 
     The ranks pass their safe points together, so the position of one rank is enough.
 

@@ -1,5 +1,4 @@
-"""Prepares the model and the data of a run: makes paths absolute, builds built-in ones, and checks that the rest
-exists.
+"""Prepares a run's model and data: makes paths absolute, builds built-ins, checks that the rest exists.
 
 Torch-free: a child process builds built-ins, once, in the user's cache.
 """

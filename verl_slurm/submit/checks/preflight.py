@@ -162,8 +162,7 @@ def check_resume_from(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, str]], list[str]]:
-    """Checks that model, reward and data exist and are not empty. Paths must be absolute; `builtin:` names must
-    exist.
+    """Checks that model, reward and data exist and are not empty. Paths must be absolute; `builtin:` names must exist.
 
     Args:
         config: paths absolute.
@@ -279,8 +278,7 @@ def _is_read_only(place: Path) -> bool:
 
 
 def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, str]:
-    """Returns Slurm if its commands exist, else this machine. A Slurm that does not answer never leads to this
-    machine.
+    """Returns Slurm if its commands exist, else this machine. A Slurm that does not answer never leads to this machine.
 
     Returns:
         The cluster, and a note for the user if it was chosen for them.

@@ -97,8 +97,7 @@ def num_to_come(config: RunConfig, present: int) -> int:
 
 
 def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
-    """Returns (bytes, inodes) of the copies that the next start will make of models that do not train, by a stat
-    walk.
+    """Returns (bytes, inodes) of the copies that the next start will make of models that do not train, by a stat walk.
 
     An existing copy with the same number of bytes is taken for the model's: certainty would require reading all of
     it. A directory that cannot be read counts nothing; the start will report why.
