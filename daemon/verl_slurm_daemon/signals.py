@@ -1,10 +1,9 @@
 """Handles the signals that Slurm and its users send to the processes of a step. None of them is a reason to die.
 
-asyncio learns of a signal by a byte that Python's C handler writes to a socket. The socket holds a few
-hundred bytes. A byte that finds no room is dropped, and its signal is lost: if a thousand children end while
-the loop waits for a disk, that may be a preemption's TERM. Here the byte serves to wake the loop, and a full
-socket does that as well. The signal is reported by a handler of its own, which Python keeps pending until it
-has run.
+asyncio learns of a signal by a byte that Python's C handler writes to a socket. The socket holds a few hundred bytes.
+A byte that finds no room is dropped, and its signal is lost. If a thousand children end while the loop waits for a
+disk, the lost one may be a preemption's TERM. Here the byte serves to wake the loop, and a full socket does that as
+well. The signal is reported by a handler of its own, which Python keeps pending until it has run.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
 """Finds the processes that belong to a cluster, and ends exactly those.
 
 The daemons are recognised by name and command line, which has a path in our directory. Their pids are not recorded:
-from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. slurmstepd and slurmscriptd, whose
-titles overwrite command line and environment, are recognised by the log file in our directory that they hold open.
-Job processes are recognised by the variables that slurmstepd sets, SLURMD_NODENAME together with our SLURM_CONF, and
-by their ancestry. A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is left alone, and
-so is a `tail -f` of a log.
+from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. The titles of slurmstepd and
+slurmscriptd overwrite command line and environment, so these are recognised by the log file in our directory that
+they hold open. Job processes are recognised by the variables that slurmstepd sets, SLURMD_NODENAME together with our
+SLURM_CONF, and by their ancestry. A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is
+left alone, and so is a `tail -f` of a log.
 """
 
 import os

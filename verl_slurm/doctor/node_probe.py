@@ -1,8 +1,8 @@
 """Describes one node as a process on it sees it, and tests whether the nodes reach one another.
 
 Node 0 listens on a free port and answers with the time; the others ask it. One exchange shows that ports are open
-between nodes, and how far the clocks are apart (offset = their clock - the middle of the question, as in NTP, RFC
-5905, section 8; right to half the round trip).
+between nodes, and how far the clocks are apart. The offset is their clock minus the middle of the question, as in NTP
+(RFC 5905, section 8); its error is at most half the round trip.
 """
 
 import os

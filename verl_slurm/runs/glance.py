@@ -1,8 +1,8 @@
 """Reads many runs at a glance: collects for `list` and `watch` the facts of a thousand run directories in a second.
 
 A bounded part of each run is read: its snapshot, the end of its journal, the newest checkpoint's manifest. The lead
-has put the journal's sums into the snapshot. If that is not enough (a snapshot of an older daemon, an end of the
-journal that does not name its job), more is read, up to the whole: slower, and never wrong.
+has put the journal's sums into the snapshot. That may not be enough: the snapshot is of an older daemon, or the end
+of the journal does not name its job. Then more is read, up to the whole: slower, and never wrong.
 
 A snapshot does not know that its lead was killed. So every run that is not over by the journal is looked up: all
 Slurm jobs by ONE question, a local one by its process.

@@ -1,7 +1,7 @@
 """Waits for many files at once: one descriptor, no thread, and no processor time while nothing happens.
 
 watchdog, which follows a single run, has a thread for every path that it watches: 1,003 threads and 21 MB for 1,000
-runs, while sites limit the threads of a user on login nodes.
+runs. Sites limit the threads of a user on login nodes.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), for three reasons.
 Its environment must lack the variables of a job that we may be inside of. Its umask must be 077, because submitit's
-files are pickles. And the local executor needs a session of its own: submitit's local controller is a child that must
+files are pickles. And the local executor needs a session of its own. submitit's local controller is a child that must
 outlive the terminal, must not get its Ctrl-C and must not hold our standard output open.
 
 The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are not used:

@@ -21,8 +21,8 @@ __all__ = ["HostfileAllocation", "LocalAllocation"]
 class LocalAllocation:
     """This machine without Slurm: the "nodes" are agents on it, and a requeue is a new attempt in this very process.
 
-    Signals stand for Slurm's events, so that the same path can be tried on a laptop: SIGUSR2 is a preemption
-    with `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
+    Signals stand for Slurm's events, so that the same path can be tried on a laptop. SIGUSR2 is a preemption with
+    `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
     """
 
     PREEMPTION_GRACE_S = 30.0

@@ -73,8 +73,8 @@ class HangWatch:
         self._ranks[rank] = _Rank(now)
 
     def passed(self, rank: int, safe_points: int, now: float) -> None:
-        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins: a guest's first
-        step counts as pace, because it may have one safe point in ten minutes and the second step is no faster.
+        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins. A guest's first
+        step counts as pace: it may have one safe point in ten minutes, and the second step is no faster.
         """
         before = self._ranks.get(rank)
         if before is not None and before.trains and not before.saves:

@@ -6,9 +6,9 @@ is a unit test, and a journal can be replayed through the same function.
 Three rules stand above the rest:
 
 1. A cancel is final. It turns any intention to requeue into an intention to leave, in every state in which the
-   requeue has not been asked for yet; and `effects` reads the job's state once more before it asks.
-2. The requeue is asked for before the deadline whether or not the save is done: a run without a fresh
-   checkpoint loses a little (the ledger keeps the rollouts), a job that Slurm has ended loses its place.
+   requeue has not been asked for yet. `effects` also reads the job's state once more before it asks.
+2. The requeue is asked for before the deadline whether or not the save is done. A run without a fresh checkpoint
+   loses a little (the ledger keeps the rollouts); a job that Slurm has ended loses its place.
 3. All ranks done is the end, whatever was asked for in between.
 """
 

@@ -1,8 +1,8 @@
 """Brings checkpoints home from the nodes' own disks: each node sends its parts, and the lead assembles them.
 
-This happens at the beginning of a restart, when a node may hold something newer than shared storage (which
-was gone, full, or damaged since), and after a save that does not read back. `checkpoint/store/local_copy.py`
-is the specification.
+This happens at the beginning of a restart, and after a save that does not read back. A node may then hold something
+newer than shared storage, which was gone, full, or damaged since. `checkpoint/store/local_copy.py` is the
+specification.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ The run keeps checkpoints and, once, the models that do not train (RUN/frozen). 
 checkpoint, so a checkpoint that fits alone may not fit beside it.
 
 Two cases, two answers. No room for a single checkpoint is refused, because such a job could train and never save.
-Room for one, but not for all, is a warning: others may free room before it is needed, and the size is an estimate
+Room for one, but not for all, is a warning. Others may free room before it is needed, and the size is an estimate
 until the run has saved once. Quotas are not seen (`checkpoint/decide/storage.py`).
 """
 

@@ -148,8 +148,9 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
 
 
 def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
-    """Requires the user to name these inputs if no verl can be asked: its defaults are paths in its examples'
-    authors' homes.
+    """Requires all inputs in the user's words if no verl can be asked for its defaults.
+
+    These are paths in the home directories of the authors of verl's examples.
 
     Raises:
         DataError: the user leaves one of them to verl.
