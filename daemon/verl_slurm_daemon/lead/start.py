@@ -51,9 +51,7 @@ _CODES = {
 
 
 class Ground(NamedTuple):
-    """The configuration and directories of a lead. `failed`: the storage error because of which there is no
-    more than this.
-    """
+    """The configuration and the allocation of a lead. `failed`: the storage error that prevented the rest."""
 
     config: RunConfig
     allocation: Allocation

@@ -148,7 +148,7 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
 
 
 def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
-    """Requires all inputs in the user's words if no verl can be asked for its defaults.
+    """Requires the inputs in the user's words if no verl can be asked for its defaults.
 
     These are paths in the home directories of the authors of verl's examples.
 
