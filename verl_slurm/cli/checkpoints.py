@@ -31,7 +31,7 @@ __all__ = [
 
 
 _FIRST_TO_GO = ("files", "ranks", "epoch", "phase", "created", "MB", "detail")
-"""Columns that give way where the terminal is narrow."""
+"""Columns that are dropped if the terminal is narrow, in this order."""
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -53,7 +53,7 @@ def checkpoints(run: RunPaths, as_json: bool) -> int:
 
 
 def print_checkpoints(run: RunPaths, as_json: bool) -> int:
-    """The table behind `checkpoints RUN` and `list RUN`."""
+    """Prints the table of `checkpoints RUN` and `list RUN`."""
     from verl_slurm.checkpoint.decide.best import Best, rank_best
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
     from verl_slurm.config.load import load_resolved
@@ -61,7 +61,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     found = list_checkpoints(run)
     try:
         best = Best.of(load_resolved(run.run_yaml).checkpoint)
-    except VerlSlurmError:  # of another version: what there is can be listed all the same
+    except VerlSlurmError:  # of another version: its checkpoints can be listed all the same
         best = Best(keep=0)
     places = rank_best(found, best)
     if as_json:
@@ -82,11 +82,11 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
 def checkpoints_table(
     found: "Sequence[CheckpointInfo]", places: "Mapping[str, Rank]", metric: str | None, width: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; columns that have no room are left out.
+    """Returns headings and cells; columns that have no room are left out.
 
     Args:
-        places: of those that are among the best, by name.
-        metric: by which they are.
+        places: the ranks of the best checkpoints, by name.
+        metric: the metric that ranks them.
         width: characters of a line.
     """
     columns: dict[str, list[str]] = {
@@ -175,7 +175,7 @@ def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_js
     try:
         found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
     except CheckpointCorrupt as error:
-        # What the comparing process said is a whole sentence already, with its remedy.
+        # The comparing process printed a whole sentence already, with its remedy.
         raise CheckpointCorrupt(str(error.found or error.what)) from None
     except KeyRefused as error:
         raise KeyRefused(str(error.found or error.what)) from None
@@ -278,7 +278,7 @@ def _checkpoints_of(place: Path) -> list[Path]:
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
 
     if (place / "run.yaml").is_file():
-        # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
+        # A torn one in staging is no loss; one with a final name that lost its manifest is.
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
         found = [info.path for info in infos if not info.name.startswith(".")]
         if not found:
@@ -288,7 +288,7 @@ def _checkpoints_of(place: Path) -> list[Path]:
         raise NotFound(
             "no such run or checkpoint", where=place, remedy="`verl-slurm list DIR` shows the runs below DIR"
         )
-    # A torn checkpoint has the name of one and no manifest: that is for `verify` to say.
+    # A torn checkpoint has the name of one and no manifest: `verify` reports that.
     if (
         not CHECKPOINT_NAME.match(place.resolve().name.lstrip("."))
         and not (place / "manifest.json").is_file()
@@ -303,10 +303,10 @@ def _checkpoints_of(place: Path) -> list[Path]:
 
 
 def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
-    """The checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
+    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
 
     Raises:
-        NotFound: there is no such one.
+        NotFound: there is no such checkpoint.
     """
     from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 

@@ -1,4 +1,4 @@
-"""Without Slurm: this machine, or the hosts of a hostfile. Two `Allocation`s."""
+"""Two `Allocation`s without Slurm: this machine, or the hosts of a hostfile."""
 
 import asyncio
 import os
@@ -19,9 +19,9 @@ __all__ = ["HostfileAllocation", "LocalAllocation"]
 
 
 class LocalAllocation:
-    """No Slurm: the "nodes" are agents on this machine, and a requeue is a new life of this very process.
+    """This machine without Slurm: the "nodes" are agents on it, and a requeue is a new attempt in this very process.
 
-    Signals stand for Slurm's events, so that the same path can be tried on a laptop: SIGUSR2 is a preemption with
+    Signals stand for Slurm's events, so that the same path can be tried on a laptop. SIGUSR2 is a preemption with
     `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
     """
 
@@ -51,13 +51,13 @@ class LocalAllocation:
         return Outlook(answered=True)
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
-        await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
+        await asyncio.sleep(delay_s or 0)  # the delay itself: this process starts the next attempt
         return RequeueAnswered(
             ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
         )
 
     async def hasten(self, clean: bool) -> None:
-        """Nothing to do: it starts at once."""
+        """Does nothing: the next attempt starts at once."""
 
     async def withdraw(self) -> str:
         return ""
@@ -66,7 +66,7 @@ class LocalAllocation:
         return ""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
-        return ""  # there are no others
+        return ""  # there are no other nodes
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.host != socket.gethostname() or owner.pid == os.getpid():
@@ -79,7 +79,7 @@ class LocalAllocation:
         return [await self._start(argv, node, f"local{node}") for node in nodes]
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        """Nothing to do: there is no requeue to ask for."""
+        """Does nothing: there is no requeue to ask for."""
 
     async def _start(self, argv: list[str], node: int, name: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -91,7 +91,7 @@ class LocalAllocation:
 
 
 class HostfileAllocation(LocalAllocation):
-    """Several machines without Slurm: as `LocalAllocation`, but the other hosts' agents come by themselves."""
+    """Several machines without Slurm: as `LocalAllocation`, but the other hosts start their own agents."""
 
     def __init__(self, config: RunConfig, paths: RunPaths, host: str) -> None:
         super().__init__(config, paths)

@@ -1,11 +1,13 @@
-"""One lead a job: gathers what happens, lets the policy decide, and has it done. The order of a life, top to bottom.
+"""The lead, one per job: collects events, lets the policy decide, and has the actions carried out.
 
-1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not let it is
-   waited for, and then the start has failed (`start.py`).
-2. The data set is held against its fingerprint, starts without progress are counted.
-3. Generations, until the policy says `Exit`.
-4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is written down.
-   Where this was a requeue outside Slurm, the next life begins in this process.
+One attempt, in order:
+
+1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. If storage does not
+   allow it, the lead waits; after that the start has failed (`start.py`).
+2. The data set is compared with its fingerprint; starts without progress are counted.
+3. Restarts, until the policy says `Exit`.
+4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.
+   After a requeue outside Slurm, the next attempt begins in this process.
 """
 
 import asyncio
@@ -57,13 +59,13 @@ __all__ = ["run_lead"]
 _STATUS_EVERY_S = 1.0
 _FENCE_EVERY_S = 2.0
 _LOOK_AGAIN_S = 300.0
-"""Where the job has no limit."""
+"""Seconds between looks if the job has no limit."""
 _LOOK_SOON_S = 15.0
-"""Where Slurm did not answer, or the end is near and nothing came of it."""
+"""The same if Slurm did not answer, or the end is near and no action followed."""
 
 
 class Lead:
-    """See the module.
+    """The lead of one attempt; see the module.
 
     Args:
         failed: why this start can only ask for another one (`start.prepare`).
@@ -83,13 +85,13 @@ class Lead:
             node_budget=config.daemon.node_budget,
         )
         self._model = Model(limits)
-        steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
+        steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop reports it itself
         self._status = Status(job_id=allocation.job_id, steps=steps, restarts=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
-            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, and only here
+            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, needed here alone
 
             self._metrics = lead_metrics.LeadMetrics(paths, config, self._status, lead_metrics.steady_clock())
 
@@ -100,7 +102,7 @@ class Lead:
         for number in SIGNALS:
             name = signal.Signals(number).name
             listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
-        # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
+        # The caller blocked them, so that none was lost or fatal before a handler was set.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             mine = await self._take_run()
@@ -127,18 +129,18 @@ class Lead:
         return code
 
     async def _take_run(self) -> Epoch | None:
-        """The run made ours; None: storage does not let us, and how is in `self._failed`.
+        """Takes the run; returns None if storage does not allow it, with the error in `self._failed`.
 
         Raises:
-            Fenced: another incarnation has it, and lives.
-            CheckpointCorrupt: its owner cannot be told.
+            Fenced: another attempt has it, and lives.
+            CheckpointCorrupt: its owner cannot be determined.
         """
         for pause in () if self._failed else (*PAUSES_S, None):
             try:
                 former = await self._refuse_if_owned()
                 return take_epoch(
                     self._paths,
-                    after=former,  # two leads that both found it over: one of them gets it
+                    after=former,  # of two leads that both found it over, one gets it
                     job_id=self._allocation.job_id,
                     restart=self._allocation.restart,
                     cluster=self._allocation.cluster,
@@ -153,7 +155,7 @@ class Lead:
         return None
 
     async def _begins(self, mine: Epoch, journal: Journal, effects: Effects) -> None:
-        """Say that the run is ours from here on."""
+        """Records that this attempt owns the run from here on."""
         if self._metrics is not None:
             await self._metrics.read_back()
             self._metrics.refused = effects.refusals.counts
@@ -175,9 +177,9 @@ class Lead:
     async def _end(
         self, mine: Epoch | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
     ) -> None:
-        """What is to become of the job, and the last word.
+        """Settles what is to become of the job, and records the end.
 
-        Where Slurm did not take the requeue (24), it may still start the job again by itself, and that is welcome.
+        If Slurm did not accept the requeue (24), it may still start the job again by itself, and that is welcome.
         """
         if code is ExitCode.REQUEUED:
             await self._allocation.hasten(clean)
@@ -185,19 +187,19 @@ class Lead:
             journal.write(ev.Notice("Slurm", said))
         try:
             ours = mine is None or read_epoch(self._paths) == mine
-        except OSError:  # it cannot be told; the epoch is in the line
+        except OSError:  # no means to report it; the epoch is in the line
             ours = True
         if ours:
             self._status.state = State.ENDED
             last = self._status.last_checkpoint or None
             journal.write(ev.Ended(int(code), code.name, reason, last))
             journal.status(self._status)
-        else:  # the run goes on without us; its end is not ours to announce
+        else:  # the run continues elsewhere; its end is not ours to announce
             journal.write(ev.Fenced(int(code), reason))
 
     def _take_over(self) -> None:
-        """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
-        with suppress(OSError):  # it informs, nothing depends on it
+        """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions."""
+        with suppress(OSError):  # informative; nothing depends on it
             former = read_status(self._paths)
             self._status.step = max(former.get("step", 0), 0)
             self._outages = Outages(read_events(self._paths))
@@ -216,7 +218,7 @@ class Lead:
             status.last_interruption = msgspec.to_builtins(each[-1])
 
     async def _refuse_if_owned(self) -> Epoch | None:
-        """The run's former owner, which is over.
+        """Returns the run's former owner, which is over.
 
         Raises:
             Fenced: it is not.
@@ -265,7 +267,7 @@ class Lead:
             return start_failed(self._paths, self._allocation, error)
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
-        """What has to hold before a rank may start.
+        """Checks the conditions for starting ranks.
 
         Raises:
             OSError: storage does not answer.
@@ -282,7 +284,7 @@ class Lead:
         return inputs.Ready(self._config.speakers, stranger_restarts(read_events(self._paths)))
 
     async def _watch_the_fence(self) -> None:
-        """Whether the run is still ours, asked while nothing else happens: a lead may wait for srun."""
+        """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""
         while self._status.epoch:
             await asyncio.sleep(_FENCE_EVERY_S)
             try:
@@ -295,7 +297,7 @@ class Lead:
                 )
 
     async def _watch_the_clock(self) -> None:
-        """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""
+        """Finds what no signal reported: a warning from before we listened, or one that was lost with a dead step."""
         lead_s = self._config.slurm.signal_lead_s
         while True:
             outlook = await self._allocation.outlook()
@@ -305,14 +307,14 @@ class Lead:
             listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
             if near and listens:
                 self._events.put_nowait(inputs.SignalArrived("TIMER", "lead"))
-            # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
+            # Late on purpose: if the warning works, it comes first. Asked again, because limits are extended.
             if not outlook.answered or near:
                 await asyncio.sleep(_LOOK_SOON_S)
             else:
                 await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
 
     def _note(self, event: inputs.Input, journal: Journal) -> None:
-        """Keep the snapshot for `verl-slurm status`."""
+        """Updates the snapshot for `verl-slurm status`."""
         status, model = self._status, self._model
         if self._metrics is not None and isinstance(event, inputs.RankSaid):
             self._metrics.heard(event.message)
@@ -338,14 +340,14 @@ class Lead:
 
 
 def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
-    """The lead of this job, from start to end. Leaves the process by itself: see `_leave`.
+    """Runs the lead of this job from start to end. Leaves the process by itself: see `_leave`.
 
     Args:
         hostfile: the hosts of a run without Slurm; this is the first of them.
     """
     paths = RunPaths(root)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
+    os.environ["PYTHONSAFEPATH"] = "1"  # for all children: nothing is imported from the submitter's directory
     try:
         ground = prepare(paths, hostfile)
     except VerlSlurmError:
@@ -362,9 +364,10 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
 
 
 def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
-    """Out at once, from inside the loop: it would wait for a read-back in a thread, while the requeue's delay runs.
+    """Leaves at once, from inside the loop: the loop would wait for a read-back in a thread while the requeue's delay
+    runs.
 
-    Outside Slurm the next life begins here. Signals are blocked until it listens: a cancel in between is kept.
+    Outside Slurm the next attempt begins here. Signals are blocked until it listens, so a cancel in between is kept.
     """
     sys.stdout.flush()
     sys.stderr.flush()
