@@ -1,6 +1,6 @@
 """Specifies the messages of lead, agents and ranks: three parties, two channels, one vocabulary.
 
-* rank ⇄ agent: a Unix stream socket in a 0700 directory; the agent checks the peer's uid (SO_PEERCRED).
+* rank ⇄ agent: a Unix SEQPACKET socket in a 0700 directory; the agent checks the peer's uid (SO_PEERCRED).
 * agent ⇄ lead: TCP. HMAC-SHA256 challenge in both directions over the token of `RUN/control/lead.json`,
   then every frame carries a sequence number and a MAC (`framing.py`).
 * besides, one mapped control page a node (`control_page.py`), so that a rank's poll is one memory read.
