@@ -106,7 +106,7 @@ Phase = Literal["generate", "score", "advantage", "update", "evaluate", "step_en
 
 RUNTIME_STATE_VERSION = 2
 
-# The file of one rank, inside a checkpoint directory. Full match only.
+# Name of the file of one rank, inside a checkpoint directory. Full match only.
 RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst", re.ASCII)
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -128,7 +128,7 @@ MAX_FRAME_BYTES = 1 << 20
 _MAX_FRAMES = 1 << 16
 FREE_BYTES = 32 << 20
 MAX_EXPANSION = 1024
-# One micro-batch; the frame's length field is 32 bit.
+# Bytes of one micro-batch; the frame's length field is 32 bit.
 MAX_RECORD_BYTES = 256 << 20
 MAX_HEADER_BYTES = 4 << 20
 MAX_ARRAYS = 256
@@ -143,7 +143,7 @@ _Row = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], float], msgs
 
 
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One array of a container: where it belongs and how its bytes are read."""
+    """Describes one array of a container: its group and how its bytes are read."""
 
     group: _ArrayName
     name: _ArrayName
@@ -160,7 +160,7 @@ _Frames = Annotated[
 
 
 class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of a runtime-state file: `RuntimeState` without its arrays."""
+    """Header of a runtime-state file: `RuntimeState` without its arrays."""
 
     version: int
     rank: _NonNegative
@@ -180,7 +180,7 @@ class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of one journal record."""
+    """Header of one journal record."""
 
     step: _NonNegative
     micro_batch: _NonNegative
@@ -190,7 +190,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
-    """All that one rank needs to go on inside a step, besides weights and optimizers."""
+    """Holds all that one rank needs to resume inside a step, besides weights and optimizers."""
 
     rank: int
     world_size: int
@@ -202,9 +202,9 @@ class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     safe_point: int
     """Safe points passed since the end of the last whole step; 0 at a step's end."""
     rollout_offset: int
-    """Responses asked for in all, over all ranks; exact. rollout.samples_per_prompt of them go to each prompt."""
+    """Responses requested in total, over all ranks; exact. Each prompt gets rollout.samples_per_prompt of them."""
     episode_id: int
-    """Finished episodes in all, over all ranks."""
+    """Finished episodes in total, over all ranks."""
     kl_coef: float
     kl_window: list[float] = []
     rng: "dict[str, bytes | np.ndarray]" = {}
@@ -219,5 +219,5 @@ class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def runtime_state_name(rank: int) -> str:
-    """The file name of one rank's runtime state inside a checkpoint."""
+    """Returns the file name of one rank's runtime state inside a checkpoint."""
     return f"runtime_state.rank_{rank:04d}.msgpack.zst"

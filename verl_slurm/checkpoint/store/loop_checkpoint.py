@@ -1,10 +1,8 @@
-"""A directory that somebody else wrote, made a checkpoint of ours (`checkpoint.format.specification`, section 1). No
-torch.
+"""Makes a checkpoint of a directory that a guest wrote (`checkpoint.format.specification`, section 1). No torch.
 
-A guest writes into the work directory of its incarnation, on the run's own file system: `RunPaths.work`. What is whole
-is renamed into a staging directory, made private and durable, hashed, and committed by the only door
-(`checkpoint.store.commit`). So it cannot be seen half written, a fenced incarnation harms nobody, and nothing is
-copied.
+A guest writes into the work directory of its attempt, on the run's own file system: `RunPaths.work`. Whole files are
+renamed into a staging directory, made private and durable, hashed, and committed by `checkpoint.store.commit`. So no
+reader sees half a checkpoint, a fenced attempt does no harm, and nothing is copied.
 """
 
 import os
@@ -49,10 +47,10 @@ class LoopSave:
 
     Attributes:
         step: whole steps done.
-        epoch: the incarnation that wrote it; it must own the run still.
-        parent: name of the checkpoint that this incarnation resumed from; None: it began from nothing.
+        epoch: the attempt that wrote it; it must still own the run.
+        parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
         world_size: ranks that wrote it, and that its files are for.
-        metrics: of the step that it ends; what is not finite is left out.
+        metrics: of the step that it ends; numbers that are not finite are left out.
         metadata: for people, e.g. the versions of the guest's libraries.
         began: `time.monotonic` when the save began; None: now.
     """
@@ -78,14 +76,14 @@ def commit_tree(
 ) -> SavedCheckpoint:
     """Make `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
 
-    What is no regular file or has a name that no manifest may hold is refused; empty directories are left out.
+    A part that is no regular file, or has a name that no manifest may hold, is refused; empty directories are left out.
 
     Args:
         parts: name in the checkpoint → the directory or file to move there; on the run's file system, usually below
             `paths.work(save.epoch)`. One of them is `format.guest_directory`.
         texts: further small files, by their name in the checkpoint (verl's `latest_checkpointed_iteration.txt`).
-        sealed: entries of files that were made durable and hashed already, by the rank that wrote each
-            (`checkpoint.store.commit.seal`); all others are here.
+        sealed: entries of files that the rank that wrote each has already made durable and hashed
+            (`checkpoint.store.commit.seal`); all others are sealed here.
         epoch_check: default: `fence.require_epoch`.
 
     Returns:
@@ -93,11 +91,9 @@ def commit_tree(
         names that one: ours is dropped, since two saves at the same step hold the same state.
 
     Raises:
-        Fenced: a newer incarnation owns the run.
-        CheckpointCorrupt: a link, a special file, a name that may not be, or a part that is missing.
-        OSError: the storage refused. On any error nothing is left of the save, but for the parts that were not moved.
-
-    By one rank alone.
+        Fenced: a newer attempt owns the run.
+        CheckpointCorrupt: a link, a special file, a forbidden name, or a missing part.
+        OSError: the storage refused. On any error nothing is left of the save, except parts that were not moved.
     """
     began = time.monotonic() if save.began is None else save.began
     check = epoch_check or (lambda: require_epoch(paths, save.epoch))
@@ -125,16 +121,15 @@ def commit_tree(
 
 
 def require_guest(directory: Path, guest: Guest, *, world_size: int | None = None) -> Manifest:
-    """The manifest of a checkpoint that a guest of this kind wrote; the lead has verified its files.
+    """Returns the manifest of a checkpoint that a guest of this kind wrote, before anything of it is loaded. The lead
+    has verified its files.
 
     Args:
-        world_size: ranks that there must have been; None: any number.
+        world_size: required number of ranks; None: any number.
 
     Raises:
-        ConfigError: somebody else's, or of another number of ranks.
+        ConfigError: another loop wrote it, or another number of ranks.
         CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.store.verify.read_manifest`.
-
-    Before anything of it is loaded.
     """
     manifest = read_manifest(directory)
     whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
@@ -158,23 +153,21 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
 
 
 def clear_work(paths: RunPaths, epoch: int) -> Path:
-    """The empty work directory of an incarnation, 0700; what a dead generation of it left is removed.
-
-    By one rank, before the first save of a generation.
+    """Empties the work directory of an attempt, 0700, of what a dead generation left. Runs in one rank, before the
+    first save of a generation.
     """
     work = paths.work(epoch)
-    names_in(paths.run, work.parent)  # refuses a link: what it leads to is not ours to remove
+    names_in(paths.run, work.parent)  # refuses a link: its target is not ours to remove
     shutil.rmtree(work, ignore_errors=True)
     private_dir(work)
     return work
 
 
 def sweep_work(paths: RunPaths) -> list[Path]:
-    """Remove what guests of dead incarnations had not brought to a commit; returns it. No error for what stays.
+    """Removes uncommitted work of guests of dead attempts; returns it. What cannot be removed is no error. Runs at a
+    start, when the epoch is ours and no rank runs yet.
 
-    A former life that still writes there finds its directory gone, and could not have committed anyhow.
-
-    At a start, when the epoch is ours and no rank runs yet.
+    A former attempt that still writes there finds its directory gone, and could not have committed anyway.
 
     Raises:
         PermissionRefused: the directory is a link.
@@ -212,7 +205,7 @@ def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
         "guest": save.guest,
         "metrics": metrics_of(save.metrics),
     }
-    # run.yaml is what the next start is to do, and may have been edited since this one read it.
+    # run.yaml configures the next start, and may have been edited since this one read it.
     config = paths.trained_with if paths.trained_with.exists() else paths.run_yaml
     small = (
         read_regular(config, CONFIG),
@@ -223,7 +216,7 @@ def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
 
 
 def _files(staging: Path) -> list[str]:
-    """Every file of the tree; refuses what is none, and removes directories without one."""
+    """Yields every file of the tree; refuses other entries, and removes directories without a file."""
     with open_directory(staging) as root:
         entries = list_tree(root)
     files = [entry.path for entry in entries if entry.kind == "file"]
