@@ -1,6 +1,6 @@
-"""Why were we woken? Decided from what Slurm says, never from a signal alone. Pure.
+"""Decides why the lead was woken, from what Slurm reports, never from a signal alone. Pure.
 
-What `scontrol show job` shows, in this order, measured on 22.05.8 (two nodes, GraceTime=8, KillWait=5,
+`scontrol show job` shows the following, in this order, measured on 22.05.8 (two nodes, GraceTime=8, KillWait=5,
 SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 
 * preemption: RUNNING, PreemptTime set, EndTime = end of the grace time. TERM comes only after it (8 s here:
@@ -48,7 +48,7 @@ __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 
 Trigger = Literal["warning", "requeue_wish", "term", "poll"]
 """What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, or
-a look of our own."""
+a routine look of our own."""
 
 CauseKind = Literal[
     "preemption",
@@ -69,20 +69,21 @@ WARNING_SLACK_S = 60
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What is happening to the job, and what shows it."""
+    """The event that the job meets, and its evidence."""
 
     kind: CauseKind
     """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job
-    requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing. `failed`:
-    Slurm ends the job because something broke (a node of one that it may not requeue), and nobody has it run again."""
+    requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or reports something that fits nothing. `failed`:
+    Slurm ends the job because something broke (a node of one that it may not requeue), and it will not run again by
+    itself."""
     evidence: str
     deadline: datetime | None = None
-    """When Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or it
-    is being ended now and KillWait runs."""
+    """Time at which Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or the
+    job is being ended now and KillWait runs."""
 
     @property
     def ends_job(self) -> bool:
-        """Whether this incarnation is over soon, whatever we do."""
+        """Returns whether this attempt ends soon, whatever we do."""
         return self.kind in {"preemption", "time_limit", "failed", "cancel", "requeued", "node_lost"}
 
 
@@ -95,12 +96,12 @@ def decide_cause(
     now: datetime,
     lost_nodes: Collection[str] = (),
 ) -> Cause:
-    """One of the kinds above.
+    """Decides which of the kinds above applies.
 
     Args:
         trigger: what made us ask.
         facts: the job as read after that.
-        own_restarts: SLURM_RESTART_COUNT of this incarnation, 0 where unset.
+        own_restarts: SLURM_RESTART_COUNT of this attempt, 0 if unset.
         signal_lead_s: N of `--signal=B:USR1@N`.
         now: UTC.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
@@ -159,7 +160,7 @@ def _running(
 
 
 def _shown(facts: JobFacts, own_restarts: int) -> str:
-    """The deciding fields as one line."""
+    """Returns the deciding fields as one line."""
     preempt = "None" if facts.preempt_time is None else facts.preempt_time.isoformat()
     end = "None" if facts.end_time is None else facts.end_time.isoformat()
     line = (
