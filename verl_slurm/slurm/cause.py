@@ -7,15 +7,15 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
   Slurm looks now and then); with it COMPLETING, Restarts+1, PreemptTime None; then PENDING Reason=BeginTime.
 * the same with --no-requeue: RUNNING as above; COMPLETING, Restarts unchanged, PreemptTime set; PREEMPTED.
 * the same with PreemptMode=CANCEL, and with GraceTime=0 without the RUNNING: as with --no-requeue, and Requeue=1.
-* time limit: nothing at the warning: RUNNING, EndTime as ever. TERM up to 28 s after EndTime, with it
+* time limit: nothing at the warning: RUNNING, EndTime unchanged. TERM up to 28 s after EndTime, with it
   COMPLETING, Reason=TimeLimit, Restarts unchanged; then TIMEOUT.
-* scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED. Who did it, its user or
-  an administrator, Slurm shows nowhere but in sacct (`CANCELLED by UID`).
+* scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED. Slurm
+  shows the author, its user or an administrator, in sacct alone (`CANCELLED by UID`).
 * scancel in the grace time: the same, with PreemptTime still set, to the grace time's beginning.
 * scancel -b -s USR1: nothing.
 * scontrol requeue by anyone: at once COMPLETING, Restarts+1 (requeuehold: Reason=job_requeued_in_held_state).
 * a node lost: nothing for 2 to 3 times SlurmdTimeout (27 and 30 s); then COMPLETING, Restarts+1, NodeList =
-  the nodes left. A node set DOWN: the same at once. 23.02 and newer name it besides: FailedNode=.
+  the nodes left. A node set DOWN: the same at once. 23.02 and newer also name it: FailedNode=.
 * a node lost or DOWN with --no-requeue: COMPLETING, Reason=NodeDown, Restarts unchanged; then NODE_FAIL.
 * the batch process killed: COMPLETING, Reason=JobLaunchFailure (22.05) or `RaisedSignal:9(Killed)` (23.02 and
   newer), Restarts unchanged; then FAILED. Out of memory: Reason=OutOfMemory; then OUT_OF_MEMORY. We hear of neither
@@ -47,8 +47,8 @@ from verl_slurm.slurm.facts import JobFacts
 __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 
 Trigger = Literal["warning", "requeue_wish", "term", "poll"]
-"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, or
-a routine look of our own."""
+"""Reason for the question: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`),
+TERM, or a routine look of our own."""
 
 CauseKind = Literal[
     "preemption",
