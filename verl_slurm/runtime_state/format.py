@@ -1,6 +1,6 @@
-"""Runtime state and rollout journal on disk: the specification.
+"""Specifies runtime state and rollout journal on disk.
 
-Runtime state is what a rank needs to go on inside a step: where it is, the rollouts it has, the reward
+Runtime state holds what a rank needs to resume inside a step: its position, its rollouts, the reward
 buffers, the KL window, the generators. The journal (ledger) holds every finished rollout at once.
 
 ## 1. Container (both files use it), version 2
@@ -15,7 +15,7 @@ zstd frame        pieces of arrays           each frame at most MAX_FRAME_BYTES 
 skippable frame   0x184D2A5C, zeros: padding, only where the limit of section 4 needs it
 ```
 
-Every zstd frame has its content size in its header and zstd's checksum (XXH64) behind it, and no dictionary.
+Every zstd frame has its content size in its header and zstd's checksum (XXH64) after it, and no dictionary.
 
 The header's `arrays` say group, name, dtype, shape and `bits` of each array, in order; dtype `bytes` is an
 opaque string of `shape[0]` bytes. Only the low `bits` bits of its items are stored; the others are 0. Items
@@ -24,9 +24,9 @@ are taken in C order, as unsigned integers of their width, in chunks of CHUNK_IT
 packs 8, 4 or 2 items in a byte, the first in the lowest bits. A plane of a chunk is a *piece*; pieces follow
 each other through the frames, and each lies in one frame as a whole.
 
-Why so: token ids are mostly zero bits and the upper bytes of floats repeat, so planes compress where items do
-not; what does not is stored, and costs nothing to decode. A reader checks the sizes in the header, then
-allocates the arrays, and needs one frame besides. Everything that can be large is flat, so hostile input
+The reason: token ids are mostly zero bits and the upper bytes of floats repeat, so planes compress where items do
+not; incompressible planes are stored, and cost nothing to decode. A reader checks the sizes in the header, then
+allocates the arrays, and needs one more frame. Everything that can be large is flat, so hostile input
 cannot make many small objects out of few bytes; and the header is decoded straight into a struct.
 
 The header is *canonical*: encoding what was decoded must give the same bytes. Duplicate keys, extension
@@ -55,7 +55,7 @@ durable (fdatasync) before the next one is written. `micro_batch` is the global 
 
 A region that does not parse is a *torn tail* when no whole record follows it (the writer died there; cut
 silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes
-than the segment has turned out wrong: such frames overlap, and nobody who writes segments makes them.
+than the segment has turned out wrong: such frames overlap, and no writer of segments makes them.
 
 Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
 its own record. A record without arrays takes back what was recorded under its name before: rollouts that were refused.

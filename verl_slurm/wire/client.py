@@ -33,7 +33,7 @@ time."""
 
 
 class RankLine(Protocol):
-    """What a rank needs from its daemon."""
+    """The interface of a rank to its daemon."""
 
     def send(self, message: FromRank) -> None:
         """Sends a message to the daemon; never raises, never blocks for long."""

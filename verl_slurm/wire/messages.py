@@ -3,7 +3,7 @@
 * rank ⇄ agent: a Unix SEQPACKET socket in a 0700 directory; the agent checks the peer's uid (SO_PEERCRED).
 * agent ⇄ lead: TCP. HMAC-SHA256 challenge in both directions over the token of `RUN/control/lead.json`,
   then every frame carries a sequence number and a MAC (`framing.py`).
-* besides, one mapped control page a node (`control_page.py`), so that a rank's poll is one memory read.
+* one mapped control page per node (`control_page.py`), so that a rank's poll is one memory read.
 
 A message is a msgpack map with its kind under `"type"`. Unknown kinds, unknown fields and wrong types are
 refused, and the channel is closed. None carries a path that a peer acts upon, a pickle, or a command line.
@@ -21,7 +21,7 @@ rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0
    a preemption:
 lead  → agent  SaveRequest(request_id, stop, seconds_left)   → into the control page
 rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the
-               rename; PartSaved, so that the lead can name who is late)
+               rename; PartSaved, so that the lead can name late ranks)
                before it, where the nodes' disks are done first: SavedOnNodes
    or the end of training:
 rank  → lead   Finished (every rank)

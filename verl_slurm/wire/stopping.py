@@ -20,7 +20,7 @@ _NO_HURRY = -(2**62)
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks know of each other at a safe point; the same on every rank.
+    """The ranks' common state at a safe point; the same on every rank.
 
     Attributes:
         request: a request that is new to this run: all ranks save now, and leave if it says `stop`. Its `seconds_left`

@@ -60,7 +60,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """Whether to save now, and the reason."""
+    """The decision to save now or not, and its reason."""
 
     save: bool
     reason: str

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: the specification. Everything that writes or reads one goes by this page.
+"""Specifies a checkpoint on disk, for everything that writes or reads one.
 
 ## 1. Tree
 
@@ -30,7 +30,7 @@ schema_version.json, metadata.json and config.yaml, and one directory with the l
     guest/...                         guest: loop (`verl_slurm.run`)
 ```
 
-It is of a whole step, and never encrypted: nobody but the loop could decrypt it.
+It is of a whole step, and never encrypted: the loop alone could decrypt it.
 
 RUN/partial/checkpoints/ is the same for partial checkpoints, whose manifest names the tensor domains they hold
 (`components`); no other directory of tensors is in them, and nothing is resumed from them.
@@ -46,13 +46,13 @@ file of more than one chunk that is the digest of its chunks' digests, which fol
 ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
 
 `metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
-a step. They are never encrypted: whoever lists checkpoints must see which is the best, and needs no key for it.
+a step. They are never encrypted: a list of checkpoints shows which is the best, without a key.
 
 Where a key is set, `encryption` says how the files are sealed (`encryption.py`), and `hmac` signs what
 `digest` is of (`signature.py`); elsewhere neither is there.
 
-A plain digest finds accidents, not attackers: who can write the directory can write the manifest. So a
-checkpoint that is to be loaded must belong to us and be writable by nobody else (`verify`).
+A plain digest finds accidents, not attackers: a process that can write the directory can write the manifest. So a
+checkpoint that is to be loaded must belong to us, and no other user may write it (`verify`).
 
 ## 3. A path in a manifest
 

@@ -29,7 +29,7 @@ class _Manifest(msgspec.Struct):
 
 
 class Newest(msgspec.Struct, frozen=True):
-    """What the newest checkpoint says of itself."""
+    """The newest checkpoint's own description."""
 
     name: str
     step: int
