@@ -64,7 +64,7 @@ def take_small_files(model_dir: Path, into: Path) -> None:
                 except (OSError, *UNREADABLE) as error:
                     if name in _KNOWN:
                         raise _refused(directory / name, error) from None
-                    # a trainer's log, or anything else: a tokenizer that needs it will fail with its name
+                    # a trainer's log, or anything else: loading a tokenizer that needs it fails and names it
                     continue
                 (into / name).write_bytes(data)
     except OSError as error:

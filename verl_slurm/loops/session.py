@@ -106,8 +106,8 @@ class Session:
         """Connects to the agent of this node and reports that this rank lives; without a daemon, a session of
         no effect.
 
-        Under a daemon this process from here on ends with its launcher, answers the daemon's question where
-        its threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
+        Under a daemon this process from here on ends with its launcher. It answers the daemon's question
+        where its threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
 
         Args:
             environ: default: this process's.

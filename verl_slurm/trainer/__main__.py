@@ -1,7 +1,7 @@
 """Entry of one rank: `-m verl_slurm.trainer --run RUN_DIR --epoch E --resume NAME`.
 
-The first word to the daemon goes out before torch is imported. Signals are not handled here: under the daemon
-TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usual.
+The first message to the daemon is sent before torch is imported. Signals are not handled here: under the
+daemon TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usual.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Forces deterministic kernels, and explains the refusal where an operator has none.
 
-The mode is strict, not `warn_only`: with warnings torch *keeps* the nondeterministic backward pass of its
-attention kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu), so every update would
+The mode is strict, not `warn_only`. With warnings torch *keeps* the nondeterministic backward pass of its
+attention kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu). Every update would
 differ in its last bits. All that the trainer itself computes has a deterministic kernel. A model that uses an
 operator without one is refused by name.
 """

@@ -6,16 +6,16 @@ of (seed, step, epoch). The result is cut into mini-batches, and each mini-batch
 data-parallel rank, in rank order. So an update is the same in every shape with the same global batch and
 global mini-batch (`config.layout`): other shapes add the same terms in another order.
 
-A rank therefore trains mostly on responses that other ranks sampled. Once a step, before the first update or
-the first one after a start, each rank sends every other rank the rows that it needs in any epoch: one
-all-to-all. The buffers stay as they were sampled. So a save between updates does not change, and a start
-exchanges again.
+A rank therefore trains mostly on responses that other ranks sampled. One all-to-all per step, before the
+first update or the first one after a start, sends each rank the rows that it needs in any epoch. The buffers
+stay as they were sampled. So a save between updates does not change, and a start exchanges again.
 
 The cost, with N responses per rank and step, `dp` ranks and E epochs: a rank holds at most min(E, dp) x N
-rows more on its host until the step ends, twice that during the exchange, and nothing where dp is 1. A row
-has 17 bytes per response token and 9 per prompt token. A critic adds 8 per response token, the KL in the loss
-4. A step of 1024 responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB more on each
-for every epoch. The ranks of a replica hold the same rows and exchange them in as many groups side by side.
+rows more on its host until the step ends. During the exchange it is twice that, and where dp is 1 it is
+nothing. A row has 17 bytes per response token and 9 per prompt token. A critic adds 8 per response token, the
+KL in the loss 4. A step of 1024 responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB
+more on each for every epoch. The ranks of a replica hold the same rows and exchange them in as many groups
+side by side.
 """
 
 from collections.abc import Iterable, Mapping

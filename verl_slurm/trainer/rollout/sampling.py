@@ -1,8 +1,8 @@
 """Samples from the policy with Hugging Face's models, with noise that depends on its key alone.
 
-Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`). So no generator is
-consumed, and a sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of
-the matrix kernels). The forward passes, their masks and the cache are Hugging Face's. The loop around them is
+Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`), so no generator is
+consumed. A sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the
+matrix kernels). The forward passes, their masks and the cache are Hugging Face's. The loop around them is
 ours: `generate` would have to run greedily with one choice left to it. It also repeats its preparation for
 each micro-batch, a noticeable cost with a safe point after each small one.
 """

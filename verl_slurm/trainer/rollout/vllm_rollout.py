@@ -1,10 +1,10 @@
 """Samples from the policy with vLLM, in the rank's own process.
 
 It runs in the process, not in a child. The weights go from the sharded actor into vLLM's tensors one at a
-time, without a file, a copy in shared memory or an IPC handle in between. No process can outlive the rank,
-hang beside it or die alone, and a failure is an exception here. The price is that vLLM changes its process:
-these changes (generators, thread count, environment) are undone below, and torch and transformers must be
-versions that both support.
+time. No file, copy in shared memory or IPC handle lies in between. No process can outlive the rank, hang
+beside it or die alone, and a failure is an exception here. The price is that vLLM changes its process: these
+changes (generators, thread count, environment) are undone below, and torch and transformers must be versions
+that both support.
 
 vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor
 parallelism, `tensor_parallel_size` neighbouring ranks run one model together. Each gets the prompts of all;
