@@ -1,8 +1,8 @@
 """Copies the small files of a model directory for an export, before any library looks at them.
 
-The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a
-snapshot into its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name
-code to fetch and run are dropped. transformers then sees the copies alone.
+The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a snapshot into
+its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name code to fetch and run are
+dropped. transformers then sees the copies alone.
 """
 
 import os

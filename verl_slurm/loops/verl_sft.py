@@ -1,8 +1,8 @@
 """Entry of one rank of verl's SFT trainer: `-m verl_slurm.loops.verl_sft [HYDRA OVERRIDES]`.
 
-Under a daemon the settings come from the section `verl` of the run's configuration, and the run decides where
-to save and what to resume from. Run by hand, the arguments are the settings, verl saves and resumes as usual,
-and nothing is committed. The trap at an epoch's end is avoided there, too.
+Under a daemon the settings come from the section `verl` of the run's configuration, and the run decides where to save
+and what to resume from. Run by hand, the arguments are the settings, verl saves and resumes as usual, and nothing is
+committed. The trap at an epoch's end is avoided there, too.
 
 The first message to the daemon is sent before torch and verl are imported.
 """
