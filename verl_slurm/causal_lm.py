@@ -1,9 +1,8 @@
 """Handles causal language models of all families alike, and builds the critic that fits each of them.
 
-The critic is the family's own transformer with one linear layer of width 1 in place of the output head. Its
-tensors are `PREFIX....` as in the causal model, then `score.weight` [1, H] and `score.bias` [1]. Hugging
-Face's token classifiers with one label have the same names where they come from
-`GenericForTokenClassification` (Llama, Qwen, Mistral, ...).
+The critic is the family's own transformer with one linear layer of width 1 in place of the output head. Its tensors are
+`PREFIX....` as in the causal model, then `score.weight` [1, H] and `score.bias` [1]. Hugging Face's token classifiers
+with one label have the same names where they come from `GenericForTokenClassification` (Llama, Qwen, Mistral, ...).
 """
 
 import inspect
@@ -23,8 +22,8 @@ __all__ = ["ValueModel", "accepted", "decoder_layers", "names"]
 def accepted(model: nn.Module, **words: Any) -> dict[str, Any]:
     """Returns those of `words` that the model's `forward` takes. MPT, for instance, has no `position_ids`.
 
-    A `forward` with `**kwargs` gets all: Granite MoE passes `use_cache` on to its transformer like that. A
-    word that is unknown there is dropped silently.
+    A `forward` with `**kwargs` gets all: Granite MoE passes `use_cache` on to its transformer like that. A word that is
+    unknown there is dropped silently.
     """
     known, any_word = _parameters(type(model).forward)
     return {word: value for word, value in words.items() if any_word or word in known}
@@ -43,9 +42,7 @@ def _parameters(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the decoder's layers (`model.layers`, `transformer.h`, `model.decoder.layers`, ...), in their
-    order.
-    """
+    """Returns the decoder's layers (`model.layers`, `transformer.h`, `model.decoder.layers`, ...), in their order."""
     # The outermost list of modules comes first. Nothing before the layers is a list in any family.
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(lists, nn.ModuleList()).children())

@@ -1,10 +1,10 @@
 """The part of `verl-slurm export` that needs torch: fills a directory that somebody else makes and renames.
 
-`python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR --staging DIR ...`, started by
-`checkpoint.inspect.export`, which has verified the checkpoint; D is the digest of the manifest that it verified, so
-that no other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once,
-`{"done": n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or
-`{"error": {...}, "exit_code": n}`. When nobody reads them any more, the process dies of it.
+`checkpoint.inspect.export` starts `python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR
+--staging DIR ...` after it has verified the checkpoint. D is the digest of the manifest that it verified, so that no
+other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once, `{"done":
+n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or `{"error": {...}, "exit_code": n}`. If
+their reader is gone, writing them ends the process.
 """
 
 import argparse

@@ -1,12 +1,14 @@
 """Writes a role's weights as a Hugging Face model directory, which `from_pretrained` and vLLM load.
 
-``` config.json  generation_config.json           of the base model; architectures and dtype as they are now
-tokenizer.json tokenizer_config.json ...      copied from the base model, byte for byte model.safetensors
-or, above 5 GB, model-00001-of-0000N.safetensors with model.safetensors.index.json                  the shard
-of each tensor ```
+```
+config.json  generation_config.json           of the base model; architectures and dtype as they are now
+tokenizer.json tokenizer_config.json ...      copied from the base model, byte for byte
+model.safetensors                             or, above 5 GB, model-00001-of-0000N.safetensors with
+model.safetensors.index.json                  the shard of each tensor
+```
 
-Shards are made one after the other: at most one shard and one group of tensors is in memory at a time. A tied
-weight is written once, under its first name; config.json says that it is tied.
+Shards are made one after the other: at most one shard and one group of tensors is in memory at a time. A tied weight is
+written once, under its first name; config.json says that it is tied.
 """
 
 import errno

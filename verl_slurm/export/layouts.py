@@ -1,18 +1,19 @@
 """Writes the two layouts of plain `.pt` files. Each file loads with `torch.load(path, weights_only=True)`.
 
-``` single-file              split                            holds actor_model.pt
-policy_model/pytorch_model.bin   the argument of `model.load_state_dict` critic_model.pt
-value_model/pytorch_model.bin    the same optimizer.pt             optimizer/optim_states.pt        role →
-state dict of torch.optim.AdamW scheduler.pt             scheduler/sched_state.pt         role → state dict of
-torch's LambdaLR ```
+```
+single-file              split                            holds
+actor_model.pt           policy_model/pytorch_model.bin   the argument of `model.load_state_dict`
+critic_model.pt          value_model/pytorch_model.bin    the same
+optimizer.pt             optimizer/optim_states.pt        role → state dict of torch.optim.AdamW
+scheduler.pt             scheduler/sched_state.pt         role → state dict of torch's LambdaLR
+```
 
-An optimizer's part is the argument of `AdamW(model.parameters()).load_state_dict`: `state` by number, and one
-group. The group's `params` counts the parameters in the order of `model.parameters()`, and its `param_names`
-(torch's own key for it) gives their names. Its `lr` is that of the next update. Moments are always as they
-were saved; `--dtype` is for the models.
+An optimizer's part is the argument of `AdamW(model.parameters()).load_state_dict`: `state` by number, and one group.
+The group's `params` counts the parameters in the order of `model.parameters()`, and its `param_names` (torch's own key
+for it) gives their names. Its `lr` is that of the next update. Moments are always as they were saved; `--dtype` is for
+the models.
 
-A scheduler's part is the argument of `LambdaLR.load_state_dict`, and under `record` the schedule in words and
-numbers.
+A scheduler's part is the argument of `LambdaLR.load_state_dict`, and under `record` the schedule in words and numbers.
 
 One file is made at a time, and torch.save needs the whole of it in memory: the largest is the optimizer's.
 """

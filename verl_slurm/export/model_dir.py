@@ -1,8 +1,8 @@
 """Copies the small files of a model directory for an export, before any library looks at them.
 
-The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a
-snapshot into its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name
-code to fetch and run are dropped. transformers then sees the copies alone.
+The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a snapshot into
+its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name code to fetch and run are
+dropped. transformers then sees the copies alone.
 """
 
 import os
@@ -64,7 +64,7 @@ def take_small_files(model_dir: Path, into: Path) -> None:
                 except (OSError, *UNREADABLE) as error:
                     if name in _KNOWN:
                         raise _refused(directory / name, error) from None
-                    # a trainer's log, or anything else: a tokenizer that needs it will fail with its name
+                    # a trainer's log, or anything else: loading a tokenizer that needs it fails and names it
                     continue
                 (into / name).write_bytes(data)
     except OSError as error:

@@ -1,9 +1,8 @@
-"""Builds the model without its weights, from a Hugging Face config on torch's meta device, to check names and
-order.
+"""Builds the model without its weights, from a Hugging Face config on torch's meta device, to check names and order.
 
-A checkpoint knows tensors by name. The model defines the rest that a reader needs: the class, the tied
-weights, and the order of the parameters, by which AdamW's own state dict counts. This takes no memory for
-weights, reads none, and runs no code of the model directory.
+A checkpoint knows tensors by name. The model defines the rest that a reader needs: the class, the tied weights, and the
+order of the parameters, by which AdamW's own state dict counts. This takes no memory for weights, reads none, and runs
+no code of the model directory.
 """
 
 import re
@@ -32,15 +31,13 @@ _LAYERS = re.compile(r"^(num|n)_\w*layer|layers$|layer_types$|^depth")
 _PARTS = re.compile(r"^(num|n)_\w*(expert|block|head|stage)")
 """Numbers of a config that become modules, or lists of its own; a list counts by its length."""
 _SIZES, _MOST_SIZE = re.compile(r"(dim|size|position_embeddings|n_positions|n_ctx)$"), 1 << 24
-"""A dimension of a tensor, or a number of positions. The largest vocabularies have 260,000 words, the longest
-contexts 10,485,760 tokens. Tables of positions are made on the CPU.
+"""A dimension of a tensor, or a number of positions. The largest vocabularies have 260,000 words, the longest contexts
+10,485,760 tokens. Tables of positions are made on the CPU.
 """
 _FRACTION = "partial_rotary_factor"
 """Of a head, and so at most 1: a table's length is multiplied by it."""
 _MOST_ITEMS = 1 << 14
-"""Limit for a list: transformers checks the type of each item at every assignment, which took minutes for
-400,000.
-"""
+"""Limit for a list: transformers checks the type of each item at every assignment, which took minutes for 400,000."""
 _FEW_LAYERS, _FEW_PARTS = 64, 1024
 """Any config may have this many: a model with shared layers, or with its experts fused in one tensor."""
 _SKELETON_BYTES, _TENSOR_BYTES = 256 << 20, 64 << 10
@@ -114,8 +111,8 @@ def _empty(auto_class: Any, config: Any) -> nn.Module:
 
 
 def _critic_class(model: nn.Module, config: Any) -> str:
-    """Returns Hugging Face's class with exactly the critic's tensors; without one, the class of the
-    transformer alone.
+    """Returns Hugging Face's class with exactly the critic's tensors; without one, the class of the transformer
+    alone.
     """
     if type(config) in AutoModelForTokenClassification._model_mapping:
         theirs = _empty(AutoModelForTokenClassification, config)
@@ -125,8 +122,7 @@ def _critic_class(model: nn.Module, config: Any) -> str:
 
 
 def _require_size_of(model_dir: Path, num_tensors: int) -> None:
-    """Refuses a config of more layers or experts than the checkpoint has tensors, before building anything
-    from it.
+    """Refuses a config of more layers or experts than the checkpoint has tensors, before building anything from it.
 
     Raises:
         ValueError: it is one.

@@ -15,8 +15,7 @@ from verl_slurm.save.ranks.loader import WholeReader
 
 __all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
 
-# Tensors are read in groups of about this many bytes: small enough for a progress bar, large enough for a
-# disk.
+# Tensors are read in groups of about this many bytes: small enough for a progress bar, large enough for a disk.
 _GROUP_BYTES = 256 << 20
 
 

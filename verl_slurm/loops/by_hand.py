@@ -1,9 +1,8 @@
-"""Runs a guest without a daemon: under torchrun or alone, by hand, into a directory of the user's choice. No
-torch.
+"""Runs a guest without a daemon: under torchrun or alone, by hand, into a directory of the user's choice. No torch.
 
-Without a daemon there are no save requests, no verification of saves and no restarts. So rank 0 does here
-what a lead does at a start: it takes the run's epoch, sweeps the remains of dead processes, and finds the
-newest checkpoint that verifies.
+Without a daemon there are no save requests, no verification of saves and no restarts. So rank 0 does here what a lead
+does at a start: it takes the run's epoch, sweeps the remains of dead processes, and finds the newest checkpoint that
+verifies.
 """
 
 import os
@@ -25,9 +24,7 @@ __all__ = ["Start", "begin"]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Rank 0's message to all: the run's directory, the attempt, and the checkpoint's name; empty: from the
-    start.
-    """
+    """Rank 0's message to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
 
     root: str
     epoch: int

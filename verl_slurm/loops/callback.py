@@ -1,7 +1,7 @@
 """The common part of the callbacks of Hugging Face and Lightning: the session, the saver, and how a run ends.
 
-The framework owns the loop and its own checkpoint files, and calls us at the end of each step, on every rank.
-Without a daemon (`Session.has_daemon`) a callback leaves the framework alone, and no saver is made.
+The framework owns the loop and its own checkpoint files, and calls us at the end of each step, on every rank. Without a
+daemon (`Session.has_daemon`) a callback leaves the framework alone, and no saver is made.
 """
 
 import sys
@@ -22,8 +22,8 @@ __all__ = ["Served"]
 class Served:
     """A framework's callback, placed before the framework's own class in the method resolution order.
 
-    Used as a context, the run counts as finished at the end of the `with` block, not of the training. An
-    interruption repeats any work on the trained model inside the block.
+    Used as a context, the run counts as finished at the end of the `with` block, not of the training. An interruption
+    repeats any work on the trained model inside the block.
 
     Args:
         session: default: the one that this process's environment describes.
@@ -60,8 +60,7 @@ class Served:
         raise NotImplementedError
 
     def _own_files(self, needed: str, whose: str) -> Path | None:
-        """Returns the framework's own directory in the verified checkpoint to resume from; None: from the
-        start.
+        """Returns the framework's own directory in the verified checkpoint to resume from; None: from the start.
 
         Args:
             needed: a file that it must contain to be of this framework.

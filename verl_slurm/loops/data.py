@@ -1,10 +1,10 @@
 """A `DataLoader` that can resume in the middle of an epoch, with exactly the remaining batches.
 
-A loader's output is a function of the random generators at the start of its epoch (the order of the samples,
-the seeds of its workers), and of the draws of its dataset and its collate function. So a resume restores the
-generators of the epoch's start, loads the batches that were trained on once more and drops them, and restores
-the generators of the save. That costs the loading time of those batches. It holds with workers, random
-augmentation and any sampler that is reproducible itself.
+A loader's output is a function of two things. One is the random generators at the start of its epoch (the order of the
+samples, the seeds of its workers), the other the draws of its dataset and its collate function. So a resume restores
+the generators of the epoch's start, loads the batches that were trained on once more and drops them. Then it restores
+the generators of the save. That costs the loading time of those batches. It holds with workers, random augmentation and
+any sampler that is reproducible itself.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ Generators = dict[str, bytes | np.ndarray]
 class ResumableDataLoader(DataLoader[Any]):
     """`torch.utils.data.DataLoader`, unchanged but resumable. Iterate over one epoch at a time.
 
-    Lightning also accepts it as stateful (`state_dict`, `load_state_dict`). A single process needs no more.
-    Of several ranks Lightning saves the first one's only, and `loops.lightning` handles the others.
+    Lightning also accepts it as stateful (`state_dict`, `load_state_dict`). A single process needs no more. Of several
+    ranks Lightning saves the first one's only, and `loops.lightning` handles the others.
 
     Attributes:
         epoch_began: the generators at the start of the running or last epoch; None: none began.

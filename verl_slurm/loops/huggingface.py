@@ -1,16 +1,17 @@
 """Serves a Hugging Face `Trainer`: saves when the daemon asks, commits, resumes, and reports the end.
 
-``` from verl_slurm.loops.huggingface import VerlSlurmCallback
+```
+from verl_slurm.loops.huggingface import VerlSlurmCallback
 
-service = VerlSlurmCallback() trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
-service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process
-ends here ```
+service = VerlSlurmCallback()
+trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
+service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
+```
 
-The checkpoints are the Trainer's own, `checkpoint-N` as it writes them. They go into the work directory of
-this attempt (`args.output_dir` points there while it trains). Each is moved into one of our checkpoints as
-soon as it is complete. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` sets how
-many stay. A save happens when the Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`,
-at the last step, and when the daemon asks.
+The checkpoints are the Trainer's own, `checkpoint-N` as it writes them. They go into the work directory of this attempt
+(`args.output_dir` points there while it trains). Each is moved into one of our checkpoints as soon as it is complete.
+So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` sets how many stay. A save happens when the
+Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, at the last step, and when the daemon asks.
 
 Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
 
@@ -168,8 +169,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
 
     def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
-        """Returns whether there is time for the evaluation that is due. The same on all ranks: each knows its
-        own clock only.
+        """Returns whether there is time for the evaluation that is due. The same on all ranks: each knows its own clock
+        only.
         """
         if request.seconds_left is None:
             return True
@@ -271,9 +272,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
 
 @functools.cache  # torch sorts the registered entries, and cannot sort two of one priority
 def _know_cpus_by_number() -> None:
-    """Works around device names on CPUs: accelerate 1.15 calls its device `cpu:0`, and the Trainer has
-    optimizers loaded to it, but torch 2.13 knows `cpu` only. No training of several ranks on CPUs could be
-    resumed.
+    """Works around device names on CPUs: accelerate 1.15 calls its device `cpu:0`, and the Trainer has optimizers
+    loaded to it, but torch 2.13 knows `cpu` only. No training of several ranks on CPUs could be resumed.
     """
 
     def restore(storage: Any, location: str) -> Any:

@@ -1,8 +1,7 @@
 """Decides which of a guest's checkpoints stay, and whether the next one will fit. No torch.
 
-The daemon reads every checkpoint back after its commit. The trainer itself decides how many stay and checks
-that the file system has room, so a guest must do so, too. One rank calls this, after a commit and before a
-save.
+The daemon reads every checkpoint back after its commit. The trainer itself decides how many stay and checks that the
+file system has room, so a guest must do so, too. One rank calls this, after a commit and before a save.
 """
 
 from contextlib import suppress

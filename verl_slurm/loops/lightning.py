@@ -1,19 +1,20 @@
 """Serves a Lightning `Trainer`: saves when the daemon asks, commits, resumes, and reports the end.
 
-``` from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint
+```
+from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint
 
-service = VerlSlurmCheckpoint(every_n_steps=100) trainer = lightning.Trainer(max_steps=1000,
-callbacks=[service]) service.fit(trainer, model, ResumableDataLoader(data, batch_size=8, shuffle=True))   # in
-place of trainer.fit(...) ```
+service = VerlSlurmCheckpoint(every_n_steps=100)
+trainer = lightning.Trainer(max_steps=1000, callbacks=[service])
+service.fit(trainer, model, ResumableDataLoader(data, batch_size=8, shuffle=True))   # in place of trainer.fit(...)
+```
 
-A checkpoint is the output of `Trainer.save_checkpoint`, as `lightning.ckpt`, and a small file per rank beside
-it: the random generators, which Lightning does not save, and the place in the data. It is saved where all of
-a step is done: after the batch; after the validation that this batch triggers; between two epochs. Being a
-`Checkpoint`, the callback replaces the `ModelCheckpoint` that Lightning adds by itself; one of the user's own
-keeps working.
+A checkpoint is the output of `Trainer.save_checkpoint`, as `lightning.ckpt`, and a small file per rank beside it: the
+random generators, which Lightning does not save, and the place in the data. It is saved where all of a step is done:
+after the batch; after the validation that this batch triggers; between two epochs. Being a `Checkpoint`, the callback
+replaces the `ModelCheckpoint` that Lightning adds by itself; one of the user's own keeps working.
 
-Under a daemon Lightning's signal handlers are disabled, including its own requeueing. Slurm's TERM is a
-warning to the daemon, not an end, and only one program may requeue a job.
+Under a daemon Lightning's signal handlers are disabled, including its own requeueing. Slurm's TERM is a warning to the
+daemon, not an end, and only one program may requeue a job.
 
 Without a daemon the callback does nothing, and `service.fit(trainer, ...)` is `trainer.fit(...)`.
 
@@ -187,8 +188,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if not place.in_epoch:
             # With max_steps, Lightning 2.6 would give the finished epoch one batch more, and count it twice.
             trainer.fit_loop.epoch_loop.restarting = False
-        # Otherwise the end of this epoch would skip a ReduceLROnPlateau for lack of its metric, which is
-        # here.
+        # Otherwise the end of this epoch would skip a ReduceLROnPlateau for lack of its metric, which is here.
         trainer.fit_loop._restarting = False
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in place.metrics.items()})
         then = from_wire(place.generators)
@@ -222,9 +222,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._save(trainer, in_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Runs where all of the previous epoch is done, including Lightning's work after
-        `on_train_epoch_end`.
-        """
+        """Runs where all of the previous epoch is done, including Lightning's work after `on_train_epoch_end`."""
         if self._saver is None or not self._began_epoch:
             self._began_epoch = True
             return
@@ -310,9 +308,7 @@ def _flat(loaders: Any) -> Iterator[object]:
 
 
 def _validates_now(trainer: Trainer) -> bool:
-    """Returns whether a validation follows this batch. Repeats Lightning's own decision, which it does not
-    expose.
-    """
+    """Returns whether a validation follows this batch. Repeats Lightning's own decision, which it does not expose."""
     every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if not trainer.enable_validation or every is None or every == math.inf:
         return False

@@ -7,10 +7,10 @@ with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as ru
         run.log(loss=loss)
 ```
 
-After every step the ranks agree whether a save was requested: one all-reduce of four numbers on the CPU. Then
-all save at the same step, and the lead verifies the checkpoint. If the job ends, SystemExit(0) leaves the
-loop: code after it runs for a finished run only. The next attempt begins with the saved state, generators and
-step, and its numbers are those of an undisturbed run. docs/guests.md states the requirements.
+After every step the ranks agree whether a save was requested: one all-reduce of four numbers on the CPU. Then all save
+at the same step, and the lead verifies the checkpoint. If the job ends, SystemExit(0) leaves the loop: code after it
+runs for a finished run only. The next attempt begins with the saved state, generators and step, and its numbers are
+those of an undisturbed run. docs/guests.md states the requirements.
 """
 
 import sys
@@ -40,8 +40,8 @@ _DIRECTORY = "guest"
 
 
 def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **objects: object) -> "Run":
-    """Returns the training loop of this process. Enter it by `with` on every rank, after its objects are made
-    and wrapped.
+    """Returns the training loop of this process. Enter it by `with` on every rank, after its objects are made and
+    wrapped.
 
     Args:
         run_dir: without a daemon (`python train.py`, torchrun): the directory to save into and to resume from. Ignored
@@ -133,8 +133,8 @@ class Run:
     def steps(self, total: int) -> Iterator[int]:
         """Yields the numbers of the remaining steps of `total`, from 0; saves after each where that is due.
 
-        Leaves by SystemExit(0) where the job is to end. After the last step the state is saved. The run
-        counts as done when the `with` block is left without an error.
+        Leaves by SystemExit(0) where the job is to end. After the last step the state is saved. The run counts as done
+        when the `with` block is left without an error.
         """
         self._start(total)
         if self._generators is not None and self.step < total:
@@ -151,14 +151,12 @@ class Run:
         self._saver.begin(self.step, total)
 
     def log(self, **metrics: object) -> None:
-        """Logs numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's
-        manifest.
-        """
+        """Logs numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
         self._metrics |= metrics
 
     def step_done(self, step: int, total: int = 0, **metrics: object) -> None:
-        """Records that `step` whole steps are done; saves where that is due, and sets `stopping`. Collective.
-        `steps` calls it.
+        """Records that `step` whole steps are done; saves where that is due, and sets `stopping`. Collective. `steps`
+        calls it.
 
         Args:
             total: number of steps in all; 0: as given before.

@@ -1,9 +1,9 @@
 """Decides whether the running step can end, and be saved, before the deadline. Pure.
 
-A guest saves at the end of a step only: in the middle of one, only its own code knows its state. A step of RL
-takes minutes and a grace period seconds, so often the answer is no. Then each second of waiting is lost,
-because the last checkpoint counts anyway. Measurements decide. Without any, the answer is yes: waiting costs
-the rest of a grace period, leaving costs the step.
+A guest saves at the end of a step only: in the middle of one, only its own code knows its state. A step of RL takes
+minutes and a grace period seconds, so often the answer is no. Then each second of waiting is lost, because the last
+checkpoint counts anyway. Measurements decide. Without any, the answer is yes: waiting costs the rest of a grace period,
+leaving costs the step.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Notices a request in the middle of a step, and answers at once if the step's end will come too late.
 
-The loop looks at its control page at the ends of steps alone. If a step takes longer than the time left, each
-second of waiting is lost. So a thread looks, four times a second, and answers for the loop. It polls because
-the page is memory, and a write to it notifies no reader.
+The loop looks at its control page at the ends of steps alone. If a step takes longer than the time left, each second of
+waiting is lost. So a thread looks, four times a second, and answers for the loop. It polls because the page is memory,
+and a write to it notifies no reader.
 """
 
 import threading

@@ -1,14 +1,14 @@
 """A training loop's line to the daemon: its reports, the requests to it, and the facts of its run. No torch.
 
-Each speaking process of a loop has one `Session`, including our own trainer's ranks (`trainer.report` adds
-their own reports). It reports that it lives, each step's end, each save, that it stops as asked, that it is
-done (`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`. That sends the
-first message, so open it before any heavy import.
+Each speaking process of a loop has one `Session`, including our own trainer's ranks (`trainer.report` adds their own
+reports). It reports that it lives, each step's end, each save, that it stops as asked, that it is done
+(`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`. That sends the first message,
+so open it before any heavy import.
 
 The environment set by the agent describes this process (`wire.environment`): VERL_SLURM_CONTROL (the agent's
-directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by
-name; empty: from the start). The launcher of the ranks sets RANK and WORLD_SIZE. Without VERL_SLURM_CONTROL
-there is no daemon: every call is allowed and does nothing.
+directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by name;
+empty: from the start). The launcher of the ranks sets RANK and WORLD_SIZE. Without VERL_SLURM_CONTROL there is no
+daemon: every call is allowed and does nothing.
 """
 
 import faulthandler
@@ -103,11 +103,11 @@ class Session:
         world_size: int | None = None,
         lifeline: bool = True,
     ) -> Self:
-        """Connects to the agent of this node and reports that this rank lives; without a daemon, a session of
-        no effect.
+        """Connects to the agent of this node and reports that this rank lives; without a daemon, a session of no
+        effect.
 
-        Under a daemon this process from here on ends with its launcher, answers the daemon's question where
-        its threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
+        Under a daemon this process from here on ends with its launcher. It answers the daemon's question where its
+        threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
 
         Args:
             environ: default: this process's.
@@ -153,8 +153,8 @@ class Session:
         return self._paths
 
     def started(self, step: int = 0, total: int = 0) -> None:
-        """Reports that the loop begins after `step` steps, of `total` (0: unknown). From here on it can be
-        asked to save.
+        """Reports that the loop begins after `step` steps, of `total` (0: unknown). From here on it can be asked to
+        save.
 
         If Slurm ends the job before that, the ranks are ended at once: none of them could save.
         """
@@ -162,8 +162,8 @@ class Session:
         self._tell_progress({}, total)
 
     def step_done(self, step: int, metrics: Mapping[str, object] | None = None, total: int = 0) -> None:
-        """Reports that step `step` (from 1) is done: a sign of life, and a row of `RUN/steps.jsonl` by rank
-        0. Never raises.
+        """Reports that step `step` (from 1) is done: a sign of life, and a row of `RUN/steps.jsonl` by rank 0. Never
+        raises.
 
         Args:
             metrics: of the step; values that are not finite numbers are left out.
@@ -204,8 +204,8 @@ class Session:
     def request(self) -> SaveRequest | None:
         """Returns the newest request that was not answered here. Costs one memory read.
 
-        The same on all ranks of a node, but not at the same moment on all nodes: agree on it
-        (`wire.stopping.Stopper`, over `line`).
+        The same on all ranks of a node, but not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`,
+        over `line`).
         """
         asked = self.line.request()
         return asked if asked is not None and asked.request_id > self._answered else None
@@ -279,8 +279,8 @@ class Session:
         self.line.send(Stopped(rank=self.rank, request_id=request_id))
 
     def finished(self, step: int) -> None:
-        """Reports that this rank has done all steps. Every rank calls it, once: all ranks done is the end of
-        the run.
+        """Reports that this rank has done all steps. Every rank calls it, once: all ranks done is the end of the
+        run.
         """
         self.line.send(Finished(rank=self.rank, step=step))
 

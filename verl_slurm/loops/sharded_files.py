@@ -1,8 +1,7 @@
-"""Reads files of torch.distributed.checkpoint from a directory that another user may have prepared. Needs
-torch.
+"""Reads files of torch.distributed.checkpoint from a directory that another user may have prepared. Needs torch.
 
-DCP's own reader unpickles `.metadata` with every class that the file names, which runs any code. This reader
-allows the classes of DCP's metadata alone, and a piece of a tensor must lie in a file of this directory.
+DCP's own reader unpickles `.metadata` with every class that the file names, which runs any code. This reader allows the
+classes of DCP's metadata alone, and a piece of a tensor must lie in a file of this directory.
 """
 
 import dataclasses

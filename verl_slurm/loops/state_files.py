@@ -1,15 +1,15 @@
-"""A loop's state on disk: the directory `guest/` of a checkpoint (`checkpoint.format.specification`). Needs
-torch.
+"""A loop's state on disk: the directory `guest/` of a checkpoint (`checkpoint.format.specification`). Needs torch.
 
-``` guest/rank_0003.pt      one per rank: {"tree", "own", "rng", "step"}; the tree has marks for tensors
-elsewhere (`states`) guest/common.pt         rank 0: path → tensor, of those that are the same on every rank
+```
+guest/rank_0003.pt      one per rank: {"tree", "own", "rng", "step"}; its marks stand for tensors elsewhere (`states`)
+guest/common.pt         rank 0: path → tensor, of those that are the same on every rank
 guest/sharded/          torch.distributed.checkpoint: `.metadata` and `__3_0.distcp`, where there are DTensors
 ```
 
-All is read from a checkpoint that was verified before (by the lead, or by `by_hand`). Without a key,
-verification finds accidents alone. So the `.pt` files are read with `weights_only=True`. DCP's `.metadata`, a
-pickle, is read by `sharded_files`, and only if this loop has DTensors. torch's dcp_to_torch_save turns
-`guest/sharded` into one file for other tools; it unpickles.
+All is read from a checkpoint that was verified before (by the lead, or by `by_hand`). Without a key, verification finds
+accidents alone. So the `.pt` files are read with `weights_only=True`. DCP's `.metadata`, a pickle, is read by
+`sharded_files`, and only if this loop has DTensors. torch's dcp_to_torch_save turns `guest/sharded` into one file for
+other tools; it unpickles.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,7 @@ Generators = dict[str, bytes | np.ndarray]
 
 
 def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> tuple[FileEntry, ...]:
-    """Writes this rank's part of the state into `work/guest`; returns the entries of all ranks' files.
-    Collective.
+    """Writes this rank's part of the state into `work/guest`; returns the entries of all ranks' files. Collective.
 
     Args:
         work: an empty directory of the run, seen by all ranks.
@@ -140,8 +139,8 @@ def _failed(what: str, error: BaseException) -> RanksFailed:
 
 
 def restore_rng(generators: Generators) -> None:
-    """Restores every generator of this process as it was after the saved step. Call it last, right before the
-    next step.
+    """Restores every generator of this process as it was after the saved step. Call it last, right before the next
+    step.
     """
     rng.restore(generators)
 

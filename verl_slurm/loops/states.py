@@ -1,14 +1,13 @@
 """Turns the state of a loop's objects into a plain tree, and restores them from it. Needs torch.
 
-Objects with `state_dict` and `load_state_dict` are state (models, optimizers, schedulers, scalers,
-StatefulDataLoader, samplers), and so is a `torch.Generator`. The tree consists of maps, lists, numbers, text
-and tensors. Anything else is refused by name before the first step, because it could only be pickled, and a
-pickle runs code.
+Objects with `state_dict` and `load_state_dict` are state (models, optimizers, schedulers, scalers, StatefulDataLoader,
+samplers), and so is a `torch.Generator`. The tree consists of maps, lists, numbers, text and tensors. Anything else is
+refused by name before the first step, because it could only be pickled, and a pickle runs code.
 
-A tree is split for disk: a mark replaces each tensor, which goes to one of three files. `sharded`: a DTensor
-(FSDP2, tensor parallel), of which each rank has a part. `common`: the same bits on every rank, written once.
-`own`: all others. Digests decide which tensors are common, not the model's wrapper. So a replica that has
-drifted, or batch statistics that each rank has for itself, are kept for each rank as they are.
+A tree is split for disk: a mark replaces each tensor, which goes to one of three files. `sharded`: a DTensor (FSDP2,
+tensor parallel), of which each rank has a part. `common`: the same bits on every rank, written once. `own`: all others.
+Digests decide which tensors are common, not the model's wrapper. So a replica that has drifted, or batch statistics
+that each rank has for itself, are kept for each rank as they are.
 """
 
 import hashlib
@@ -169,8 +168,7 @@ def digests(leaves: Leaves) -> list[bytes]:
 
 
 def settle(marked: Any, leaves: Leaves, alike: Sequence[bool]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Returns the tree whose marks say in which file each plain tensor is, and the tensors for `common` and
-    for `own`.
+    """Returns the tree whose marks say in which file each plain tensor is, and the tensors for `common` and for `own`.
 
     Args:
         alike: in the order of `digests`, which of them are the same on every rank.
@@ -213,8 +211,8 @@ def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded
 
 
 def _mark(value: Any, path: str, leaves: Leaves) -> Any:
-    """Replaces tensors by marks, and interns texts. A pickle stores a repeated text object in few bytes, so
-    without interning the same state would have other bytes in a process that has loaded it.
+    """Replaces tensors by marks, and interns texts. A pickle stores a repeated text object in few bytes, so without
+    interning the same state would have other bytes in a process that has loaded it.
     """
     if isinstance(value, DTensor):
         leaves.sharded[path] = value
@@ -273,9 +271,7 @@ def _say_where(marked: Any, common: Iterable[str]) -> Any:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor on the CPU, with no more of its storage than it uses: `torch.save` writes whole
-    storages.
-    """
+    """Returns the tensor on the CPU, with no more of its storage than it uses: `torch.save` writes whole storages."""
     here = tensor.detach().cpu().contiguous()
     return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 

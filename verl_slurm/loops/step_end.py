@@ -14,8 +14,8 @@ save        SaveStarted
 leave       Stopped, where the request says so                the loop, which then ends
 ```
 
-From `seal` on, a thread may do the work beside the next steps (`beside`), over its own group. It does so for
-a periodic save alone: a requested save and the last one are committed when `save` returns.
+From `seal` on, a thread may do the work beside the next steps (`beside`), over its own group. It does so for a periodic
+save alone: a requested save and the last one are committed when `save` returns.
 
 While a step runs a watcher (`reach_watch`) reports at once when its end will come too late.
 """
@@ -54,8 +54,7 @@ def _wait_for_all(ranks: Collective) -> Sequence[FileEntry]:
 
 
 class StepEndSaver:
-    """See the module. Belongs to one start of a loop, on every rank that speaks. Its construction is
-    collective.
+    """See the module. Belongs to one start of a loop, on every rank that speaks. Its construction is collective.
 
     Without a daemon there are no requests; without a run nothing is saved. Every method may still be called.
 
@@ -119,8 +118,8 @@ class StepEndSaver:
         return b""
 
     def begin(self, step: int, total: int) -> None:
-        """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be
-        asked to save.
+        """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be asked to
+        save.
         """
         if self.session.resume is not None:
             self.saved_step = step  # verl's driver learns it only now
@@ -140,8 +139,8 @@ class StepEndSaver:
         self.session.step_done(step, metrics, self._total)
 
     def asked(self) -> SaveRequest | None:
-        """Returns the daemon's request at the end of this step, on all ranks alike; again until it is
-        answered. Collective.
+        """Returns the daemon's request at the end of this step, on all ranks alike; again until it is answered.
+        Collective.
         """
         if self.request is None and self.session.has_daemon:
             self.request = self._stopper.agree().request
@@ -152,11 +151,10 @@ class StepEndSaver:
         return self.request
 
     def begins(self, step: int) -> None:
-        """Marks the begin of the save of `step`. A framework that writes by itself calls this before;
-        otherwise `save` does.
+        """Marks the begin of the save of `step`. A framework that writes by itself calls this before; otherwise `save`
+        does.
 
-        It follows the step's `step_done`: from here to the next safe point the daemon waits as long as
-        storage takes.
+        It follows the step's `step_done`: from here to the next safe point the daemon waits as long as storage takes.
         """
         self.saving, self._announced = True, step
         self.session.save_started(self.request.request_id if self.request else 0, step)
@@ -173,11 +171,10 @@ class StepEndSaver:
         seal: Seal = _wait_for_all,
         began: float | None = None,
     ) -> RanksFailed | None:
-        """Commits the directory `name` below `work` as the checkpoint of `step`; answers the open request.
-        Collective.
+        """Commits the directory `name` below `work` as the checkpoint of `step`; answers the open request. Collective.
 
-        A failed save is reported and loses nothing else: the previous checkpoint counts, and training goes
-        on. A step that has a checkpoint is not written again: the answer names that one.
+        A failed save is reported and loses nothing else: the previous checkpoint counts, and training goes on. A step
+        that has a checkpoint is not written again: the answer names that one.
 
         Args:
             name: it is moved away, or removed.
@@ -328,8 +325,7 @@ def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) 
 
 
 def own_ranks(session: Session, remedy: str) -> Collective:
-    """Returns all ranks of a loop, over our own CPU group: the loop's own may be on GPUs, and in use by its
-    reducer.
+    """Returns all ranks of a loop, over our own CPU group: the loop's own may be on GPUs, and in use by its reducer.
 
     Raises:
         ConfigError: they are not those that were started.

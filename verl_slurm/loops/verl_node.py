@@ -92,8 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> int:
     is_head = args.node_rank == 0
     if is_head:
-        # Ray and verl take a minute before verl's own driver reports for the run; until then this process
-        # does.
+        # Ray and verl take a minute before verl's own driver reports for the run; until then this process does.
         session = Session.open(rank=0, world_size=1, lifeline=False)
         _require_verl(session)
         session.close()
@@ -207,8 +206,8 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
 
 
 def _temp(scratch: Path) -> Path:
-    """Returns Ray's directory: below the agent's, which is private and removed with the agent; or one with a
-    path short enough for its sockets' names.
+    """Returns Ray's directory: below the agent's, which is private and removed with the agent; or one with a path short
+    enough for its sockets' names.
     """
     if temp_fits(scratch / "r"):
         return scratch / "r"
@@ -216,8 +215,8 @@ def _temp(scratch: Path) -> Path:
 
 
 async def _own_address(head: str, config: RunConfig) -> str:
-    """Returns the address at which the head reaches this node: the one from which this node reaches the head,
-    once it listens.
+    """Returns the address at which the head reaches this node: the one from which this node reaches the head, once it
+    listens.
     """
     host, _, port = head.rpartition(":")
     loop = asyncio.get_running_loop()

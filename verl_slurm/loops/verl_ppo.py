@@ -1,11 +1,11 @@
 """Makes verl's PPO trainers interruptible through verl's own extension points; verl itself loads it.
 
-`VERL_USE_EXTERNAL_MODULES=verl_slurm.loops.verl_ppo` makes every process of verl's import this at the end of
-`import verl`. `register_trainer` registers two names, and `trainer.v1.trainer_mode` selects one of them:
-verl's own class, which may save and leave at the end of a step.
+`VERL_USE_EXTERNAL_MODULES=verl_slurm.loops.verl_ppo` makes every process of verl's import this at the end of `import
+verl`. `register_trainer` registers two names, and `trainer.v1.trainer_mode` selects one of them: verl's own class,
+which may save and leave at the end of a step.
 
-verl uses the name of the mode for more than the choice of the trainer: the replay buffer and the transfer
-queue ask for the name "sync", too. So the name is set back before verl's constructor sees it.
+verl uses the name of the mode for more than the choice of the trainer: the replay buffer and the transfer queue ask for
+the name "sync", too. So the name is set back before verl's constructor sees it.
 
 Nothing of verl is replaced: our methods are those that verl calls for its subclasses.
 """

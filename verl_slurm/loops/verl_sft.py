@@ -1,10 +1,10 @@
 """Entry of one rank of verl's SFT trainer: `-m verl_slurm.loops.verl_sft [HYDRA OVERRIDES]`.
 
-Under a daemon the settings are those of the section `verl` of the run's configuration, and where it saves and what it
-resumes from are the run's. Run by hand, the words are the settings, verl saves and resumes as it always does, and
-nothing is committed; but the trap at an epoch's end is closed there, too.
+Under a daemon the settings come from the section `verl` of the run's configuration, and the run decides where to save
+and what to resume from. Run by hand, the arguments are the settings, verl saves and resumes as usual, and nothing is
+committed. The trap at an epoch's end is avoided there, too.
 
-The first word to the daemon goes out before torch and verl are imported.
+The first message to the daemon is sent before torch and verl are imported.
 """
 
 import argparse

@@ -1,10 +1,8 @@
-"""Serves verl's own SFT trainer: it saves at the end of the running step when asked, and its saves are
-committed.
+"""Serves verl's own SFT trainer: it saves at the end of the running step when asked, and its saves are committed.
 
-`SFTTrainer` is subclassed and two of its members are wrapped: its `training_client`, whose `train_batch`
-returns when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is
-verl's own code, including the order of a step. Validation and saving follow `train_batch`, so they obey a
-decision made there.
+`SFTTrainer` is subclassed and two of its members are wrapped: its `training_client`, whose `train_batch` returns when a
+step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own code, including
+the order of a step. Validation and saving follow `train_batch`, so they obey a decision made there.
 
 An exit proves nothing: a run is finished when its last step is done and committed (`loops.verl_sft`).
 """
@@ -85,8 +83,8 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
-        # Each iterator draws a seed for its workers. Drawn from the generator that dropout uses, too, it
-        # would advance that one once more at every resume within an epoch.
+        # Each iterator draws a seed for its workers. Drawn from the generator that dropout uses, too, it would advance
+        # that one once more at every resume within an epoch.
         for loader in (self.train_dataloader, self.val_dataloader):
             if loader is not None:
                 loader.generator = torch.Generator().manual_seed(int(self.config.trainer.seed))
@@ -140,8 +138,8 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
 
 def _seed(seed: int) -> None:
-    """Seeds the generators. verl's SFT seeds nothing: made-up weights (LoRA's) and dropout would differ in
-    every attempt.
+    """Seeds the generators. verl's SFT seeds nothing: made-up weights (LoRA's) and dropout would differ in every
+    attempt.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,8 +1,8 @@
 """Wraps two members of verl's SFT trainer: its worker and its checkpoint handler. Without verl.
 
-This avoids a trap of verl's. A data loader's state saved at the end of an epoch is that of an exhausted
-iterator: a run resumed from it trains an epoch of no steps, and exits with 0. So it is not loaded there: the
-next epoch begins with a fresh one, as in a run that was never interrupted.
+This avoids a trap of verl's. A data loader's state saved at the end of an epoch is that of an exhausted iterator: a run
+resumed from it trains an epoch of no steps, and exits with 0. So it is not loaded there: the next epoch begins with a
+fresh one, as in a run that was never interrupted.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,8 +43,8 @@ class _KeptBack:
 
 
 class WatchedHandler:
-    """verl's `CheckpointHandler`, which loads the data loader's state where it is useful, and wraps our save
-    around its own.
+    """verl's `CheckpointHandler`, which loads the data loader's state where it is useful, and wraps our save around its
+    own.
 
     Args:
         inner: verl's.

@@ -1,7 +1,9 @@
 """The built-in data: sums of two numbers, a few thousand to train on and some held out.
 
-``` DIRECTORY/train/sums.jsonl      the data root of a run: {"prompt": "27+15=", "answer": "42"}, one per line
-DIRECTORY/heldout/sums.jsonl    never in the root, so never in its fingerprint and never trained on ```
+```
+DIRECTORY/train/sums.jsonl      the data root of a run: {"prompt": "27+15=", "answer": "42"}, one per line
+DIRECTORY/heldout/sums.jsonl    never in the root, so never in its fingerprint and never trained on
+```
 
 The bytes are the same on every machine: a hash of a pair decides whether it is held out.
 """

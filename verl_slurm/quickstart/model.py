@@ -1,9 +1,8 @@
 """The built-in model: a tiny Qwen2 that has seen sums and half learned them.
 
-Nothing is downloaded. A byte-level tokenizer without merges (259 tokens) and a two-layer model get a short
-supervised warm start on noisy sums. So PPO starts from a policy that answers in the right form and is
-sometimes right, and the reward climbs from the first step. With one thread the weights are the same bits on
-every start of the same machine.
+Nothing is downloaded. A byte-level tokenizer without merges (259 tokens) and a two-layer model get a short supervised
+warm start on noisy sums. So PPO starts from a policy that answers in the right form and is sometimes right, and the
+reward climbs from the first step. With one thread the weights are the same bits on every start of the same machine.
 """
 
 import contextlib
@@ -34,8 +33,8 @@ _NOISE = 0.5
 
 
 def _tokenizer() -> PreTrainedTokenizerBase:
-    # One token per byte. AutoTokenizer loads any tokenizer of a qwen2 directory as Qwen2Tokenizer, which is
-    # byte-level BPE. It would silently misread a character-level vocabulary.
+    # One token per byte. AutoTokenizer loads any tokenizer of a qwen2 directory as Qwen2Tokenizer, which is byte-level
+    # BPE. It would silently misread a character-level vocabulary.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocab = {token: index for index, token in enumerate(alphabet + special)}

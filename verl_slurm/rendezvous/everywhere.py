@@ -1,8 +1,7 @@
-"""Protects TCPStore and ZeroMQ by the restart's key, too, in processes below Ray, which all belong to one
-run.
+"""Protects TCPStore and ZeroMQ by the restart's key, too, in processes below Ray, which all belong to one run.
 
-verl and vLLM open both by themselves, on all interfaces, and authenticate no peer. TransferQueue and vLLM may
-receive a pickle from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store.
+verl and vLLM open both by themselves, on all interfaces, and authenticate no peer. TransferQueue and vLLM may receive a
+pickle from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store.
 
 * A `TCPStore` becomes a prefix of the lead's store and listens nowhere.
 * Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the restart's key: a

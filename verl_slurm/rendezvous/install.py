@@ -1,10 +1,9 @@
-"""Installs the run's own rendezvous below torch's: `env://` and `tcp://` of `init_process_group`, and gloo's
-groups.
+"""Installs the run's own rendezvous below torch's: `env://` and `tcp://` of `init_process_group`, and gloo's groups.
 
 A process that torchrun started would open a TCPStore on all interfaces, or connect to one, and neither side
-authenticates the other. Here both handlers return the lead's store. Each gloo group, however it is built, is
-checked (`peers`) before its constructor returns. If a version of torch has no such place to hook, the process
-ends with one line, because it would be unprotected.
+authenticates the other. Here both handlers return the lead's store. Each gloo group, however it is built, is checked
+(`peers`) before its constructor returns. If a version of torch has no such place to hook, the process ends with one
+line, because it would be unprotected.
 """
 
 import importlib
@@ -56,8 +55,7 @@ def install() -> None:
     if _installed or not control:
         return
     _installed = True
-    # Not as an attribute of torch.distributed, which is still being imported and ends with a function
-    # `rendezvous`.
+    # Not as an attribute of torch.distributed, which is still being imported and ends with a function `rendezvous`.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     groups = importlib.import_module(_PLACE)
     from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
@@ -133,9 +131,7 @@ def unknown_version(package: str, what: str) -> ConfigError:
 
 
 def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the handlers for `env://` and `tcp://`. torch adds rank and world size to the URL if it knows
-    them.
-    """
+    """Returns the handlers for `env://` and `tcp://`. torch adds rank and world size to the URL if it knows them."""
 
     def meet(
         url: str, where: str, environ: "os._Environ[str] | dict[str, str]"
@@ -170,9 +166,7 @@ def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _check_gloo(line: Any, key: bytes) -> None:
-    """Makes each group of gloo be checked where it is built: by Python (all but `split_group`), or by C++ for
-    it.
-    """
+    """Makes each group of gloo be checked where it is built: by Python (all but `split_group`), or by C++ for it."""
     from torch._C import _distributed_c10d as c10d
 
     prefixed = c10d.PrefixStore
@@ -210,8 +204,8 @@ def _check_gloo(line: Any, key: bytes) -> None:
 def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any, key: bytes) -> None:
     """Exchanges proofs with all peers of a new group, over its own connections, without unpickling anything.
 
-    If the other end of one does not belong to this run, the daemon is told and the process ends. An exception
-    could be caught, and the group be used.
+    If the other end of one does not belong to this run, the daemon is told and the process ends. An exception could be
+    caught, and the group be used.
 
     Raises:
         RuntimeError: torch's own: a peer is gone, or silent for `_PROOF_S`.
@@ -237,8 +231,7 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            # Not at once: a stranger may hold a connection that no pair of gloo's has taken, and does no harm
-            # with it.
+            # Not at once: a stranger may hold a connection that no pair of gloo's has taken, and does no harm with it.
             if time.monotonic() > suspicious and (found := others_connected()):
                 _leave(rank, "a peer says nothing", found, line)
         work.wait()

@@ -1,12 +1,12 @@
 """Checks that the other ends of a process group's connections belong to the run. No torch here.
 
-gloo takes the first connection with the right pair number. So when a gloo group is built, each rank sends
-every other rank a proof over the very connections that the group will use:
+gloo takes the first connection with the right pair number. So when a gloo group is built, each rank sends every other
+rank a proof over the very connections that the group will use:
 
     proof(i → j) = HMAC-SHA256(key of the restart, "gloo" ‖ nonce ‖ i ‖ j)
 
-The key reaches a rank by its agent's private directory, and never crosses a network; the nonce is rank 0's,
-through the ranks' store. A rank that receives anything but a peer's proof does not use the group.
+The key reaches a rank by its agent's private directory, and never crosses a network; the nonce is rank 0's, through the
+ranks' store. A rank that receives anything but a peer's proof does not use the group.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
-"""Installs the run's rendezvous below torch's (`install`), and then becomes the program that it was started
-with.
+"""Installs the run's rendezvous below torch's (`install`), and then becomes the program that it was started with.
 
-`__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. So
-this is not part of `__main__`: the program's names replace the contents of that module.
+`__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. So this is not
+part of `__main__`: the program's names replace the contents of that module.
 """
 
 import runpy

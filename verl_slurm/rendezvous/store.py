@@ -18,8 +18,8 @@ __all__ = ["LeadStore"]
 
 _FOREVER = timedelta(days=7)
 _KEPT: list["LeadStore"] = []
-"""Keeps stores alive. C++ holds the C++ half of a store alone; without its Python half its methods would be
-pure virtual.
+"""Keeps stores alive. C++ holds the C++ half of a store alone; without its Python half its methods would be pure
+virtual.
 """
 
 
@@ -30,8 +30,8 @@ def _bytes(value: "str | bytes") -> bytes:
 class LeadStore(Store):
     """The restart's keys below `prefix`.
 
-    Raises, in each method: DistStoreError: a key did not appear in time. RuntimeError: the lead refuses (a
-    limit). WireError: the agent is gone.
+    Raises, in each method: DistStoreError: a key did not appear in time. RuntimeError: the lead refuses (a limit).
+    WireError: the agent is gone.
     """
 
     timeout: timedelta

@@ -1,7 +1,7 @@
 """Entry of one rank: `-m verl_slurm.trainer --run RUN_DIR --epoch E --resume NAME`.
 
-The first word to the daemon goes out before torch is imported. Signals are not handled here: under the daemon
-TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usual.
+The first message to the daemon is sent before torch is imported. Signals are not handled here: under the daemon TERM,
+USR1 and CONT arrive ignored, and run by hand they end the process as usual.
 """
 
 import argparse
@@ -84,10 +84,10 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
 def run_and_leave() -> NoReturn:
     """Runs `main` and exits without the interpreter's own shutdown.
 
-    At shutdown torch 2.13 destroys threads that still run. About one in ten processes that used FSDP2 then
-    dies with SIGABRT ("terminate called without an active exception") after all its work is done. The
-    launcher takes that for a crash. By then everything that must be written is flushed and closed. Leaving at
-    once also saves a few tenths of a second.
+    At shutdown torch 2.13 destroys threads that still run. About one in ten processes that used FSDP2 then dies with
+    SIGABRT ("terminate called without an active exception") after all its work is done. The launcher takes that for a
+    crash. By then everything that must be written is flushed and closed. Leaving at once also saves a few tenths of a
+    second.
     """
     die_with_launcher()
     code = int(ExitCode.INTERNAL)

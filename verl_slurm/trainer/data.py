@@ -1,8 +1,8 @@
 """Prompts: read once, tokenised once, and handed out in an order that is a function of (seed, epoch).
 
-`sample_id` counts the responses of the whole run, n consecutive ones for each prompt
-(`rollout.samples_per_prompt`). It identifies an epoch, a prompt (`sample_id // n`) and one of its responses.
-So an offset is the whole state, and the noise of a response needs no other key.
+`sample_id` counts the responses of the whole run, n consecutive ones for each prompt (`rollout.samples_per_prompt`). It
+identifies an epoch, a prompt (`sample_id // n`) and one of its responses. So an offset is the whole state, and the
+noise of a response needs no other key.
 """
 
 from collections.abc import Callable, Mapping
@@ -148,8 +148,7 @@ class PromptData:
         self._per_prompt = samples_per_prompt
         self._order: tuple[int, list[int]] = (-1, [])
         self._length, self._pad = config.max_prompt_tokens, int(tokenizer.pad_token_id)
-        # Token ids are stored end to end: padded, a data set of a million prompts would take gigabytes on
-        # every rank.
+        # Token ids are stored end to end: padded, a data set of a million prompts would take gigabytes on every rank.
         parts, lengths = [], []
         for start in range(0, len(rows), _ENCODED_AT_ONCE):
             texts = self._prompts[start : start + _ENCODED_AT_ONCE]

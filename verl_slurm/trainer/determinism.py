@@ -1,9 +1,9 @@
 """Forces deterministic kernels, and explains the refusal where an operator has none.
 
-The mode is strict, not `warn_only`: with warnings torch *keeps* the nondeterministic backward pass of its
-attention kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu), so every update would
-differ in its last bits. All that the trainer itself computes has a deterministic kernel. A model that uses an
-operator without one is refused by name.
+The mode is strict, not `warn_only`. With warnings torch *keeps* the nondeterministic backward pass of its attention
+kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu). Every update would differ in its last
+bits. All that the trainer itself computes has a deterministic kernel. A model that uses an operator without one is
+refused by name.
 """
 
 import os
@@ -17,8 +17,7 @@ from verl_slurm.base.errors import ConfigError
 __all__ = ["explaining", "settle", "warned_only"]
 
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-"""The settings for which cuBLAS promises reproducible results (its documentation, "Results reproducibility").
-"""
+"""The settings for which cuBLAS promises reproducible results (its documentation, "Results reproducibility")."""
 _NO_KERNEL = "does not have a deterministic implementation"
 """torch's text in `at::Context::alertNotDeterministic`."""
 
@@ -44,16 +43,14 @@ def settle(device: torch.device, *, deterministic: bool) -> None:
             )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # By default torch fills all new memory with NaN, to expose operators that read it before they write it.
-    # Turning that off changes no number. A step of a small model has thousands of such fills, a twentieth of
-    # its CPU time.
+    # By default torch fills all new memory with NaN, to expose operators that read it before they write it. Turning
+    # that off changes no number. A step of a small model has thousands of such fills, a twentieth of its CPU time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Wraps all work. An operator that torch refuses is a configuration error, because a restart does not
-    change it.
+    """Wraps all work. An operator that torch refuses is a configuration error, because a restart does not change it.
 
     Raises:
         ConfigError: instead of torch's own complaint.

@@ -1,8 +1,8 @@
 """Chooses the device of a rank at its start, before anything is loaded.
 
-A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash
-instead: a later start, or another node, may fix it. `device: auto` does not permit falling back to the CPU, a
-thousand times slower.
+A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash instead: a
+later start, or another node, may fix it. `device: auto` does not permit falling back to the CPU, a thousand times
+slower.
 """
 
 import os

@@ -1,9 +1,8 @@
 """Evaluates on the held-out prompts, in pieces, without affecting the training.
 
-The result is a function of the actor's weights, the held-out prompts, the seed and the step. It is a few
-numbers in the step's row. Its noise has its own streams, every generator is restored, and the sampler already
-has the weights that the next step samples with. So training continues with the same bits with or without an
-evaluation.
+The result is a function of the actor's weights, the held-out prompts, the seed and the step. It is a few numbers in the
+step's row. Its noise has its own streams, every generator is restored, and the sampler already has the weights that the
+next step samples with. So training continues with the same bits with or without an evaluation.
 
 A partial evaluation is not saved: a run that stops in the middle repeats all of it.
 """
@@ -91,11 +90,11 @@ class Evaluator:
         self._done += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the numbers of a whole evaluation over all ranks, for the step's row; empty if there was
-        none. Collective.
+        """Returns the numbers of a whole evaluation over all ranks, for the step's row; empty if there was none.
+        Collective.
 
-        Names begin with `eval/`: reward and its deviation over the prompts, response_tokens per prompt,
-        finished (the share of responses that ended by themselves), prompts.
+        Names begin with `eval/`: reward and its deviation over the prompts, response_tokens per prompt, finished (the
+        share of responses that ended by themselves), prompts.
         """
         if self._step is None or not self.finished:
             return {}

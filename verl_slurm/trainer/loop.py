@@ -129,9 +129,7 @@ class Loop:
             self._advance()
 
     def _replace_reward(self, rewards: RewardSwap, *, asked: bool) -> None:
-        """Replaces the reward between two steps if an operator asked for it. The state before it is saved
-        first.
-        """
+        """Replaces the reward between two steps if an operator asked for it. The state before it is saved first."""
         state = self._state
         if asked:
             rewards.look()
@@ -222,9 +220,7 @@ class Loop:
         self._saving = _Saving(position, request_id, why, outcome)
 
     def _save_partial(self) -> None:
-        """Begins a partial save of the present position. No run resumes from it, so the daemon is not
-        involved.
-        """
+        """Begins a partial save of the present position. No run resumes from it, so the daemon is not involved."""
         if self._saving is not None:  # tells the daemon that the following wait may be one for storage
             position = self._state.position
             self._session.save_started(0, position.step, safe_point(position, self._shape))
@@ -246,8 +242,7 @@ class Loop:
         return waited
 
     def _settle(self) -> None:
-        """Waits for the save that was begun, if any, and reports its outcome. All ranks call it at the same
-        point.
+        """Waits for the save that was begun, if any, and reports its outcome. All ranks call it at the same point.
 
         A failed save is reported, and training continues.
         """
@@ -268,8 +263,7 @@ class Loop:
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another incarnation owns the run", found=error.found) from error
             if SaverDied.__name__ in error.kinds:
-                # No later save could succeed either. A restart in place makes a new saver and replays the
-                # ledger.
+                # No later save could succeed either. A restart in place makes a new saver and replays the ledger.
                 raise SaverLost("a saver process is gone", found=error.found) from error
             return
         if saving.partial:
@@ -329,8 +323,8 @@ class _PhaseClock:
         return timings
 
     def lap(self) -> float:
-        """Returns the seconds since the last lap, or since this process began to train: a whole step,
-        including time outside all phases.
+        """Returns the seconds since the last lap, or since this process began to train: a whole step, including time
+        outside all phases.
         """
         before, self._lap = self._lap, time.perf_counter()
         return self._lap - before

@@ -1,21 +1,19 @@
-"""Assigns the responses of each update for any number of ranks, and sends them to the ranks that train on
-them.
+"""Assigns the responses of each update for any number of ranks, and sends them to the ranks that train on them.
 
-A step's responses have one order, that of their sample ids. Each epoch of a step shuffles them by a function
-of (seed, step, epoch). The result is cut into mini-batches, and each mini-batch into one equal piece for each
-data-parallel rank, in rank order. So an update is the same in every shape with the same global batch and
-global mini-batch (`config.layout`): other shapes add the same terms in another order.
+A step's responses have one order, that of their sample ids. Each epoch of a step shuffles them by a function of (seed,
+step, epoch). The result is cut into mini-batches, and each mini-batch into one equal piece for each data-parallel rank,
+in rank order. So an update is the same in every shape with the same global batch and global mini-batch
+(`config.layout`): other shapes add the same terms in another order.
 
-A rank therefore trains mostly on responses that other ranks sampled. Once a step, before the first update or
-the first one after a start, each rank sends every other rank the rows that it needs in any epoch: one
-all-to-all. The buffers stay as they were sampled. So a save between updates does not change, and a start
-exchanges again.
+A rank therefore trains mostly on responses that other ranks sampled. One all-to-all per step, before the first update
+or the first one after a start, sends each rank the rows that it needs in any epoch. The buffers stay as they were
+sampled. So a save between updates does not change, and a start exchanges again.
 
-The cost, with N responses per rank and step, `dp` ranks and E epochs: a rank holds at most min(E, dp) x N
-rows more on its host until the step ends, twice that during the exchange, and nothing where dp is 1. A row
-has 17 bytes per response token and 9 per prompt token. A critic adds 8 per response token, the KL in the loss
-4. A step of 1024 responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB more on each
-for every epoch. The ranks of a replica hold the same rows and exchange them in as many groups side by side.
+The cost, with N responses per rank and step, `dp` ranks and E epochs: a rank holds at most min(E, dp) x N rows more on
+its host until the step ends. During the exchange it is twice that, and where dp is 1 it is nothing. A row has 17 bytes
+per response token and 9 per prompt token. A critic adds 8 per response token, the KL in the loss 4. A step of 1024
+responses of 8192 tokens with a critic is 210 MB in all: over 8 ranks, 26 MB more on each for every epoch. The ranks of
+a replica hold the same rows and exchange them in as many groups side by side.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,8 +45,8 @@ def trained_columns(train: TrainConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Maps each response of a step to the rank that sampled it and those that train on it. Pure; the same on
-    every rank.
+    """Maps each response of a step to the rank that sampled it and those that train on it. Pure; the same on every
+    rank.
 
     A row is a response, counted over all ranks in the order of sample ids.
     """
@@ -87,9 +85,7 @@ class Deal:
         return rows
 
     def sent(self, source: int, target: int) -> Rows:
-        """Returns the rows that `source` sampled and `target` trains on in any epoch, each once, in rising
-        order.
-        """
+        """Returns the rows that `source` sampled and `target` trains on in any epoch, each once, in rising order."""
         rows = np.unique(self.order[:, :, target])
         mine: Rows = rows[rows // self.generation % self.dp_size == source]
         return mine
@@ -100,8 +96,7 @@ class Deal:
 
 
 class MiniBatches:
-    """A rank's piece of each mini-batch of a step. Its construction is collective among the data-parallel
-    ranks.
+    """A rank's piece of each mini-batch of a step. Its construction is collective among the data-parallel ranks.
 
     Args:
         batch: this rank's rows as they were sampled, all of a step, on the CPU; at least `trained_columns`. With one

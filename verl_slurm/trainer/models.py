@@ -1,7 +1,7 @@
 """Loads actor, critic and reference by Hugging Face names and shards them over the grid of ranks.
 
-Parameter names are those of Hugging Face's `AutoModelForCausalLM`, and for the critic those of
-`causal_lm.ValueModel`: a checkpoint's tensors can be exported as they are.
+Parameter names are those of Hugging Face's `AutoModelForCausalLM`, and for the critic those of `causal_lm.ValueModel`:
+a checkpoint's tensors can be exported as they are.
 """
 
 import contextlib
@@ -84,12 +84,10 @@ def _quiet() -> Iterator[None]:
 def load_pretrained(
     auto_class: Any, path: Path, key: str, *, attention: Attention = "auto", **options: object
 ) -> nn.Module:
-    """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a
-    clear error.
+    """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a clear error.
 
-    Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which
-    kernels compute attention and experts: transformers would take names of kernels from the directory's
-    config.json.
+    Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which kernels
+    compute attention and experts: transformers would take names of kernels from the directory's config.json.
 
     Args:
         auto_class: `AutoModelForCausalLM` or a sibling.
@@ -139,8 +137,8 @@ def load_pretrained(
 
 
 def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
-    """Returns the class that `auto_class` would build. Asked first: transformers' own refusal lists every
-    class it knows.
+    """Returns the class that `auto_class` would build. Asked first: transformers' own refusal lists every class it
+    knows.
     """
     if type(config) not in auto_class._model_mapping:
         causal = auto_class is AutoModelForCausalLM
@@ -215,9 +213,7 @@ def load_critic(path: Path, *, dtype: str = "float32", attention: Attention = "a
 def _shard(
     model: nn.Module, mesh: DeviceMesh | None, shape: DistributedConfig, *, trains: bool = True
 ) -> nn.Module:
-    """Cuts a model into a stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`. A mesh of None leaves it
-    whole.
-    """
+    """Cuts a model into a stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`. A mesh of None leaves it whole."""
     if mesh is None:
         return model
     model, policy = cut_stage(model, mesh["pp"]), policy_of(shape.mixed_precision)
@@ -240,8 +236,7 @@ def build_models(
     shape: DistributedConfig | None = None,
     roles: Sequence[Role] = ROLES,
 ) -> Models:
-    """Loads and shards the reference and all models that train. Collective where `mesh` is given: every rank
-    calls it.
+    """Loads and shards the reference and all models that train. Collective where `mesh` is given: every rank calls it.
 
     Args:
         path: Hugging Face model directory, seen by every rank.
@@ -271,9 +266,7 @@ def build_models(
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copies a sharded model's parameters into a whole one, tensor by tensor. Collective
-    (`whole_parameters`).
-    """
+    """Copies a sharded model's parameters into a whole one, tensor by tensor. Collective (`whole_parameters`)."""
     parameters = dict(target.named_parameters())
     with torch.no_grad():
         for name, whole in whole_parameters(source):
@@ -283,8 +276,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) -> float:
-    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before.
-    Collective.
+    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before. Collective.
 
     Args:
         grid: None: a single process, or data parallel alone.
@@ -299,8 +291,8 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
 def passage(batch: Batch, device: torch.device) -> Passage:
     """Joins prompt and response; positions count from the first real token.
 
-    The passage asks for the logits before each response token, which choose it: T + 1 positions from the end,
-    of which the last chooses nothing.
+    The passage asks for the logits before each response token, which choose it: T + 1 positions from the end, of which
+    the last chooses nothing.
     """
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
@@ -324,9 +316,7 @@ def _call(model: nn.Module, given: Passage) -> Tensor:
 
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Returns log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a
-    passage.
-    """
+    """Returns log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a passage."""
     return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
 
 
@@ -338,8 +328,7 @@ def _chosen(distribution: Tensor, batch: Batch) -> Tensor:
 def read_logprobs(
     logits: Tensor, batch: Batch, *, temperature: float, learns_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Computes log probabilities and entropies from the logits [N, T + 1, V] of a passage: see
-    `logprobs_and_entropy`.
+    """Computes log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`.
 
     Args:
         learns_entropy: False: the entropies are for display, and carry no gradient.
@@ -355,8 +344,7 @@ def read_values(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns the log probability of each response token, and the entropy of its distribution, at
-    `temperature`.
+    """Returns the log probability of each response token, and the entropy of its distribution, at `temperature`.
 
     Args:
         model: a causal LM. Sharded: a collective forward, so all ranks call it equally often with
@@ -391,8 +379,8 @@ def _response_logits(model: nn.Module, batch: Batch) -> Tensor | None:
 def values(critic: nn.Module, batch: Batch) -> Tensor:
     """Returns the critic's value before each response token, float32 [N, T], on its device.
 
-    Sharded: a collective forward. The numbers are meaningless outside the response mask, and on all stages of
-    a pipeline except the last.
+    Sharded: a collective forward. The numbers are meaningless outside the response mask, and on all stages of a
+    pipeline except the last.
     """
     given = passage(batch, _device(critic))
     if isinstance(critic, Stage):
@@ -402,8 +390,7 @@ def values(critic: nn.Module, batch: Batch) -> Tensor:
 
 
 def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: LossOf) -> None:
-    """Runs forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients.
-    Collective.
+    """Runs forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients. Collective.
 
     Args:
         micro_batch: rows of one.

@@ -1,9 +1,8 @@
-"""Decides when this run saves and what it reports about its storage: measures, agrees, and calls the pure
-decisions.
+"""Decides when this run saves and what it reports about its storage: measures, agrees, and calls the pure decisions.
 
-`checkpoint/decide/cadence.py` decides; this module supplies its inputs. Clock measurements are rank 0's
-alone: it plans the interval and all ranks take its number, because a save that not all ranks begin never
-ends. Nothing here draws a random number or touches the state.
+`checkpoint/decide/cadence.py` decides; this module supplies its inputs. Clock measurements are rank 0's alone: it plans
+the interval and all ranks take its number, because a save that not all ranks begin never ends. Nothing here draws a
+random number or touches the state.
 """
 
 import threading
@@ -38,8 +37,8 @@ _MEASURED = 16
 """Number of newest saves that count."""
 _FILES_PER_RANK = 8
 _WORTH_SAYING = 1.25
-"""A measured interval drifts all the time. It is reported again once it has changed by this factor since the
-last report.
+"""A measured interval drifts all the time. It is reported again once it has changed by this factor since the last
+report.
 """
 
 
@@ -87,8 +86,8 @@ class Pace:
         self._seen: tuple[Notice, ...] = ()
 
     def due(self, state: TrainState) -> Due:
-        """Returns whether a periodic save is due at the position of `state`; `save` is the same on every
-        rank. Collective.
+        """Returns whether a periodic save is due at the position of `state`; `save` is the same on every rank.
+        Collective.
         """
         position = state.position
         if position.phase != "step_end" or position.step == 0:
@@ -119,8 +118,8 @@ class Pace:
         return is_partial_due(self._config.checkpoint, step=position.step, full=none)
 
     def partial_starts(self) -> None:
-        """Records the begin of a partial save. It slows steps down, too, but must not count as the cost of a
-        full one.
+        """Records the begin of a partial save. It slows steps down, too, but must not count as the cost of a full
+        one.
         """
         self._saving = True
         self._meter.save_began(counts=False)
@@ -199,8 +198,8 @@ class Pace:
         )
 
     def _say_if_changed(self, interval: Interval) -> None:
-        """Reports an interval unless it repeats: not a new reason for the same number, nor the number of a
-        run that never changes.
+        """Reports an interval unless it repeats: not a new reason for the same number, nor the number of a run that
+        never changes.
         """
         before, cadence = self._said, self._config.checkpoint.cadence
         if cadence == "fixed":

@@ -1,7 +1,7 @@
 """Reports of a rank: messages to its daemon, one line a step on stdout, curves for TensorBoard.
 
-Nothing here changes a number of the training or may stop it. The daemon is told first: it acts on the
-message, and receives it even if the disk is too full for a line.
+Nothing here changes a number of the training or may stop it. The daemon is told first: it acts on the message, and
+receives it even if the disk is too full for a line.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def progress_line(row: dict[str, float], timings: dict[str, float], total_steps:
 
 
 class Reporter:
-    """Reports of one rank: its session's, and for people a line and curves. Reports that need a session alone
-    are there.
+    """Reports of one rank: its session's, and for people a line and curves. Reports that need a session alone are
+    there.
 
     Args:
         tensorboard: where rank 0 writes its curves.
@@ -127,8 +127,8 @@ class Reporter:
             self._curves(lambda: self._draw(curves, self._step))
 
     def saved_on_nodes(self, request_id: int, done: SavedCheckpoint) -> None:
-        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage.
-        From any thread.
+        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
+        thread.
         """
         if self._rank == 0:
             self.session.line.send(

@@ -1,7 +1,7 @@
 """Builds one rank: models, data, and the state to start from.
 
-Rank 0 computes all that every rank must agree on (digests, the first start's layout) and sends it to all. So
-all refuse together or none.
+Rank 0 computes all that every rank must agree on (digests, the first start's layout) and sends it to all. So all refuse
+together or none.
 """
 
 import hashlib
@@ -173,8 +173,7 @@ def _build_loop(
             roles=roles,
         )
         optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
-        # Started as soon as the sizes are known: its arena is allocated, and pinned, while the rest below is
-        # loaded.
+        # Started as soon as the sizes are known: its arena is allocated, and pinned, while the rest below is loaded.
         schema = current_schema()
         provenance = Provenance(
             epoch=epoch,
@@ -378,8 +377,8 @@ def _first_look(
 
 
 def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
-    """Selects the files that may hold prompts: there may also be a million images, which the other ranks need
-    not know.
+    """Selects the files that may hold prompts: there may also be a million images, which the other ranks need not
+    know.
     """
     return {
         name: (entry.size, entry.sha256)
@@ -389,8 +388,8 @@ def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
 
 
 def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -> None:
-    """Copies small models at once, and large ones while the training runs. A failure is reported, and the
-    next start tries again.
+    """Copies small models at once, and large ones while the training runs. A failure is reported, and the next start
+    tries again.
     """
 
     def work() -> None:
@@ -422,9 +421,7 @@ def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
 
 
 def _beside(num_bytes: int, work: Callable[[], None]) -> None:
-    """Runs `work`, which reads so many bytes, now or in a thread. Never two at a time: each cleans up
-    RUN/frozen.
-    """
+    """Runs `work`, which reads so many bytes, now or in a thread. Never two at a time: each cleans up RUN/frozen."""
 
     def alone() -> None:
         with _FROZEN:
@@ -437,9 +434,7 @@ def _beside(num_bytes: int, work: Callable[[], None]) -> None:
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
-    """Returns the seconds of the last save to shared storage. A manifest may have been made before it was
-    over.
-    """
+    """Returns the seconds of the last save to shared storage. A manifest may have been made before it was over."""
     try:
         told = measured_saves(read_events(paths), 1)
     except OSError:

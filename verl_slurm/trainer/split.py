@@ -1,8 +1,8 @@
 """Decides which prompts train and which are held out. Pure; the same on every machine and for every seed.
 
-The prompt's text alone decides. So a prompt that occurs twice in the data is on one side both times, and an
-added line moves no other. A held-out prompt never trains, evaluated or not: switching the evaluation on or
-off changes nothing of the training.
+The prompt's text alone decides. So a prompt that occurs twice in the data is on one side both times, and an added line
+moves no other. A held-out prompt never trains, evaluated or not: switching the evaluation on or off changes nothing of
+the training.
 """
 
 import hashlib

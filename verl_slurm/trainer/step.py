@@ -1,8 +1,8 @@
 """Does the work of one step of PPO or GRPO, phase by phase, in pieces with a possible stop between them.
 
-Each method does the work of one position and puts the result into the buffers. The result depends on the
-weights, the buffers, the configuration and the position alone. All ranks call the same method with the same
-index: the forward passes of sharded models are collective.
+Each method does the work of one position and puts the result into the buffers. The result depends on the weights, the
+buffers, the configuration and the position alone. All ranks call the same method with the same index: the forward
+passes of sharded models are collective.
 """
 
 from collections.abc import Mapping
@@ -164,8 +164,8 @@ class Learner:
         return batch if same else None
 
     def _take_back(self, step: int) -> None:
-        """Retracts the step, so that no start replays refused rollouts. Collective, as the first rank to
-        leave ends the others.
+        """Retracts the step, so that no start replays refused rollouts. Collective, as the first rank to leave ends the
+        others.
         """
         if self._replica.is_leader:
             take_back(self._ledger, self._ranks.rank, step, self._shape)
@@ -190,17 +190,15 @@ class Learner:
         state.buffers.scored.append(self._replica.told(said))
 
     def texts(self, batch: Batch) -> tuple[list[str], list[str], list[str]]:
-        """Returns (prompts, responses, answers) of a batch that has sample_id, response_ids and
-        response_mask.
-        """
+        """Returns (prompts, responses, answers) of a batch that has sample_id, response_ids and response_mask."""
         samples = batch["sample_id"]
         responses = decode_responses(self._tokenizer, batch)
         return self._data.prompts(samples), responses, self._data.answers(samples)
 
     @property
     def replays_until(self) -> int:
-        """Returns the last step of which this rank still has journaled rollouts; -1: none. They were sampled
-        by weights that the reward of that time has trained.
+        """Returns the last step of which this rank still has journaled rollouts; -1: none. They were sampled by weights
+        that the reward of that time has trained.
         """
         return max((step for step, _ in self._replay), default=-1)
 
@@ -322,9 +320,7 @@ class Learner:
 
     @property
     def must_stay(self) -> bool:
-        """Returns whether an evaluation is unfinished, so that the position must stay. The same on every
-        rank.
-        """
+        """Returns whether an evaluation is unfinished, so that the position must stay. The same on every rank."""
         return self._evaluator is not None and not self._evaluator.finished
 
     def _evaluate(self, state: TrainState) -> None:
@@ -342,8 +338,7 @@ class Learner:
     # ---- the end of a step
 
     def finish_step(self, state: TrainState) -> dict[str, float]:
-        """Turns the buffers into the step's metrics, moves the KL controller, empties the buffers.
-        Collective.
+        """Turns the buffers into the step's metrics, moves the KL controller, empties the buffers. Collective.
 
         Returns:
             The row that was added to the history: the same bits on every rank.

@@ -8,8 +8,8 @@ adopt    newest first: the files that were judged are copied into RUN/work, the 
 repair   DIR's tracker points to the newest whole step, so that plain verl, too, resumes right
 ```
 
-A broken step stays where it is. A repeated adoption finds its work done. A process killed in the middle
-leaves whole checkpoints, and at most a work directory that the next start, or the next adoption, removes.
+A broken step stays where it is. A repeated adoption finds its work done. A process killed in the middle leaves whole
+checkpoints, and at most a work directory that the next start, or the next adoption, removes.
 """
 
 import errno
@@ -55,8 +55,8 @@ __all__ = [
 
 OnBytes = Callable[[int], None]
 Choice = Literal["adopt", "there", "old", "refused", "broken"]
-"""there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could
-not resume from it.
+"""there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could not resume
+from it.
 """
 
 _WORK = "adopt."
@@ -132,8 +132,7 @@ def plan_adoption(
 
 
 def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
-    """Refuses if there are whole steps, but the run could resume from none of them. Called before anything is
-    made.
+    """Refuses if there are whole steps, but the run could resume from none of them. Called before anything is made.
 
     Raises:
         ConfigError: with the way out.

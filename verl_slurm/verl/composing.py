@@ -1,11 +1,10 @@
 """Composes verl's settings by Hydra, over the configuration files of the installed verl.
 
-Hydra is installed wherever verl is. verl itself is not imported, which would load torch and Ray: its
-directory `trainer/config` is found by name.
+Hydra is installed wherever verl is. verl itself is not imported, which would load torch and Ray: its directory
+`trainer/config` is found by name.
 
-References between settings (`${data.train_files}`) are resolved. References to the environment
-(`${oc.env:NAME}`) stay as written: the job's environment is another one, and its values do not belong into
-messages.
+References between settings (`${data.train_files}`) are resolved. References to the environment (`${oc.env:NAME}`) stay
+as written: the job's environment is another one, and its values do not belong into messages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,8 +52,8 @@ class Composed(msgspec.Struct, frozen=True):
 
 
 def checked_settings(entry: Entry, section: Mapping[str, Any], own: OwnSettings) -> Composed:
-    """Composes the user's settings and those of a start, and refuses impossible ones. Takes a second, mostly
-    for imports.
+    """Composes the user's settings and those of a start, and refuses impossible ones. Takes a second, mostly for
+    imports.
 
     Args:
         section: `RunConfig.verl`.

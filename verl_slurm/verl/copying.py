@@ -1,10 +1,10 @@
-"""Makes a second copy of a step's files: a clone where the file system can share blocks, else byte by byte,
-or a hard link.
+"""Makes a second copy of a step's files: a clone where the file system can share blocks, else byte by byte, or a hard
+link.
 
-A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no space and is as independent as a copy. A hard link
-takes none either, but is the same file. If plain verl runs again on the old directory and saves that step
-again, torch.save truncates and rewrites it, and with it our checkpoint. The digests show that, but the
-checkpoint is lost. So a link is made only on request.
+A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no space and is as independent as a copy. A hard link takes none
+either, but is the same file. If plain verl runs again on the old directory and saves that step again, torch.save
+truncates and rewrites it, and with it our checkpoint. The digests show that, but the checkpoint is lost. So a link is
+made only on request.
 """
 
 import errno
@@ -41,8 +41,7 @@ _NO_RANGE = {
 
 
 def how_to_copy(source: Path, target: Path) -> How:
-    """Returns `clone` if a file of `source` can share its blocks with one in `target`, tried on one; else
-    `copy`.
+    """Returns `clone` if a file of `source` can share its blocks with one in `target`, tried on one; else `copy`.
 
     Args:
         source: a directory with at least one file below it.
@@ -75,9 +74,9 @@ def copy_files(
 ) -> None:
     """Makes `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700.
 
-    A file that a link would place outside `source` is never opened. Each file must be the very one that was
-    judged: its name may now belong to another user's file. A clone that fails becomes a copy. Nothing is made
-    durable here: the commit does that.
+    A file that a link would place outside `source` is never opened. Each file must be the very one that was judged: its
+    name may now belong to another user's file. A clone that fails becomes a copy. Nothing is made durable here: the
+    commit does that.
 
     Args:
         files: relative, `/` between names; with the identity that `judge_step` saw of each.
@@ -94,22 +93,19 @@ def copy_files(
             with open_below(root, name) as fd:
                 _require_judged(fd, source / name, judged, how)
                 if how == "link":
-                    # By the descriptor: the name might have become another file's since it was judged.
-                    # Because a directory is given, Python calls linkat(2), which follows the link in /proc;
-                    # link(2) would not.
+                    # By the descriptor: the name might have become another file's since it was judged. Because a
+                    # directory is given, Python calls linkat(2), which follows the link in /proc; link(2) would not.
                     os.link(f"/proc/self/fd/{fd}", target / name, src_dir_fd=root, follow_symlinks=True)
                     on_bytes(os.fstat(fd).st_size)
                 else:
                     _copy(fd, target / name, how, on_bytes)
-                    # A process that opened the file for writing before it was judged may have written in
-                    # between.
+                    # A process that opened the file for writing before it was judged may have written in between.
                     _require_judged(fd, source / name, judged, how)
 
 
 def _require_judged(fd: int, path: Path, judged: Identity, how: How) -> None:
     info = os.fstat(fd)
-    # A hard link changes ctime itself, and two names in a step may be one file. Only its owner can set an
-    # mtime back.
+    # A hard link changes ctime itself, and two names in a step may be one file. Only its owner can set an mtime back.
     count = len(judged) - 1 if how == "link" else len(judged)
     found = trust_problem(info) if stat.S_ISREG(info.st_mode) else "is no regular file"
     if not found and identity_of(info)[:count] != judged[:count]:

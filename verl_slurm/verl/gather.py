@@ -1,9 +1,8 @@
-"""`python -m verl_slurm.verl.gather NODES GPUS SECONDS`: ends when Ray has all nodes of the job, with all
-GPUs.
+"""`python -m verl_slurm.verl.gather NODES GPUS SECONDS`: ends when Ray has all nodes of the job, with all GPUs.
 
-It is a separate process: it connects to Ray with its own settings, and the launcher, which stays for the
-whole job, needs none of Ray's threads. It waits for a placement group that needs one place on every node, so
-Ray notifies it without polling.
+It is a separate process: it connects to Ray with its own settings, and the launcher, which stays for the whole job,
+needs none of Ray's threads. It waits for a placement group that needs one place on every node, so Ray notifies it
+without polling.
 """
 
 import sys

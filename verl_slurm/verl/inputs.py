@@ -1,8 +1,7 @@
-"""Lists the places that verl will read, data files and models, by its settings, and the size of its saves.
-Pure.
+"""Lists the places that verl will read, data files and models, by its settings, and the size of its saves. Pure.
 
-The settings are verl's whole configuration as Hydra composes it (`composing.py`), or, without an installed
-verl, the user's own settings alone (`said_settings`).
+The settings are verl's whole configuration as Hydra composes it (`composing.py`), or, without an installed verl, the
+user's own settings alone (`said_settings`).
 """
 
 import re
@@ -103,8 +102,8 @@ def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:
 def bytes_per_parameter(entry: Entry, settings: Mapping[str, Any]) -> int:
     """Returns the bytes of one save for each parameter of the policy; a critic counts as equally large.
 
-    They are float32 weights and AdamW's two moments, or the weights alone if only an adapter trains (LoRA).
-    The bfloat16 model that `save_contents: hf_model` adds comes on top.
+    They are float32 weights and AdamW's two moments, or the weights alone if only an adapter trains (LoRA). The
+    bfloat16 model that `save_contents: hf_model` adds comes on top.
     """
     rank = value_at(settings, f"{_POLICY[entry]}.lora_rank")
     lora = isinstance(rank, int) and rank > 0

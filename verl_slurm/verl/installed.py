@@ -12,9 +12,7 @@ __all__ = ["installed_verl", "require_installed"]
 
 
 def installed_verl() -> str | None:
-    """Returns the version of verl in this Python, which is the job's; None: there is none. verl is not
-    imported.
-    """
+    """Returns the version of verl in this Python, which is the job's; None: there is none. verl is not imported."""
     try:
         return importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:

@@ -164,8 +164,8 @@ def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list
 
 
 def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
-    """Requires one state per data-parallel rank: W of them, or fewer where sequences are divided (ulysses),
-    never with a gap.
+    """Requires one state per data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with
+    a gap.
     """
     count = max(data, default=-1) + 1
     missing = sorted(set(range(count)) - data) or ([0] if not data else [])

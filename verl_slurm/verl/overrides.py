@@ -1,14 +1,13 @@
-"""verl's own settings in a run's section `verl`: the keys that a user may set, and those that a start sets
-itself. Pure.
+"""verl's own settings in a run's section `verl`: the keys that a user may set, and those that a start sets itself.
+Pure.
 
-A key may carry Hydra's prefixes: `+new.key` for one that verl's files do not have, `++key`, and `~key` to
-remove one. It may also name a group (`model_engine`, `ref@actor_rollout_ref.ref`). Each key counts once, at
-its last position.
+A key may carry Hydra's prefixes: `+new.key` for one that verl's files do not have, `++key`, and `~key` to remove one.
+It may also name a group (`model_engine`, `ref@actor_rollout_ref.ref`). Each key counts once, at its last position.
 
-verl's settings do not decide where a run saves, resumes and runs. Such keys are refused with the name of the
-right key, and so is every indirect way to set them (a whole section, a group placed there). The meaning of a
-value is known once Hydra has composed it (`composing.py`). Then `require_possible` refuses settings that verl
-cannot combine with surviving interruptions.
+verl's settings do not decide where a run saves, resumes and runs. Such keys are refused with the name of the right key,
+and so is every indirect way to set them (a whole section, a group placed there). The meaning of a value is known once
+Hydra has composed it (`composing.py`). Then `require_possible` refuses settings that verl cannot combine with surviving
+interruptions.
 """
 
 import re
@@ -34,8 +33,7 @@ __all__ = [
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-/]*(?:[.@][A-Za-z0-9_\-/]+)*")
 _MOST_CHARACTERS = 30_000
-"""Limit for a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes.
-"""
+"""Limit for a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes."""
 _BACKSLASHES = "\\" * 100
 """Hydra's quoting tries a run of them from each of its characters: 16,000 take 8 s."""
 _SWITCH = re.compile(r"true|false|null|none", re.IGNORECASE)

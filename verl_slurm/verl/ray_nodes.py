@@ -1,10 +1,9 @@
 """Builds the command lines and the environment of Ray over a job's nodes, as values. Pure.
 
-The head is on the first node. The lead has given its address to all nodes with their launch, so nothing needs
-to be published. Every other port is free at that moment, so two runs may share a node. No process joins, or
-submits code, without the token: all of Ray's own ports require it (RAY_AUTH_MODE=token). It is derived from
-the lead's own secret, which every node of the run can read and no other user can, and differs in each
-restart.
+The head is on the first node. The lead has given its address to all nodes with their launch, so nothing needs to be
+published. Every other port is free at that moment, so two runs may share a node. No process joins, or submits code,
+without the token: all of Ray's own ports require it (RAY_AUTH_MODE=token). It is derived from the lead's own secret,
+which every node of the run can read and no other user can, and differs in each restart.
 
 docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 """
@@ -23,9 +22,7 @@ _SOCKET_MOST = 107
 """Bytes of a Unix socket's path (unix(7))."""
 _BELOW_TEMP = len("/session_2026-11-21_21-04-03_422851_4194304/sockets/plasma_store")
 _STORE_SHARE = 0.3
-"""Of the node's memory: Ray's own default. Ray takes it of the whole machine's, but Slurm may have given us a
-part.
-"""
+"""Of the node's memory: Ray's own default. Ray takes it of the whole machine's, but Slurm may have given us a part."""
 _LEAST_STORE = 80 << 20
 """Ray refuses less (75 MiB)."""
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
@@ -60,8 +57,7 @@ def ray_argv(
     argv += ["--log-color=false", f"--node-ip-address={own_address}", f"--temp-dir={temp}"]
     # 0: free ones. The next run on this node would collide with fixed ones.
     argv += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    # Ray's CPUs are names to count with, not cores: with fewer than verl's actors ask for, they wait without
-    # end.
+    # Ray's CPUs are names to count with, not cores: with fewer than verl's actors ask for, they wait without end.
     argv += [f"--num-cpus={max(cpus, 8 + 8 * ranks)}", f"--num-gpus={ranks}"]
     if store_bytes is not None:
         argv.append(f"--object-store-memory={store_bytes}")
@@ -90,13 +86,12 @@ def ray_environment(
         "RAY_ADDRESS": head,
         "RAY_USAGE_STATS_ENABLED": "0",
         _EXTERNAL: ",".join([*modules, _OUR_MODULE]),
-        # A directory with a sitecustomize.py: it is the one hook that runs in all processes that Ray, verl
-        # and vLLM start.
+        # A directory with a sitecustomize.py: it is the one hook that runs in all processes that Ray, verl and vLLM
+        # start.
         "PYTHONPATH": ":".join(filter(None, [_BELOW_RAY, environ.get("PYTHONPATH", "")])),
         "TORCH_GLOO_LAZY_INIT": "0",  # a group's connections are checked when it is built
     }
-    # Ray kills workers when the whole machine's memory is short. Slurm has given us a part of it and watches
-    # that.
+    # Ray kills workers when the whole machine's memory is short. Slurm has given us a part of it and watches that.
     unless_said = {
         "RAY_memory_monitor_refresh_ms": "0",
         # For verl's loggers (trainer.logger): all starts of a run continue the same curves.

@@ -1,8 +1,8 @@
 """Lists the releases of verl that were run under verl-slurm, and judges the others. Pure.
 
-The hooks depend on little: SFT on `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO
-on `register_trainer`, the v1 trainers' `on_step_end` and `_save_checkpoint`. Where these are missing, a run
-ends at its start. Only running a release shows that a run with them is right, and this is the list.
+The hooks depend on little: SFT on `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO on
+`register_trainer`, the v1 trainers' `on_step_end` and `_save_checkpoint`. Where these are missing, a run ends at its
+start. Only running a release shows that a run with them is right, and this is the list.
 """
 
 import re
@@ -51,8 +51,8 @@ RELEASES: dict[str, dict[Entry, str]] = {
         "sft": "preempted, killed, and at an epoch's end: bit for bit, with numpy 2, which it does not ask for"
     },
 }
-"""The releases that were run, and how: tests/verl and tests/slurm_cluster, with that release in the
-environment; 0.9.0 and 0.8.0 with the packages of constraints/verl.txt otherwise.
+"""The releases that were run, and how: tests/verl and tests/slurm_cluster, with that release in the environment; 0.9.0
+and 0.8.0 with the packages of constraints/verl.txt otherwise.
 """
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")

@@ -1,9 +1,9 @@
 """Explains what verl can do with another number of ranks than the checkpoint's, which is little. Pure.
 
 verl's FSDP shards can be read by as many ranks as wrote them, and no other number: with others verl looks for
-`model_world_size_W_rank_0.pt` and finds none. Its own merger makes a Hugging Face model of the shards
-(`python -m verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer, the
-schedule, the generators and the place in the data are lost.
+`model_world_size_W_rank_0.pt` and finds none. Its own merger makes a Hugging Face model of the shards (`python -m
+verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer, the schedule, the generators and
+the place in the data are lost.
 """
 
 import shlex

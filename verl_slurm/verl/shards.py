@@ -1,15 +1,13 @@
-"""Checks that a `global_step_N` of verl is whole. Reads every byte; unpickles nothing, and needs no digest of
-ours.
+"""Checks that a `global_step_N` of verl is whole. Reads every byte; unpickles nothing, and needs no digest of ours.
 
 The limits of the check:
 
-* every rank's shards are there (`layout`), and all records of each have the CRC-32 that torch.save wrote
-(`torch_zip`); * JSON parses, `fsdp_config.json` has the number of ranks that the shards have, safetensors are
-as long as they say; * the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum:
-it is named in `unchecked`.
+* every rank's shards are there (`layout`), and all records of each have the CRC-32 that torch.save wrote (`torch_zip`);
+* JSON parses, `fsdp_config.json` has the number of ranks that the shards have, safetensors are as long as they say;
+* the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum: it is named in `unchecked`.
 
-A pickle is a program, and verl runs it (`torch.load(weights_only=False)`). So files that others own or may
-write are not called good. Links are not followed.
+A pickle is a program, and verl runs it (`torch.load(weights_only=False)`). So files that others own or may write are
+not called good. Links are not followed.
 """
 
 import codecs
@@ -130,8 +128,7 @@ def judge_all(
     on_bytes: OnBytes = lambda _: None,
     read_all: bool = True,
 ) -> list[Judged]:
-    """Judges every step of one directory of verl, newest first, each also against the contents of its
-    neighbours.
+    """Judges every step of one directory of verl, newest first, each also against the contents of its neighbours.
 
     Args:
         on_bytes: told how many more bytes were read; one call at a time.

@@ -1,12 +1,12 @@
 """Finds damage in a file of torch.save, without a digest of ours, without torch and without unpickling.
 
-torch.save writes a zip whose records are stored, not compressed, each with a CRC-32. torch ignores the CRCs
-when it loads (`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS` in its build), so a flipped bit in a weight is loaded
-as it stands. `zipfile` parses the directory and checks the CRC of every record. This module adds limits,
-because the file may be another user's, and checks the fields that torch uses and zipfile ignores.
+torch.save writes a zip whose records are stored, not compressed, each with a CRC-32. torch ignores the CRCs when it
+loads (`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS` in its build), so a flipped bit in a weight is loaded as it stands.
+`zipfile` parses the directory and checks the CRC of every record. This module adds limits, because the file may be
+another user's, and checks the fields that torch uses and zipfile ignores.
 
-Not found: damage to header fields that change nothing (padding, dates, versions, repeated sizes), and to 37
-bytes at the end of the file that make torch refuse it. docs/decisions/0012-torch-zips.md has the measurement.
+Not found: damage to header fields that change nothing (padding, dates, versions, repeated sizes), and to 37 bytes at
+the end of the file that make torch refuse it. docs/decisions/0012-torch-zips.md has the measurement.
 """
 
 import io
@@ -20,8 +20,8 @@ __all__ = ["zip_problem"]
 
 _BLOCK = 1 << 20
 _MAX_DIRECTORY = 16 << 20
-"""Bytes; 150,000 records of 100 bytes each: an optimizer's shard has three per parameter. A hostile directory
-has at most 357,000 records, for which zipfile takes 130 MB.
+"""Bytes; 150,000 records of 100 bytes each: an optimizer's shard has three per parameter. A hostile directory has at
+most 357,000 records, for which zipfile takes 130 MB.
 """
 _MAX_SMALL = 2_000
 """Records of a zip that is judged in parallel with others. zipfile takes 350 bytes each."""
@@ -84,8 +84,7 @@ def zip_problem(
                     return problem
                 if read_all:
                     on_bytes(size - _check_records(fd, archive, on_bytes))
-        # RuntimeError: encrypted, or (NotImplementedError) a later version of zip. ValueError: a name is not
-        # UTF-8.
+        # RuntimeError: encrypted, or (NotImplementedError) a later version of zip. ValueError: a name is not UTF-8.
         except (zipfile.BadZipFile, EOFError, OverflowError, RuntimeError, ValueError, struct.error) as error:
             return f"damaged: {str(error)[:_MAX_MESSAGE] or 'cut off'}"
     return ""

@@ -1,13 +1,11 @@
-"""`latest_checkpointed_iteration.txt`: the single file from which verl learns its last step, and verl's use
-of it.
+"""`latest_checkpointed_iteration.txt`: the single file from which verl learns its last step, and verl's use of it.
 
-verl reads the number in it and takes `global_step_<number>`, nothing else
-(`utils/checkpoint/checkpoint_manager.py`, `find_latest_ckpt_path`). Seen with verl 0.9.1:
+verl reads the number in it and takes `global_step_<number>`, nothing else (`utils/checkpoint/checkpoint_manager.py`,
+`find_latest_ckpt_path`). Seen with verl 0.9.1:
 
-* empty or no number (its PPO trainers write it in place, so a kill can leave it so): it crashes, at every
-start; * it points to nothing, or is missing while there are checkpoints: it trains from step 0 and writes
-over them; * it points to a checkpoint that is damaged: it crashes, or loads the damage; it never takes an
-older one.
+* empty or no number (its PPO trainers write it in place, so a kill can leave it so): it crashes, at every start;
+* it points to nothing, or is missing while there are checkpoints: it trains from step 0 and writes over them;
+* it points to a checkpoint that is damaged: it crashes, or loads the damage; it never takes an older one.
 """
 
 import os
@@ -63,9 +61,7 @@ class Tracker:
 
 
 def tracker_file(step: int) -> dict[str, bytes]:
-    """Returns the file beside `global_step_N` in a checkpoint, which makes its directory one that verl
-    resumes from.
-    """
+    """Returns the file beside `global_step_N` in a checkpoint, which makes its directory one that verl resumes from."""
     return {TRACKER: str(step).encode()}
 
 

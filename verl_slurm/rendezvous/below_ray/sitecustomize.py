@@ -1,8 +1,7 @@
-"""Python imports this at the start of each process below Ray, before any program of it:
-`rendezvous.everywhere`.
+"""Python imports this at the start of each process below Ray, before any program of it: `rendezvous.everywhere`.
 
-PYTHONPATH holds this directory (`verl.ray_nodes`). Python continues if a `sitecustomize` raises, so a failure
-here ends the process: it would otherwise talk to strangers.
+PYTHONPATH holds this directory (`verl.ray_nodes`). Python continues if a `sitecustomize` raises, so a failure here ends
+the process: it would otherwise talk to strangers.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Measures how long a step communicates, with a stopwatch around each FSDP2 collective.
 
-On a CPU a collective blocks the rank for its whole duration, including the wait for slower ranks. On a GPU it
-is the time from begin to end on its own stream. The part that overlaps computation costs nothing.
+On a CPU a collective blocks the rank for its whole duration, including the wait for slower ranks. On a GPU it is the
+time from begin to end on its own stream. The part that overlaps computation costs nothing.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def watch_collectives(models: Iterable[nn.Module | None], watch: Stopwatch) -> None:
-    """Makes `watch` measure the collectives of the sharded ones among `models`. The collectives and their
-    bits stay the same.
+    """Makes `watch` measure the collectives of the sharded ones among `models`. The collectives and their bits stay the
+    same.
     """
     gather, scatter = _AllGather(watch), _ReduceScatter(watch)
     for model in models:

@@ -1,7 +1,7 @@
 """Writes lines for people from a rank, if it can; a failure never stops training.
 
-Standard output of a rank is a file beside the checkpoints. A disk too full for a line may have room again
-later, or may have had room for the save that the line reports.
+Standard output of a rank is a file beside the checkpoints. A disk too full for a line may have room again later, or may
+have had room for the save that the line reports.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 """Measures the cost of a step, and of a save to the training, from the times of whole steps alone.
 
-A save works in the background. Its cost is neither its duration nor just the time that training stood still:
-it also competes for cores, memory and disk. So its cost is the extra length of the steps that it overlapped,
-against steps without a save. A single difference is noise where steps differ (longer answers); the median of
-many is not.
+A save works in the background. Its cost is neither its duration nor just the time that training stood still: it also
+competes for cores, memory and disk. So its cost is the extra length of the steps that it overlapped, against steps
+without a save. A single difference is noise where steps differ (longer answers); the median of many is not.
 """
 
 import time
@@ -62,9 +61,7 @@ class CostMeter:
             self._beside = []
 
     def leave_out(self, seconds: float) -> None:
-        """Subtracts `seconds` from the current step. An evaluation would otherwise count as the cost of a
-        save.
-        """
+        """Subtracts `seconds` from the current step. An evaluation would otherwise count as the cost of a save."""
         self._left_out_s += seconds
 
     def save_began(self, *, counts: bool = True) -> None:

@@ -1,5 +1,5 @@
-"""Computes diagnostics of a step from its buffers: the spread of scores and the quality of the critic.
-Training does not depend on them.
+"""Computes diagnostics of a step from its buffers: the spread of scores and the quality of the critic. Training does
+not depend on them.
 """
 
 import math
@@ -47,8 +47,7 @@ def explained_variance(
 ) -> float:
     """Returns 1 - Var(returns - values) / Var(returns) over tokens; 0 where all returns are the same.
 
-    1 is a perfect critic, 0 one that predicts no better than the mean, and a negative number one that
-    misleads.
+    1 is a perfect critic, 0 one that predicts no better than the mean, and a negative number one that misleads.
 
     Args:
         count: tokens.

@@ -1,8 +1,7 @@
-"""Measures seconds of named parts of a step: by the clock on a CPU, by stream events on a GPU, where calls
-return early.
+"""Measures seconds of named parts of a step: by the clock on a CPU, by stream events on a GPU, where calls return
+early.
 
-The results are for display: no number of the training depends on them, and they are neither saved nor
-compared.
+The results are for display: no number of the training depends on them, and they are neither saved nor compared.
 """
 
 import contextlib
@@ -85,8 +84,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class GpuMemory:
-    """How full this rank's GPU is, read at most once a second: the driver takes some ten microseconds to
-    answer.
+    """How full this rank's GPU is, read at most once a second: the driver takes some ten microseconds to answer.
 
     Runs at every safe point.
     """
@@ -102,8 +100,8 @@ class GpuMemory:
         self._due, self._percent = 0.0, 0.0
 
     def percent(self) -> float | None:
-        """Returns the memory in use as a share of the total, including allocators' caches and other
-        processes. None: no GPU.
+        """Returns the memory in use as a share of the total, including allocators' caches and other processes. None: no
+        GPU.
         """
         if self._device.type != "cuda":
             return None

@@ -1,7 +1,6 @@
 """Turns seconds and counts of a step into cost columns for people. Pure.
 
-No column is a number of the training: they go to the curves, the daemon and `steps.jsonl`, never into the
-history.
+No column is a number of the training: they go to the curves, the daemon and `steps.jsonl`, never into the history.
 """
 
 from collections.abc import Mapping

@@ -24,8 +24,8 @@ def token_kl(
 ) -> Tensor:
     """Estimates KL(p || p_ref) at each token; 0 outside the mask.
 
-    k1 = log p - log p_ref. Its sum over a sample's tokens, averaged over samples, estimates the KL of whole
-    responses in nats without bias. k3 = q - 1 - log q with q = p_ref / p is never negative and varies less
+    k1 = log p - log p_ref. Its sum over a sample's tokens, averaged over samples, estimates the KL of whole responses
+    in nats without bias. k3 = q - 1 - log q with q = p_ref / p is never negative and varies less
     (http://joschu.net/blog/kl-approx.html).
 
     Args:
@@ -89,8 +89,8 @@ def gae(
 def penalised_scores(scores: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
     """Subtracts beta times the whole response's KL from its score: the reward of a response as one action.
 
-    Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4): an advantage for whole responses leaves no token to charge
-    a token's KL to.
+    Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4): an advantage for whole responses leaves no token to charge a token's
+    KL to.
 
     Args:
         scores: float [N].
@@ -108,9 +108,9 @@ def group_advantages(
 ) -> Tensor:
     """Computes how much better a response is than the others to its prompt, the same for each of its tokens.
 
-    A = (r - mean(r)) / (std(r) + eps) over the group (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300,
-    section 4.1.2). Without the division (Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.1) a prompt
-    that is nearly always or nearly never solved weighs no more than another.
+    A = (r - mean(r)) / (std(r) + eps) over the group (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    Without the division (Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.1) a prompt that is nearly always or
+    nearly never solved weighs no more than another.
 
     Args:
         rewards: float [N], the responses to a prompt consecutive, N a multiple of `group`.

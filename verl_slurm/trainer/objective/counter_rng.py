@@ -1,10 +1,9 @@
 """Random numbers as a function of their purpose, independent of how many were drawn before.
 
-Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a key and a counter
-to random bits. The key holds the run's seed and a purpose; the counter identifies the number. So a resumed,
-resharded or replayed run draws the same numbers, and no generator state has to be saved. NumPy promises a
-stable stream for a bit generator's raw output (NEP 19), not for its distributions. So everything here is
-built from `random_raw` alone.
+Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a key and a counter to random
+bits. The key holds the run's seed and a purpose; the counter identifies the number. So a resumed, resharded or replayed
+run draws the same numbers, and no generator state has to be saved. NumPy promises a stable stream for a bit generator's
+raw output (NEP 19), not for its distributions. So everything here is built from `random_raw` alone.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""Computes the terms of PPO's and GRPO's objectives: pure functions, with shapes in the docstrings and
-examples worked by hand in the tests.
+"""Computes the terms of PPO's and GRPO's objectives: pure functions, with shapes in the docstrings and examples worked
+by hand in the tests.
 
 N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
 
-Gradient accumulation and data parallelism: FSDP averages gradients over the ranks, and token counts differ
-between micro-batches and ranks. A mean over the whole mini-batch therefore needs its denominator from
-outside: (valid tokens of the mini-batch over all ranks) / (number of ranks). Then the sum over a rank's
-micro-batches, averaged over ranks, is the exact mean. The same holds for means over responses.
+Gradient accumulation and data parallelism: FSDP averages gradients over the ranks, and token counts differ between
+micro-batches and ranks. A mean over the whole mini-batch therefore needs its denominator from outside: (valid tokens of
+the mini-batch over all ranks) / (number of ranks). Then the sum over a rank's micro-batches, averaged over ranks, is
+the exact mean. The same holds for means over responses.
 """
 
 from collections.abc import Callable

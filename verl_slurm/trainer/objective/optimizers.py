@@ -1,8 +1,8 @@
 """AdamW over the tensors that a rank holds: all of a model's shards in one call.
 
-torch's own optimizer steps through DTensors one by one and asks each how it is sharded: milliseconds per
-update for a small model. An update is elementwise, so it needs the local shards only. State, names and the
-saved form are torch's: DTensors laid out like their parameters.
+torch's own optimizer steps through DTensors one by one and asks each how it is sharded: milliseconds per update for a
+small model. An update is elementwise, so it needs the local shards only. State, names and the saved form are torch's:
+DTensors laid out like their parameters.
 
 Exact: the same shape and the same number of threads give the same bits every time.
 """
@@ -26,16 +26,16 @@ __all__ = ["LocalAdamW", "build_optimizers"]
 class LocalAdamW(AdamW):
     """torch's AdamW on the local part of every tensor.
 
-    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`: the fused kernel
-    there wants AdamW's count of updates on the GPU, too, and checkpoints have it on the CPU.
+    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`: the fused kernel there
+    wants AdamW's count of updates on the GPU, too, and checkpoints have it on the CPU.
     """
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in params)
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=on_cpu, foreach=not on_cpu)
 
-    # Not public: it collects the lists before `step` calls the kernels. torch is pinned, and a test compares
-    # with torch's own.
+    # Not public: it collects the lists before `step` calls the kernels. torch is pinned, and a test compares with
+    # torch's own.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:

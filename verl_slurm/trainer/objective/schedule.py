@@ -2,9 +2,9 @@
 
 `scheduler.json` in a checkpoint records its rates, and a resume refuses when it would compute different ones.
 
-Every schedule begins with the same linear warm-up, from base / warmup_steps in step 0 to base in the last
-step of the warm-up. Then it multiplies base by a factor that begins at 1. A schedule that falls to a floor
-reaches it after the last step.
+Every schedule begins with the same linear warm-up, from base / warmup_steps in step 0 to base in the last step of the
+warm-up. Then it multiplies base by a factor that begins at 1. A schedule that falls to a floor reaches it after the
+last step.
 """
 
 import math

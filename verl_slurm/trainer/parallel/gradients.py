@@ -13,12 +13,11 @@ __all__ = ["clip_over_grid", "require_finite"]
 
 
 def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
-    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before.
-    Collective.
+    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before. Collective.
 
-    torch's own function is for one mesh and makes one collective per gradient. Here norms are cut over dp,
-    projections over dp and tp, and layers over stages. So every rank sums the squares of the pieces that it
-    alone holds, in float64, and the sums are added in rank order.
+    torch's own function is for one mesh and makes one collective per gradient. Here norms are cut over dp, projections
+    over dp and tp, and layers over stages. So every rank sums the squares of the pieces that it alone holds, in
+    float64, and the sums are added in rank order.
 
     Args:
         model: this rank's part of it.
@@ -37,8 +36,7 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
 
 
 def require_finite(norm: float, role: str, step: int) -> float:
-    """Returns the norm of a model's gradients if it is finite, before its optimizer uses them. The same on
-    every rank.
+    """Returns the norm of a model's gradients if it is finite, before its optimizer uses them. The same on every rank.
 
     Raises:
         Diverged: it is not finite. These gradients changed nothing.

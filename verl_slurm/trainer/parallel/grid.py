@@ -62,8 +62,7 @@ def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
     Args:
         ranks: all of them, as many as `shape` says.
     """
-    # A tensor cut over dp and tp is gathered in two steps, and torch would log each time that one step is
-    # faster.
+    # A tensor cut over dp and tp is gathered in two steps, and torch would log each time that one step is faster.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
     return Grid(

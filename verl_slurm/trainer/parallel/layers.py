@@ -1,7 +1,7 @@
 """Wraps each decoder layer, besides cutting it: FSDP2 with or without mixed precision, and recomputing.
 
-Exact: with `recompute` every number is the one without it, to the bit, because the same operators see the
-same inputs again. To tolerance: mixed precision against float32, by bfloat16's eight bits.
+Exact: with `recompute` every number is the one without it, to the bit, because the same operators see the same inputs
+again. To tolerance: mixed precision against float32, by bfloat16's eight bits.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,18 @@ def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
 
 
 _ONE_UNIT_BYTES = 25 << 20
-"""A message as long as those of torch's DDP (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3):
-in shorter ones a collective's start costs more than its bytes.
+"""A message as long as those of torch's DDP (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3): in shorter
+ones a collective's start costs more than its bytes.
 """
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Applies FSDP2 over a mesh of one axis. Collective.
 
-    Each decoder layer is a group, and the rest is one more; each is gathered when needed and released after
-    use. A model as small as one message is one group, which stays gathered from its first use until its
-    weights change: every rank has room for it, and would otherwise wait for each layer twice in each pass.
-    Shards and checkpoints are the same either way.
+    Each decoder layer is a group, and the rest is one more; each is gathered when needed and released after use. A
+    model as small as one message is one group, which stays gathered from its first use until its weights change: every
+    rank has room for it, and would otherwise wait for each layer twice in each pass. Shards and checkpoints are the
+    same either way.
     """
     if sum(p.numel() * p.element_size() for p in model.parameters()) <= _ONE_UNIT_BYTES:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -54,8 +54,8 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
 def recompute_layers(model: nn.Module) -> None:
     """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`.
 
-    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). The
-    wrapper lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
+    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). The wrapper
+    lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
     """
     for layer in decoder_layers(model):
         layer.forward = _forgetting(layer.forward)

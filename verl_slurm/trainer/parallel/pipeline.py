@@ -1,12 +1,11 @@
 """Pipeline parallelism: contiguous layers on each stage, under the names they have in the whole model.
 
-A stage runs Hugging Face's own decoder without the other stages' layers, so masks, rotary positions and
-kernels are those of the whole model. Training passes run in 1F1B order by torch's `Schedule1F1B` (Narayanan
-et al. 2019, PipeDream; memory for as many micro-batches as there are stages, not for all). Scoring passes go
-through once.
+A stage runs Hugging Face's own decoder without the other stages' layers, so masks, rotary positions and kernels are
+those of the whole model. Training passes run in 1F1B order by torch's `Schedule1F1B` (Narayanan et al. 2019, PipeDream;
+memory for as many micro-batches as there are stages, not for all). Scoring passes go through once.
 
-Exact: the same shape gives the same bits every time. To tolerance: against another number of stages, because
-with FSDP2 gradients are summed over micro-batches before they are averaged over ranks, not after.
+Exact: the same shape gives the same bits every time. To tolerance: against another number of stages, because with FSDP2
+gradients are summed over micro-batches before they are averaged over ranks, not after.
 """
 
 from collections.abc import Callable
@@ -188,8 +187,7 @@ class Stage(nn.Module):
         return None
 
     def train_pass(self, passage: Passage, micro_batch: int, loss_of: LossOf) -> None:
-        """Runs forward and backward of a mini-batch, 1F1B over its micro-batches; adds to the gradients.
-        Collective.
+        """Runs forward and backward of a mini-batch, 1F1B over its micro-batches; adds to the gradients. Collective.
 
         Args:
             passage: the whole mini-batch, the same on every stage.

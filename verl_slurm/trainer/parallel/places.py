@@ -1,13 +1,12 @@
 """Computes the place of a rank among the others: numbers only, no torch. Pure.
 
-The ranks are a grid of pipeline stages × data-parallel indexes × tensor-parallel indexes, tensor-parallel
-fastest:
+The ranks are a grid of pipeline stages × data-parallel indexes × tensor-parallel indexes, tensor-parallel fastest:
 
     rank = (pp * DP + dp) * TP + tp
 
-so the ranks that talk most are neighbours on one node. A REPLICA is all ranks of one data-parallel index:
-together they hold the model once, and they work on the same rows. The prompts that a rank samples follow from
-its data-parallel index alone, never from its global rank.
+so the ranks that talk most are neighbours on one node. A REPLICA is all ranks of one data-parallel index: together they
+hold the model once, and they work on the same rows. The prompts that a rank samples follow from its data-parallel index
+alone, never from its global rank.
 """
 
 from dataclasses import dataclass
@@ -84,9 +83,7 @@ def tensor_groups(shape: Topology) -> list[list[int]]:
 
 
 def axis_groups(shape: Topology) -> dict[str, list[list[int]]]:
-    """Maps each axis to the groups of ranks that communicate along it. Axes of one rank are left out, except
-    dp.
-    """
+    """Maps each axis to the groups of ranks that communicate along it. Axes of one rank are left out, except dp."""
     groups = {"dp": data_groups(shape)}
     if shape.tp > 1:
         groups["tp"] = tensor_groups(shape)
@@ -96,7 +93,7 @@ def axis_groups(shape: Topology) -> dict[str, list[list[int]]]:
 
 
 def leaders(shape: Topology) -> list[int]:
-    """Lists the first rank of every replica, by data-parallel index: it journals, and its buffers represent
-    the replica.
+    """Lists the first rank of every replica, by data-parallel index: it journals, and its buffers represent the
+    replica.
     """
     return [group[0] for group in replica_groups(shape)]

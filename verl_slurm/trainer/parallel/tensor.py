@@ -1,19 +1,17 @@
-"""Tensor parallelism by transformers' own plan: divides heads and hidden units of every layer among the
-ranks.
+"""Tensor parallelism by transformers' own plan: divides heads and hidden units of every layer among the ranks.
 
-The plan is `base_model_tp_plan` of the model's configuration class: a word for each projection (`_STYLES`).
-As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) query, key, value, gate and up projections are cut
-by columns, the output and down projections by rows. So a layer sums over its ranks twice forward and twice
-backward. The vocabulary is cut, too, where it divides: the embedding by rows, the head by columns, its logits
-gathered. Norms and the critic's head stay whole; every rank of the group computes the same update of them,
-because the sums give it the same bits. A norm of single heads (Qwen3's `q_norm`) stays whole, too, and sees
-the heads of its rank alone: its gradient is summed over the ranks before the update (`sum_head_gradients`).
+The plan is `base_model_tp_plan` of the model's configuration class: a word for each projection (`_STYLES`). As in
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) query, key, value, gate and up projections are cut by columns, the
+output and down projections by rows. So a layer sums over its ranks twice forward and twice backward. The vocabulary is
+cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and the critic's head
+stay whole; every rank of the group computes the same update of them, because the sums give it the same bits. A norm of
+single heads (Qwen3's `q_norm`) stays whole, too, and sees the heads of its rank alone: its gradient is summed over the
+ranks before the update (`sum_head_gradients`).
 
-A plan is refused if it does not cut every matrix of a layer, or leaves a parameter beside a cut projection
-unnamed.
+A plan is refused if it does not cut every matrix of a layer, or leaves a parameter beside a cut projection unnamed.
 
-Exact: the same shape gives the same bits every time, interrupted or not. To tolerance: against another number
-of tensor-parallel ranks, because sums over hidden units run in another order.
+Exact: the same shape gives the same bits every time, interrupted or not. To tolerance: against another number of
+tensor-parallel ranks, because sums over hidden units run in another order.
 """
 
 import re
@@ -116,8 +114,8 @@ def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _transformer(model: nn.Module) -> nn.Module:
-    """Returns the module named by `base_model_prefix`. Critics and stages have one, too, though they are not
-    Hugging Face models.
+    """Returns the module named by `base_model_prefix`. Critics and stages have one, too, though they are not Hugging
+    Face models.
     """
     config_of: Any = model
     base: Any = getattr(config_of, "base_model", None)

@@ -16,9 +16,9 @@ __all__ = ["whole_parameters"]
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields every parameter by name, whole, one after the other, on every rank. Collective, to the end.
 
-    One at a time, so that never more than one whole parameter exists beside the model. But a model of one
-    FSDP2 group is gathered at once, as for a forward pass, and stays so: the passes that score the samples
-    need the same weights. A stage's parameters go to the others of its line by broadcast.
+    One at a time, so that never more than one whole parameter exists beside the model. But a model of one FSDP2 group
+    is gathered at once, as for a forward pass, and stays so: the passes that score the samples need the same weights. A
+    stage's parameters go to the others of its line by broadcast.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:

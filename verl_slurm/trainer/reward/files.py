@@ -49,8 +49,8 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
 def write_light_snapshot(paths: RunPaths, number: int, former: Reward, state: RewardState) -> None:
     """Keeps a small record of the reward that the `number`-th replacement removes. Rank 0 only.
 
-    The record is its head and tokenizer configuration, or its source, and rank 0's last scores. It is small
-    whatever the model's size: the whole model is in RUN/frozen.
+    The record is its head and tokenizer configuration, or its source, and rank 0's last scores. It is small whatever
+    the model's size: the whole model is in RUN/frozen.
     """
     directory = private_dir(paths.reward_snapshot(number))
     light: Callable[[], dict[str, bytes]] = getattr(former, "light", dict)

@@ -27,8 +27,8 @@ _SHOWN = 60
 
 
 class RewardRaised(DataError):
-    """The function raised. If it has worked before, the failure may pass (a judge that it asks was away), and
-    the daemon tries again. If it never worked, it is wrong.
+    """The function raised. If it has worked before, the failure may pass (a judge that it asks was away), and the
+    daemon tries again. If it never worked, it is wrong.
 
     Attributes:
         place: type and place of the error, without its text, which may differ each time.
@@ -52,8 +52,8 @@ class PythonReward:
         self._worked = False
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
-        """Raises `DataError` for a result other than a list of finite numbers, `RewardRaised` where the
-        function raises.
+        """Raises `DataError` for a result other than a list of finite numbers, `RewardRaised` where the function
+        raises.
         """
         try:
             returned = self._function(list(prompts), list(responses), list(answers))
@@ -160,9 +160,8 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
 def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType:
     """Returns the module of a source, under its own name: two versions of a source can coexist.
 
-    This also applies to a module: `import_module` would return an earlier import of this process or the
-    content of __pycache__, and the next start might get another. Its relative imports resolve in the package
-    that contains it.
+    This also applies to a module: `import_module` would return an earlier import of this process or the content of
+    __pycache__, and the next start might get another. Its relative imports resolve in the package that contains it.
     """
     name = f"verl_slurm_reward_{digest[:16]}"
     parent = "" if spec.is_file else spec.name.rpartition(".")[0]

@@ -54,9 +54,9 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[s
 def arithmetic(response: str, answer: str) -> float:
     """Scores how near the last word of `response` is to the integer `answer`, in [0, 1].
 
-    Text before the last word is the policy's working, and is not judged. Any plain integer scores 0.1. If it
-    is as long as the answer, it gets up to 0.2 more for the share of characters right at their place. Only
-    the answer itself scores 1.0.
+    Text before the last word is the policy's working, and is not judged. Any plain integer scores 0.1. If it is as long
+    as the answer, it gets up to 0.2 more for the share of characters right at their place. Only the answer itself
+    scores 1.0.
     """
     words = response.split()
     word = words[-1] if words else ""
@@ -162,8 +162,8 @@ class ClassifierReward:
         return whole
 
     def light(self) -> dict[str, bytes]:
-        """Returns the files by name that distinguish this reward model from others on the same backbone: its
-        head and its tokenizer's configuration.
+        """Returns the files by name that distinguish this reward model from others on the same backbone: its head and
+        its tokenizer's configuration.
         """
         backbone = self._model.base_model_prefix + "."
         head = {

@@ -61,8 +61,7 @@ def start_reward(
 def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
     """Returns how many replacements the checkpoint contains.
 
-    A checkpoint from another run brings that run's number; the reward that trained it is checked by its
-    digest.
+    A checkpoint from another run brings that run's number; the reward that trained it is checked by its digest.
     """
     number = min(state.number, len(plan.switches))
     here = position.step

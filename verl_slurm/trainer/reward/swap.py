@@ -1,5 +1,4 @@
-"""Replaces the reward while the run goes on: between two steps, on all ranks at once, and recorded before it
-counts.
+"""Replaces the reward while the run goes on: between two steps, on all ranks at once, and recorded before it counts.
 
 The order of a replacement, at the end of step k:
 
@@ -12,11 +11,11 @@ The order of a replacement, at the end of step k:
    replacement.
 5. Its scores of the last responses give the map to the old scale (`warm_start`), and step k is scored with it.
 
-An interruption before 4 has changed nothing. One after 4 reaches step k again and does 5 with the same
-numbers, as the last responses and their scores are part of the state.
+An interruption before 4 has changed nothing. One after 4 reaches step k again and does 5 with the same numbers, as the
+last responses and their scores are part of the state.
 
-A run that was set back replays the samples in its ledger. A request that is found meanwhile waits until the
-run is past them: those responses come from weights that the old reward has trained.
+A run that was set back replays the samples in its ledger. A request that is found meanwhile waits until the run is past
+them: those responses come from weights that the old reward has trained.
 """
 
 import threading
@@ -106,8 +105,7 @@ class RewardSwap:
             self._thread.start()
 
     def due(self, state: TrainState, replays_until: int) -> RewardSwitch | RewardRequest | None:
-        """Returns the replacement to make before the step at which `state` stands; the same on all ranks.
-        Collective.
+        """Returns the replacement to make before the step at which `state` stands; the same on all ranks. Collective.
 
         Args:
             replays_until: the last step of which this rank has journaled rollouts.
@@ -181,8 +179,8 @@ class RewardSwap:
     # ---- the wish
 
     def _look_unasked(self, step: int) -> None:
-        """Looks at the start, and once more after the first step, for a request from before the daemon could
-        hand it on.
+        """Looks at the start, and once more after the first step, for a request from before the daemon could hand it
+        on.
         """
         if self._first_step is None:
             self._first_step = step
@@ -210,8 +208,8 @@ class RewardSwap:
     # ---- the replacement
 
     def _try(self, reward: str, digest: str, state: RewardState) -> tuple[Reward, Tensor | None]:
-        """Loads it, and one rank of each replica scores the last responses with it. A run without a finished
-        step has none.
+        """Loads it, and one rank of each replica scores the last responses with it. A run without a finished step has
+        none.
         """
         new = self._load(reward, device=self._device, digest=digest)
         if not state.cached:

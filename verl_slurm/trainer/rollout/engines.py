@@ -1,9 +1,8 @@
-"""Defines the common interface of the rollout engines, which sample from the policy, and selects a run's
-engine.
+"""Defines the common interface of the rollout engines, which sample from the policy, and selects a run's engine.
 
-An engine holds its own copy of the weights and receives them anew each step (`sync`). For every engine the
-noise of a sample depends on the run's seed, the step and the sample alone (`counter_rng`). So a sample that
-is taken again, after an interruption or in another batch, is the same sample.
+An engine holds its own copy of the weights and receives them anew each step (`sync`). For every engine the noise of a
+sample depends on the run's seed, the step and the sample alone (`counter_rng`). So a sample that is taken again, after
+an interruption or in another batch, is the same sample.
 """
 
 from pathlib import Path
@@ -29,8 +28,8 @@ class RolloutEngine(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Returns whether all ranks must call `generate` together; a rank that needs nothing passes prompts
-        of no rows.
+        """Returns whether all ranks must call `generate` together; a rank that needs nothing passes prompts of no
+        rows.
         """
 
     def sync(self, actor: nn.Module) -> None:

@@ -1,11 +1,10 @@
 """Checks that the rollout engine sampled from the policy that is trained. Pure.
 
-PPO takes the actor's own log probabilities as those of the behaviour policy. If the engine had other weights
-(a sync that was lost, or lost a tensor), training would go on with the wrong gradient, and look like bad
-luck. Two programs never agree to the last bit, but a lost sync changes far more.
+PPO takes the actor's own log probabilities as those of the behaviour policy. An engine with other weights (a sync was
+lost, or lost a tensor) would give the wrong gradient, and that would look like bad luck. Two programs never agree to
+the last bit, but a lost sync changes far more.
 
-Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on a CPU, mean over a step's
-tokens:
+Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on a CPU, mean over a step's tokens:
 
     both engines, float32     2e-7 to 4e-7
     hf, bfloat16              0.0011 to 0.0015

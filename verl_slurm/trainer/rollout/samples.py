@@ -1,6 +1,4 @@
-"""Selects the responses of a step to keep as text (`rollout.keep_samples`), and writes them to
-`RUN/samples.jsonl`.
-"""
+"""Selects the responses of a step to keep as text (`rollout.keep_samples`), and writes them to `RUN/samples.jsonl`."""
 
 from collections.abc import Callable
 

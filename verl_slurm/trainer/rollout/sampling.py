@@ -1,10 +1,10 @@
 """Samples from the policy with Hugging Face's models, with noise that depends on its key alone.
 
-Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`). So no generator is
-consumed, and a sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of
-the matrix kernels). The forward passes, their masks and the cache are Hugging Face's. The loop around them is
-ours: `generate` would have to run greedily with one choice left to it. It also repeats its preparation for
-each micro-batch, a noticeable cost with a safe point after each small one.
+Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`), so no generator is consumed. A
+sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the matrix kernels). The
+forward passes, their masks and the cache are Hugging Face's. The loop around them is ours: `generate` would have to run
+greedily with one choice left to it. It also repeats its preparation for each micro-batch, a noticeable cost with a safe
+point after each small one.
 """
 
 from pathlib import Path
@@ -27,8 +27,8 @@ __all__ = ["HFRollout", "pick_tokens"]
 def _running_sum(x: Tensor) -> Tensor:
     """Returns the inclusive sum along the last dimension, the same bits every time.
 
-    `torch.use_deterministic_algorithms` refuses CUDA's floating-point `cumsum`, so on CUDA it is a scan by
-    doubling (Hillis and Steele 1986): log2(V) additions in a fixed order.
+    `torch.use_deterministic_algorithms` refuses CUDA's floating-point `cumsum`, so on CUDA it is a scan by doubling
+    (Hillis and Steele 1986): log2(V) additions in a fixed order.
     """
     if x.device.type == "cpu":
         return x.cumsum(dim=-1)
@@ -70,8 +70,8 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
 def _plain_model(path: Path, dtype: str, attention: Attention, device: torch.device) -> Any:
     """Loads a Hugging Face model that only samples; Any, because its results have no types."""
     model: Any = load_causal_lm(path, dtype=dtype, attention=attention)
-    # `generate` itself checks this before it makes such a cache. Few have one of their own (MiniMax, OLMo
-    # Hybrid). State-space models (Mamba) say yes, too, but take their state under another name.
+    # `generate` itself checks this before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
+    # State-space models (Mamba) say yes, too, but take their state under another name.
     if not (model._supports_default_dynamic_cache() and names(model, "past_key_values")):
         raise ConfigError(
             "this model keeps what it has read in a form of its own, and rollout.engine=hf knows only the usual one",

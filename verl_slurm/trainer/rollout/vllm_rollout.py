@@ -1,17 +1,16 @@
 """Samples from the policy with vLLM, in the rank's own process.
 
-It runs in the process, not in a child. The weights go from the sharded actor into vLLM's tensors one at a
-time, without a file, a copy in shared memory or an IPC handle in between. No process can outlive the rank,
-hang beside it or die alone, and a failure is an exception here. The price is that vLLM changes its process:
-these changes (generators, thread count, environment) are undone below, and torch and transformers must be
-versions that both support.
+It runs in the process, not in a child. The weights go from the sharded actor into vLLM's tensors one at a time. No
+file, copy in shared memory or IPC handle lies in between. No process can outlive the rank, hang beside it or die alone,
+and a failure is an exception here. The price is that vLLM changes its process: these changes (generators, thread count,
+environment) are undone below, and torch and transformers must be versions that both support.
 
-vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor
-parallelism, `tensor_parallel_size` neighbouring ranks run one model together. Each gets the prompts of all;
-they reach the same schedule and the same tokens independently, and each keeps its own rows.
+vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor parallelism,
+`tensor_parallel_size` neighbouring ranks run one model together. Each gets the prompts of all; they reach the same
+schedule and the same tokens independently, and each keeps its own rows.
 
-Switched off: async scheduling (the sampler needs the tokens so far), prefix caching (its blocks belong to
-former weights), usage reports (they would go out to the internet).
+Switched off: async scheduling (the sampler needs the tokens so far), prefix caching (its blocks belong to former
+weights), usage reports (they would go out to the internet).
 """
 
 import os
@@ -166,8 +165,8 @@ class VLLMRollout:
     def _of_group(self, mine: list[_Asked], temperature: float) -> list[_Made]:
         """Samples the requests of each rank of our tensor-parallel group in turn; returns our own.
 
-        In turn, so that a micro-batch is always computed by itself. After an interruption the ledger has some
-        of the group's micro-batches and not others, and kernels may round by the size of a batch.
+        In turn, so that a micro-batch is always computed by itself. After an interruption the ledger has some of the
+        group's micro-batches and not others, and kernels may round by the size of a batch.
         """
         if self._group_size == 1:
             return self._sample(mine, temperature)
@@ -200,8 +199,8 @@ class VLLMRollout:
 
     @contextmanager
     def _manner(self) -> Iterator[None]:
-        """Keeps vLLM's own kernels, and disables torch.compile if `enforce_eager` says so: vLLM compiles a
-        part of its sampler even then.
+        """Keeps vLLM's own kernels, and disables torch.compile if `enforce_eager` says so: vLLM compiles a part of its
+        sampler even then.
         """
         with warned_only(self._device):
             if not self._config.rollout.enforce_eager:
@@ -214,9 +213,9 @@ class VLLMRollout:
 def _without_shared_memory() -> None:
     """Makes vLLM's ranks on a CPU talk over the process group, as vLLM does for ranks on different machines.
 
-    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external
-    launcher. A killed run leaves them, its next start fails on them ("create shm in SHMManager failed. errno:
-    17"), and two runs on one node would share them. There is no setting for it.
+    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher. A
+    killed run leaves them, its next start fails on them ("create shm in SHMManager failed. errno: 17"), and two runs on
+    one node would share them. There is no setting for it.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -255,9 +254,7 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
 
 
 def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
-    """Returns the bytes of cache for all sequences of a micro-batch at full length, whole blocks, on one
-    rank.
-    """
+    """Returns the bytes of cache for all sequences of a micro-batch at full length, whole blocks, on one rank."""
     shape = AutoConfig.from_pretrained(str(model_path), local_files_only=True).get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -273,8 +270,8 @@ def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Undoes what vLLM's start changes: it seeds all generators, and on a CPU replaces
-    `torch.set_num_threads` by a warning.
+    """Undoes what vLLM's start changes: it seeds all generators, and on a CPU replaces `torch.set_num_threads` by a
+    warning.
     """
     generators, threads, set_threads = rng.capture(), torch.get_num_threads(), torch.set_num_threads
     try:

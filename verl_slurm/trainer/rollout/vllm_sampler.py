@@ -1,12 +1,12 @@
 """Our sampling inside vLLM: a logits processor that leaves vLLM's greedy search one choice.
 
-It picks the token by inverting the CDF at a given uniform number, as in `trainer.rollout.sampling`. vLLM's
-own per-request seeds would give repeatable samples too. But they would differ from those of the engine `hf`,
-and come from a generator whose position in the stream is state of the request.
+It picks the token by inverting the CDF at a given uniform number, as in `trainer.rollout.sampling`. vLLM's own
+per-request seeds would give repeatable samples too. But they would differ from those of the engine `hf`, and come from
+a generator whose position in the stream is state of the request.
 
-A processor may only return logits. So its rows hold the log probability of the picked token at that token and
-minus infinity elsewhere. argmax takes the token, and with `logprobs_mode="processed_logits"` vLLM returns
-that number as the token's log probability.
+A processor may only return logits. So its rows hold the log probability of the picked token at that token and minus
+infinity elsewhere. argmax takes the token, and with `logprobs_mode="processed_logits"` vLLM returns that number as the
+token's log probability.
 
 Imports vLLM; `trainer.rollout.vllm_rollout` imports it.
 """

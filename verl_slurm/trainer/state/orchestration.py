@@ -1,7 +1,7 @@
 """Orchestration state: a run's layout, written once at its first start and read-only from then on.
 
-It is in `RUN/orchestration.json`, with a copy in every checkpoint. It holds no number of the training; it is
-for people and tools. A later start may have another layout, and each checkpoint's manifest names its own.
+It is in `RUN/orchestration.json`, with a copy in every checkpoint. It holds no number of the training; it is for people
+and tools. A later start may have another layout, and each checkpoint's manifest names its own.
 """
 
 import os
@@ -103,8 +103,8 @@ def _share(rank: int, shape: Topology, size: int) -> str:
 
 
 def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
-    """Writes the layout at the first start, and reads it at every later one. Another shape is no reason to
-    refuse: `trainer.state.resharding`.
+    """Writes the layout at the first start, and reads it at every later one. Another shape is no reason to refuse:
+    `trainer.state.resharding`.
 
     Runs on rank 0.
 

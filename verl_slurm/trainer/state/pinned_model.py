@@ -1,7 +1,7 @@
 """Loads a model directory safely against changes between its fingerprint and its loading.
 
-`from_pretrained` opens files by name, so another writer of the directory could swap files while it loads, and
-restore the true ones afterwards. It gets a private directory instead:
+`from_pretrained` opens files by name, so another writer of the directory could swap files while it loads, and restore
+the true ones afterwards. It gets a private directory instead:
 
 * small files (configuration, tokenizer, templates) as copies, hashed as they were read;
 * each `*.safetensors` as a link to `/proc/self/fd/N`: the file that was opened first, whatever has its name by now. It
@@ -81,8 +81,7 @@ class PinnedModel:
         place.write_bytes(data)
 
     def verify(self) -> None:
-        """Checks that the loaded files are the recorded ones. Call once all are loaded; waits for the
-        hashing.
+        """Checks that the loaded files are the recorded ones. Call once all are loaded; waits for the hashing.
 
         Raises:
             DatasetDrift: they are not; the file is named.

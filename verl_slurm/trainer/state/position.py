@@ -141,11 +141,9 @@ def safe_point(position: Position, shape: StepShape) -> int:
 
 
 def rollout_offset(position: Position, shape: StepShape) -> int:
-    """Returns the prompts consumed over all ranks when a run stands at `position`, each once for every
-    response to it.
+    """Returns the prompts consumed over all ranks when a run stands at `position`, each once for every response to it.
 
-    A group lies in one micro-batch, so the prompts of the data are always this divided by
-    `samples_per_prompt`.
+    A group lies in one micro-batch, so the prompts of the data are always this divided by `samples_per_prompt`.
     """
     per_generation = shape.prompts_per_generation * shape.dp_size
     return position.step * shape.prompts + first_generation(position, shape) * per_generation

@@ -1,16 +1,16 @@
 """Redistributes the state of a run that continues with another number of ranks. Pure.
 
-Tensors need nothing: `save.ranks.loader` fills any rank's boxes from whatever pieces were saved. The rest is
-the running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on
-(`trainer.step`). So those of all former ranks are put back into their global order and dealt out again:
+Tensors need nothing: `save.ranks.loader` fills any rank's boxes from whatever pieces were saved. The rest is the
+running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on (`trainer.step`).
+So those of all former ranks are put back into their global order and dealt out again:
 
 * generating: a number that all new ranks can share equally is kept, the rest is replayed from the ledger;
 * scoring: begins again, with the very weights it began with;
 * advantage and update: every rank gets its share of the scored and whitened rows. The rows of an update do not depend
   on the number of ranks (`trainer.mini_batches`), so the remaining updates are the same ones.
 
-A step must consume the same data, or positions and prompts would no longer fit together: the global batch,
-the global mini-batch and the size of a generation micro-batch stay the same (`config.layout`).
+A step must consume the same data, or positions and prompts would no longer fit together: the global batch, the global
+mini-batch and the size of a generation micro-batch stay the same (`config.layout`).
 """
 
 from collections.abc import Sequence
@@ -56,8 +56,7 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
         rows = [{k: v for k, v in split(state.rewards)[1].items() if k != "updates"} for state in saved]
         rewards = deal(rows)
         if "updates" in first.rewards:
-            # A rank's row is its share of a mean over ranks: one rank carries the sum, scaled to the new
-            # mean.
+            # A rank's row is its share of a mean over ranks: one rank carries the sum, scaled to the new mean.
             whole = np.stack([state.rewards["updates"] for state in saved]).sum(axis=0, dtype=np.float64)
             scale = new.dp_size / old.dp_size if rank == 0 else 0.0
             rewards["updates"] = np.asarray(whole * scale)

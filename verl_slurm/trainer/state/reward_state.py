@@ -1,7 +1,7 @@
 """The reward's part of a checkpoint: how often it was replaced, the rest of a warm start, the last scores.
 
-In the runtime state it is a few arrays among the reward buffers. Absent arrays mean a run whose reward was
-never replaced.
+In the runtime state it is a few arrays among the reward buffers. Absent arrays mean a run whose reward was never
+replaced.
 """
 
 from dataclasses import dataclass, field, replace

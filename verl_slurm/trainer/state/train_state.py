@@ -1,8 +1,8 @@
 """A rank's state that later numbers depend on, besides weights and optimizers; to disk form and back.
 
-Left out on purpose: sampling noise, data order, mini-batch order and learning rates are functions of the seed
-and the position. The reference model never changes. Seconds and tokens per second are not numbers of the
-training and are neither kept nor compared.
+Left out on purpose: sampling noise, data order, mini-batch order and learning rates are functions of the seed and the
+position. The reference model never changes. Seconds and tokens per second are not numbers of the training and are
+neither kept nor compared.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,8 +43,8 @@ UPDATE_METRICS = (
     "actor_grad_norm",
     "critic_grad_norm",
 )
-"""Columns of `Buffers.updates`, one row per optimizer update: this rank's share of each mean. PPO with the KL
-in the reward has all of them; see `update_metrics`.
+"""Columns of `Buffers.updates`, one row per optimizer update: this rank's share of each mean. PPO with the KL in the
+reward has all of them; see `update_metrics`.
 """
 _WITHOUT_CRITIC = tuple(name for name in UPDATE_METRICS if not name.startswith(("value_", "critic_")))
 
@@ -71,8 +71,8 @@ class Buffers:
 
 @dataclass
 class TrainState:
-    """One rank's whole state between two positions. Mutable: `trainer.step` changes it, and
-    `trainer.reward.swap` changes `reward` between steps.
+    """One rank's whole state between two positions. Mutable: `trainer.step` changes it, and `trainer.reward.swap`
+    changes `reward` between steps.
     """
 
     position: Position
