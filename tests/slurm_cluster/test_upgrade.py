@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, SMALL, LiveRun, ends_like
+from tests.processes import python_path
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -29,7 +30,7 @@ class UpgradedRun(LiveRun):
 
     def env(self) -> dict[str, str]:
         # `python -m` would find this checkout in the working directory first.
-        return super().env() | {"PYTHONPATH": f"{self.code}:{self.code}/daemon", "PYTHONSAFEPATH": "1"}
+        return super().env() | python_path(self.code, self.code / "daemon") | {"PYTHONSAFEPATH": "1"}
 
     def upgrade(self) -> None:
         later = self.code.with_name("later")
