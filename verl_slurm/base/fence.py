@@ -46,7 +46,7 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     pid: _Number
     taken: str
     born: str = ""
-    """`process_birth.birth_of(pid)`: tells this process from a later one of the same number, independent of clocks."""
+    """`processes.birth_of(pid)`: tells this process from a later one of the same number, independent of clocks."""
 
 
 def read_epoch(paths: RunPaths) -> Epoch | None:

@@ -106,7 +106,7 @@ class RunPaths:
 
     @property
     def parts_since(self) -> Path:
-        """The attempt from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
+        """The attempt from which on second copies on nodes' disks count (`lead/second_copy.py` of the daemon)."""
         return self.control / "parts_since"
 
     @property

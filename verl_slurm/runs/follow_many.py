@@ -200,7 +200,7 @@ class FleetWatch:
 
 
 def state_after(event: Event, state: str) -> str:
-    """Returns a run's state after this event, in the words of `fleet.state_of`. Pure."""
+    """Returns a run's state after this event, in the words of `glance.state_of`. Pure."""
     match event:
         case Submitted() | Successor():
             return "queued"

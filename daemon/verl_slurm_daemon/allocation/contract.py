@@ -1,6 +1,6 @@
 """The contract between a lead and its environment.
 
-Two kinds exist: `slurm_allocation`, and `local_allocation` for machines without Slurm.
+Two kinds exist: `slurm`, and `local` for machines without Slurm.
 
 Obligations of an `Allocation`: every method is bounded in time, and none raises if the scheduler does not
 answer. The result says so instead, because a lead must go on saving while slurmctld is away.

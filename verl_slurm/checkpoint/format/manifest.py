@@ -1,4 +1,4 @@
-"""Turns a manifest into JSON and back, and computes its digest (`format.py`, section 2). Bytes only, no files."""
+"""Turns a manifest into JSON and back, and computes its digest (`specification.py`, section 2). Bytes only, no files."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ def parse(data: bytes, *, where: object) -> Manifest:
 
     Raises:
         SchemaMismatch: another format version; nothing else of it was believed.
-        CheckpointCorrupt: anything else that violates `format.py`.
+        CheckpointCorrupt: anything else that violates `specification.py`.
     """
     try:
         version = bounded.decode_json(data, _Version, bounded.MANIFEST).format_version

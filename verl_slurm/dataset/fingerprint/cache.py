@@ -11,7 +11,7 @@ the lines, each with a NUL after it, in the order in which find(1) gave them
 Mode 0600, at most 256 MiB. It can be removed at any time. The file is not trusted blindly: one that is not whole, not
 ours or of another format is ignored and made anew, and a notice says so.
 
-A line (see `data_walk`) is trusted on this ground: a file with the same path, device, inode, size, mtime and ctime has
+A line (see `walk`) is trusted on this ground: a file with the same path, device, inode, size, mtime and ctime has
 the same content. ctime carries the argument: the kernel sets it at each write, at each change of mtime (so a forged
 mtime is seen) and when an inode is made (so a reused inode number, on NFS or a local disk, is seen), and no program can
 set it. Two kinds of files are therefore never cached, and read at each look:

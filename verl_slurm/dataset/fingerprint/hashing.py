@@ -51,7 +51,7 @@ def hash_files(root: Path, lines: Iterable[str], *, threads: int | None = None) 
 
     Args:
         root: the directory that their paths are relative to.
-        lines: of `data_walk`; no directories.
+        lines: of `walk`; no directories.
         threads: or processes that hash; default: one per core, and for small files by the behaviour of the storage.
 
     Returns:

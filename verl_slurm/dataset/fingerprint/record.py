@@ -1,7 +1,7 @@
 """Takes the data set's fingerprint, records it for a run, and compares it with the present tree.
 
-`data_tree` defines it. A look is full (every byte is read) or cached (a file with the same path, device, inode, size,
-mtime and ctime is assumed to hash as before; `hash_cache` lists what that cannot see). The choice:
+`entries` defines it. A look is full (every byte is read) or cached (a file with the same path, device, inode, size,
+mtime and ctime is assumed to hash as before; `cache` lists what that cannot see). The choice:
 
 * A fingerprint that is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a
   change that is accepted (`--force-resume`), a first start without a submission.

@@ -5,7 +5,7 @@
 It reads batches of files from its standard input, and answers on its standard output:
 
 ```
-number of bytes LF lines (see `data_walk`), a NUL between two      a batch
+number of bytes LF lines (see `walk`), a NUL between two      a batch
 64 characters for each: its SHA-256 (hex), or blanks               its answer
 ```
 
@@ -32,7 +32,7 @@ def digests(base: str, lines: list[str]) -> list[str | None]:
 
     Args:
         base: prefix of their paths: a directory with a slash at its end, or nothing.
-        lines: of `data_walk`; no directories.
+        lines: of `walk`; no directories.
     """
     found: list[str | None] = []
     for line in lines:
