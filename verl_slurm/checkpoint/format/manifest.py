@@ -1,4 +1,6 @@
-"""Turns a manifest into JSON and back, and computes its digest (`specification.py`, section 2). Bytes only, no files."""
+"""Turns a manifest into JSON and back, and computes its digest (`specification.py`, section 2). Bytes only, no
+files.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,5 @@
-"""Turns a staging directory into a committed checkpoint (`specification.py`, section 4). Every commit goes through here.
+"""Turns a staging directory into a committed checkpoint (`specification.py`, section 4). Every commit goes through
+here.
 
 A name may be taken. Two saves at the same safe point hold the same state. So a directory of that name that verifies is
 kept, and ours is dropped: replacing it would mean a moment without either. A damaged one is first moved to quarantine.
