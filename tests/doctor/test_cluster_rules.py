@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.journals import make_event
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import judge_cluster, judge_deadlines, kill_wait_s
@@ -161,13 +162,13 @@ def test_slurms_default_stands_for_what_is_not_shown() -> None:
 
 
 def test_the_slowest_of_the_last_saves_counts_and_one_on_the_nodes_alone_does_not() -> None:
-    events = [{"event": "saved", "seconds": 99.0, "on_shared": True}]
-    events += [{"event": "saved", "seconds": float(s), "on_shared": True} for s in range(1, 9)]
-    events += [{"event": "saved", "seconds": 50.0, "on_shared": False}, {"event": "saved", "seconds": "x"}]
+    took = [99.0, *map(float, range(1, 9))]
+    events = [make_event("saved", num_bytes=9, seconds=seconds) for seconds in took]
+    events += [make_event("saved", num_bytes=9, seconds=50.0, on_shared=False), make_event("saved")]
     found = measured_save(events)
     assert found is not None
     assert found.seconds == 8.0
-    assert measured_save([{"event": "started"}]) is None
+    assert measured_save([make_event("started")]) is None
 
 
 def test_before_the_first_save_the_size_at_the_measured_speed_is_expected() -> None:
