@@ -5,6 +5,7 @@ from pathlib import Path
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint
+from verl_slurm.loops.session import Session
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.state.orchestration import describe, moved
 from verl_slurm.wire.client import NoDaemon
@@ -25,11 +26,11 @@ def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_ne
     paths, model, line = RunPaths(tmp_path / "run"), tmp_path / "model", Line()
     model.mkdir()
     (model / "config.json").write_bytes(b"{}")
-    seen = fingerprint(model)
-    setup._store(paths, {model: seen}, line)
+    seen, session = fingerprint(model), Session(line, rank=0, world_size=1)
+    setup._store(paths, {model: seen}, session)
     assert line.said == []
     (paths.frozen / seen.digest / "config.json").write_bytes(b"[]")
-    setup._store(paths, {model: seen}, line)
+    setup._store(paths, {model: seen}, session)
     (notice,) = line.said
     assert isinstance(notice, Notice)
     assert (notice.topic, notice.loud) == ("frozen", True)

@@ -19,7 +19,7 @@ def key() -> None:
 
     \b
     verl-slurm key new ~/.verl-slurm/run.key
-    verl-slurm submit my.yaml checkpoint.format.encryption.key_file=$HOME/.verl-slurm/run.key
+    verl-slurm submit my.yaml checkpoint.encryption.key_file=$HOME/.verl-slurm/run.key
 
     Without its key a checkpoint is lost: keep a copy where the checkpoints are not. One key for each run: then
     nobody can pass off a checkpoint of one run as another's.

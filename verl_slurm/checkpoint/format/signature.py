@@ -5,7 +5,7 @@ These bytes name the checkpoint, step, epoch, schema, data set and each file wit
 
 The check fails closed: with a key configured, a manifest without an HMAC is refused, since a forger would simply leave
 it out. To resume from a checkpoint made before the key, name its digest in
-`checkpoint.format.encryption.accept_unsigned`: that admits this one checkpoint. The check does not find an old genuine
+`checkpoint.encryption.accept_unsigned`: that admits this one checkpoint. The check does not find an old genuine
 checkpoint in place of a newer one, nor a checkpoint of another run with the same key. So use one key per run, and see
 docs/decisions/0003-encryption.md.
 """
