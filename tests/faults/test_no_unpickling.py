@@ -24,7 +24,7 @@ _NEVER = {
 
 
 _ASKED_FOR = {
-    "verl_slurm/trainer/python_reward.py": ["exec", "compile"],
+    "verl_slurm/trainer/reward/python.py": ["exec", "compile"],
     "verl_slurm/rendezvous/start.py": ["compile", "exec"],
 }
 """What is run because the user's own configuration names it: `model.reward: python:...`, and `trainer.command`."""

@@ -398,7 +398,11 @@ def test_a_rank_speaks_for_itself_and_for_nobody_else(
 @pytest.mark.scenario("M07")
 def test_every_secret_is_compared_in_constant_time() -> None:
     """No `==` between a token, a MAC or a proof and what somebody sent: `hmac.compare_digest` alone."""
-    places = ["verl_slurm/wire/framing.py", "verl_slurm/wire/http.py", "daemon/verl_slurm_daemon/channel.py"]
+    places = [
+        "verl_slurm/wire/framing.py",
+        "verl_slurm/wire/http.py",
+        "daemon/verl_slurm_daemon/link/channel.py",
+    ]
     secret = {"token", "mac", "theirs", "proof", "given", "_mac", "secret"}
     for place in places:
         tree = ast.parse((ROOT / place).read_text())
