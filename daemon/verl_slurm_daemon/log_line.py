@@ -25,7 +25,7 @@ def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = Fa
     mid-run; how long something took, and what came first on one node, it says all the same.
 
     Args:
-        who: the epoch, for an agent also its node.
+        who: the attempt's number, for an agent also its node.
         loud: something is wrong.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)

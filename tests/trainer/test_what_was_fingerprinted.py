@@ -39,7 +39,7 @@ def test_data_swapped_after_the_fingerprint_and_put_back_ends_the_run_with_16(tm
     paths = prepared(tmp_path / "run", f"data.root={root}")
     process = lead(paths)
     try:
-        _wait_for(paths, "generation")
+        _wait_for(paths, "restart")
         (root / "a.jsonl").write_text(_FALSE)
         _wait_for(paths, "training")
         (root / "a.jsonl").write_text(_TRUE)

@@ -1,11 +1,11 @@
-"""One lead a job: gathers what happens, lets the policy decide, and has it done. The order of a life, top to bottom.
+"""One lead a job: gathers what happens, lets the policy decide, and has it done. An attempt, from top to bottom.
 
 1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not let it is
    waited for, and then the start has failed (`start.py`).
 2. The data set is held against its fingerprint, starts without progress are counted.
-3. Generations, until the policy says `Exit`.
+3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is written down.
-   Where this was a requeue outside Slurm, the next life begins in this process.
+   Where this was a requeue outside Slurm, the next attempt begins in this process.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Lead:
         )
         self._model = Model(limits)
         steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
-        self._status = Status(job_id=allocation.job_id, steps=steps, restarts=allocation.restart)
+        self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
         self._metrics: LeadMetrics | None = None
@@ -130,7 +130,7 @@ class Lead:
         """The run made ours; None: storage does not let us, and how is in `self._failed`.
 
         Raises:
-            Fenced: another incarnation has it, and lives.
+            Fenced: another attempt has it, and its lead lives.
             CheckpointCorrupt: its owner cannot be told.
         """
         for pause in () if self._failed else (*PAUSES_S, None):
@@ -158,7 +158,7 @@ class Lead:
             await self._metrics.read_back()
             self._metrics.refused = effects.refusals.counts
         status = self._status
-        status.epoch, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
+        status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
         status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
         self._take_over()
         journal.write(
@@ -196,7 +196,7 @@ class Lead:
             journal.write(ev.Fenced(int(code), reason))
 
     def _take_over(self) -> None:
-        """What the former incarnations leave to the snapshot: how far the run is, and what it has gone through."""
+        """What the former attempts leave to the snapshot: how far the run is, and what it has gone through."""
         with suppress(OSError):  # it informs, nothing depends on it
             former = read_status(self._paths)
             self._status.step = max(former.get("step", 0), 0)
@@ -283,15 +283,15 @@ class Lead:
 
     async def _watch_the_fence(self) -> None:
         """Whether the run is still ours, asked while nothing else happens: a lead may wait for srun."""
-        while self._status.epoch:
+        while self._status.attempt:
             await asyncio.sleep(_FENCE_EVERY_S)
             try:
                 owner = await asyncio.to_thread(read_epoch, self._paths)
             except (OSError, VerlSlurmError):
                 continue
-            if owner is not None and owner.epoch > self._status.epoch:
+            if owner is not None and owner.epoch > self._status.attempt:
                 self._events.put_nowait(
-                    inputs.RunLost(f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}")
+                    inputs.RunLost(f"attempt {owner.epoch} of job {owner.job_id} on {owner.host}")
                 )
 
     async def _watch_the_clock(self) -> None:
@@ -316,8 +316,8 @@ class Lead:
         status, model = self._status, self._model
         if self._metrics is not None and isinstance(event, inputs.RankSaid):
             self._metrics.heard(event.message)
-        changed = status.state != model.state or status.generation != model.generation
-        status.state, status.generation, status.cause = model.state, model.generation, model.cause
+        changed = status.state != model.state or status.restart != model.generation
+        status.state, status.restart, status.cause = model.state, model.generation, model.cause
         match event:
             case inputs.RankSaid(Progress() as message) if message.rank == 0:
                 changed = changed or message.phase != status.phase
@@ -364,7 +364,7 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
 def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
     """Out at once, from inside the loop: it would wait for a read-back in a thread, while the requeue's delay runs.
 
-    Outside Slurm the next life begins here. Signals are blocked until it listens: a cancel in between is kept.
+    Outside Slurm the next attempt begins here. Signals are blocked until it listens: a cancel in between is kept.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,7 +22,7 @@ def main(run: Path) -> int:
 
     def note(event: str, **fields: object) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-        record = {"time": now, "event": event, "epoch": restart + 1, "job_id": job_id, **fields}
+        record = {"time": now, "event": event, "attempt": restart + 1, "job_id": job_id, **fields}
         with (run / "events.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
