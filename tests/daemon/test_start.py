@@ -212,7 +212,7 @@ def test_a_fenced_lead_that_waits_leaves_within_seconds(tmp_path: Path) -> None:
     since = time.monotonic()
     code, out = outcome(process)
     assert code == ExitCode.FENCED, out
-    assert "a newer incarnation owns the run" in out
+    assert "a newer attempt owns the run" in out
     assert (
         time.monotonic() - since < 45
     )  # after 60 s the missing host is an event, by which it learned before

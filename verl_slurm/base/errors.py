@@ -150,7 +150,7 @@ class NotFound(VerlSlurmError):
 
 
 class Fenced(VerlSlurmError):
-    """A newer incarnation owns the run; this one must not write."""
+    """A newer attempt owns the run; this one must not write."""
 
     exit_code = ExitCode.FENCED
 

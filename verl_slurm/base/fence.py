@@ -1,4 +1,4 @@
-"""The fencing token: which incarnation of a run may write.
+"""The fencing token: which attempt of a run may write.
 
 A requeued job can start while ranks of its former life still write (seen: a slurmd that lost its controller).
 No lease stops a paused writer, so the token is checked where it counts: every manifest carries its epoch, and a
@@ -68,15 +68,15 @@ def require_epoch(paths: RunPaths, epoch: int) -> None:
     """Called by every rank that is about to make something of its own visible.
 
     Raises:
-        Fenced: `epoch` is closed: a newer incarnation owns the run.
+        Fenced: `epoch` is closed: a newer attempt owns the run.
     """
     owner = read_epoch(paths)
     if owner is None or owner.epoch != epoch:
         raise Fenced(
-            "this incarnation no longer owns the run; nothing was written",
+            "this attempt no longer owns the run; nothing was written",
             where=paths.root,
-            found="no epoch" if owner is None else f"epoch {owner.epoch} of job {owner.job_id}",
-            expected=f"epoch {epoch}",
+            found="no attempt yet" if owner is None else f"attempt {owner.epoch} of job {owner.job_id}",
+            expected=f"attempt {epoch}",
         )
 
 
@@ -95,7 +95,7 @@ def take_epoch(
             nobody who came in between. Unset: from whoever owns the run now.
 
     Raises:
-        Fenced: another incarnation took it in the same moment.
+        Fenced: another attempt took it in the same moment.
     """
     private_dir(paths.control)
     before = read_epoch(paths) if isinstance(after, msgspec.UnsetType) else after
@@ -128,7 +128,7 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
             raise Fenced(
                 "another job took this run at the same moment",
                 where=paths.root,
-                found=f"epoch {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
+                found=f"attempt {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
                 remedy=f"verl-slurm status {paths.root}",
             )
         mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
@@ -149,7 +149,7 @@ def _read_copy(paths: RunPaths) -> Epoch | None:
         return None
     except UNREADABLE as error:
         raise CheckpointCorrupt(
-            "the epoch of the run cannot be read",
+            "the number of the run's attempt cannot be read",
             where=paths.epoch,
             found=error,
             remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",

@@ -3,7 +3,7 @@
 ```
 RUN/                        0700
   run.yaml                  the resolved config of the first start
-  epoch                     fencing token: the incarnation that may write
+  epoch                     fencing token: the attempt that may write
   events.jsonl              what happened, append-only
   steps.jsonl               the numbers of every step, append-only (`journal/steps.py`)
   samples.jsonl             a few responses of each step as text; samples.old.jsonl: older ones
@@ -19,12 +19,12 @@ RUN/                        0700
                             tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
                             metrics/ (where Prometheus finds the lead and the agents)
-  ledger/                   rollout journal: epoch_000003.rank_0000.ledger
+  ledger/                   every finished rollout: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: what belongs in it
   run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
-  work/epoch_000003/        where a guest (config/guest.py) of that incarnation writes what is not committed yet
+  work/epoch_000003/        where a guest (config/guest.py) of that attempt writes what is not committed yet
   logs/                     the lead's, the agents' and the ranks' output
   tensorboard/
 ```
@@ -106,7 +106,7 @@ class RunPaths:
 
     @property
     def parts_since(self) -> Path:
-        """The incarnation from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
+        """The attempt from which on second copies on nodes' disks count (`daemon/second_copy.py`)."""
         return self.control / "parts_since"
 
     @property
@@ -173,7 +173,7 @@ class RunPaths:
         return self.checkpoints / "quarantine"
 
     def work(self, epoch: int) -> Path:
-        """Where a guest's loop of one incarnation writes; what is whole is moved into a checkpoint from there."""
+        """Where a guest's loop of one attempt writes; what is whole is moved into a checkpoint from there."""
         return self.root / "work" / f"epoch_{epoch:06d}"
 
     @property
@@ -202,7 +202,7 @@ class RunPaths:
         return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
 
     def agent_log(self, epoch: int, node_id: int) -> Path:
-        """What the agents of one node saw and did, in all generations of one incarnation."""
+        """What the agents of one node saw and did, in all generations of one attempt."""
         return self.logs / f"epoch_{epoch:06d}.node_{node_id:04d}.agent.log"
 
     @property

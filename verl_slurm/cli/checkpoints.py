@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-_FIRST_TO_GO = ("files", "ranks", "epoch", "phase", "created", "MB", "detail")
+_FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
 """Columns that give way where the terminal is narrow."""
 
 
@@ -75,7 +75,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
         return ExitCode.OK
     metric = best.metric if best.keep else None
     headings, lines = checkpoints_table(found, places, metric, render.width())
-    render.plain_table(headings, lines, right=("epoch", "ranks", "files", "MB"))
+    render.plain_table(headings, lines, right=("attempt", "ranks", "files", "MB"))
     return ExitCode.OK
 
 
@@ -97,7 +97,7 @@ def checkpoints_table(
     if metric is not None:
         columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
     columns |= {
-        "epoch": ["-" if info.epoch is None else str(info.epoch) for info in found],
+        "attempt": ["-" if info.epoch is None else str(info.epoch) for info in found],
         "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
         "files": [str(info.num_files) for info in found],
         "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],

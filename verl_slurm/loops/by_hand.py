@@ -23,7 +23,7 @@ __all__ = ["Start", "begin"]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Rank 0's word to all: the run's directory, the incarnation, and the checkpoint's name; empty: from the start."""
+    """Rank 0's word to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
 
     root: str
     epoch: int

@@ -8,7 +8,7 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
 service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
 ```
 
-Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this incarnation
+Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this attempt
 (`args.output_dir` points there while it trains), from where each is moved into a checkpoint of ours as soon as it is
 whole. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` says how many stay. Saved is what the
 Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, the last step, and when the daemon asks.
@@ -295,7 +295,7 @@ def _check(args: TrainingArguments) -> None:
         problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
     elif args.load_best_model_at_end:
         problem = "load_best_model_at_end=True"
-        remedy = "by then the best one may be pruned, or of a former life; evaluate the run's checkpoints behind it"
+        remedy = "by then the best one may be pruned, or of a former attempt; evaluate the run's checkpoints behind it"
     elif args.push_to_hub and args.hub_strategy != "end":
         problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
     elif args.save_on_each_node:

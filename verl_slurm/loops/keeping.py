@@ -46,7 +46,7 @@ class Keeper:
             tidy: False: the job ends, and the next start will do it.
 
         Raises:
-            Fenced: a newer incarnation owns the run.
+            Fenced: a newer attempt owns the run.
         """
         self._assured.add(done.name)
         for notice in self._watch.saved(done.num_bytes, done.seconds, done.num_files):

@@ -9,7 +9,7 @@ with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as ru
 
 Behind every step the ranks agree whether somebody asked for a save: one all-reduce of four numbers on the CPU. All save
 at the same step then, the lead verifies the checkpoint, and where the job ends the loop is left by SystemExit(0): code
-behind it is for a run that is done. The next incarnation begins with the state, the generators and the step that were
+behind it is for a run that is done. The next attempt begins with the state, the generators and the step that were
 saved, and its numbers are those of a run that nobody disturbed. What that takes is said in docs/guests.md.
 """
 

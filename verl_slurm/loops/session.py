@@ -65,7 +65,7 @@ class Session:
 
     Attributes:
         rank, world_size: among those that speak.
-        epoch: the incarnation that this process is of; 0 without a run.
+        epoch: the attempt that this process is of; 0 without a run.
         resume: the verified checkpoint to go on from; None: from the start.
         has_daemon: somebody listens.
         step: whole steps done, as far as it was said here.
@@ -329,7 +329,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
-    """The run, the incarnation and the checkpoint that the environment names."""
+    """The run, the attempt and the checkpoint that the environment names."""
     root = environ.get(RUN_VARIABLE, "")
     if not root.startswith("/"):
         raise ConfigError(

@@ -192,7 +192,7 @@ class StepEndSaver:
             What went wrong; None: it is committed, or is being committed beside the next steps.
 
         Raises:
-            Fenced: a newer incarnation owns the run, says this save or the one before.
+            Fenced: a newer attempt owns the run, says this save or the one before.
         """
         if not self.session.has_run:
             if write is not None:
@@ -304,7 +304,7 @@ class StepEndSaver:
                 keeper.failed(error.one_line())
                 shutil.rmtree(written, ignore_errors=True)
             if Fenced.__name__ in error.kinds:
-                raise Fenced("a newer incarnation owns the run", where=written, found=error.found) from error
+                raise Fenced("a newer attempt owns the run", where=written, found=error.found) from error
             return error
         done = msgspec.msgpack.decode(raw, type=_Done)
         self.saved_step = save.step

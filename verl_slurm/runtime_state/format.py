@@ -1,7 +1,7 @@
-"""Runtime state and rollout journal on disk: the specification.
+"""Runtime state and ledger on disk: the specification.
 
 Runtime state is what a rank needs to go on inside a step: where it is, the rollouts it has, the reward
-buffers, the KL window, the generators. The journal (ledger) holds every finished rollout at once.
+buffers, the KL window, the generators. The ledger holds every finished rollout at once.
 
 ## 1. Container (both files use it), version 2
 
@@ -56,7 +56,7 @@ A region that does not parse is a *torn tail* when no whole record follows it (t
 silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes
 than the segment has turned out wrong: such frames overlap, and nobody who writes segments makes them.
 
-Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
+Where two attempts hold the same (step, micro_batch), the newest one's counts: it is the one whose updates used
 its own record. A record without arrays takes back what was recorded under its name before: rollouts that were refused.
 
 ## 4. Limits
@@ -179,7 +179,7 @@ class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of one journal record."""
+    """The header of one record of the ledger."""
 
     step: _NonNegative
     micro_batch: _NonNegative

@@ -1,4 +1,4 @@
-"""The rollout journal: every finished rollout is written before the next one begins, and durable before the next one is
+"""The ledger: every finished rollout is written before the next one begins, and durable before the next one is
 written.
 
 What `append` has returned for is the kernel's: no SIGKILL, crash or OOM of this process loses it. It is on the disk
@@ -6,9 +6,9 @@ What `append` has returned for is the kernel's: no SIGKILL, crash or OOM of this
 the next micro-batch is sampled. A power cut or the loss of a node therefore loses at most the newest record of a rank,
 the one whose sync is under way. A sync that fails is raised by whichever of those comes next.
 
-After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later
+After SIGKILL the run loads its newest verified checkpoint and replays the ledger's rollouts of the later
 steps, so nothing is generated twice; after the loss of a node, at most one micro-batch of each rank is. A segment
-belongs to one rank of one epoch; only its owner writes it, under a lock that the kernel drops when the owner dies.
+belongs to one rank of one attempt; only its owner writes it, under a lock that the kernel drops when the owner dies.
 
 Losing a record costs time and nothing else: sampling noise is counter-based, so a rollout that has to be
 generated again is the same rollout. That is why a reader may choose to go on over damage (and must say so).
@@ -52,9 +52,9 @@ Key = tuple[int, int]
 
 
 class Ledger:
-    """The writing end: one rank's segment of one epoch.
+    """The writing end: one rank's segment of one attempt.
 
-    Opening an existing segment (a restart within the epoch) cuts its torn tail and appends behind it.
+    Opening an existing segment (a restart within the attempt) cuts its torn tail and appends behind it.
 
     Runs once per rank.
 
@@ -229,7 +229,7 @@ def load(
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> dict[Key, Arrays]:
-    """The journaled rollouts of the steps from `from_step` on, over every epoch and rank.
+    """The rollouts in the ledger of the steps from `from_step` on, over every attempt and rank.
 
     Args:
         from_step: whole steps done in the state that is resumed.
@@ -241,7 +241,7 @@ def load(
         keys: where given, records have to be sealed with one of them; any other counts as damage.
 
     Returns:
-        (step, global micro-batch) → arrays. Where several epochs hold one, the newest epoch's.
+        (step, global micro-batch) → arrays. Where several attempts hold one, the newest attempt's.
 
     Raises:
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
@@ -267,7 +267,7 @@ def records(
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> Iterator[tuple[Key, Arrays]]:
-    """Every whole record of the steps from `from_step` on, the newest epoch's last; arguments and errors as `load`.
+    """Every whole record of the steps from `from_step` on, the newest attempt's last; arguments and errors as `load`.
 
     Returns:
         (step, global micro-batch) and arrays. Without arrays the record takes back those before it.

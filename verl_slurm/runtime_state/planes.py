@@ -31,7 +31,7 @@ def used_bits(array: np.ndarray) -> int:
 def small_planes(array: np.ndarray, bits: int) -> bytes | None:
     """All pieces of a small array, end to end: what `split` gives, in a fraction of the time; None if it is large.
 
-    A journal record is six of them, and costs by the number of calls to numpy. Small ones have a single chunk.
+    A record of the ledger is six of them, and costs by the number of calls to numpy. Small ones have a single chunk.
 
     Args:
         bits: as `used_bits` gives it.

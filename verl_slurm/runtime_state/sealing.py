@@ -1,4 +1,4 @@
-"""Encrypted journal records: the specification. Rollouts are data, so where a key is set they are sealed too.
+"""Encrypted records of the ledger: the specification. Rollouts are data, so where a key is set they are sealed too.
 
 ```
 payload of a frame with magic VSLE:   id of the key, 8 bytes | salt, 32 bytes | ciphertext | tag, 16 bytes
@@ -8,7 +8,7 @@ AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "ve
 The salt is random, so the nonce is fixed (12 zero bytes) and no count of records is too large.
 Associated data are epoch, rank, step and micro-batch: a record in another place or of another segment does not
 open. Its offset is not bound, since compaction moves records; a record that is missing, or one at the end that
-was cut off, is not noticed here either and need not be: what the journal lacks is generated again, the same.
+was cut off, is not noticed here either and need not be: what the ledger lacks is generated again, the same.
 
 Samples (`samples.py`) are sealed in the same way, at the rank 2^32 - 1.
 
@@ -66,7 +66,7 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
     key_id, salt = data[:_KEY_ID_BYTES].hex(), data[_KEY_ID_BYTES : _KEY_ID_BYTES + _SALT_BYTES]
     if keys is None:
         raise KeyRefused(
-            "the rollout journal is encrypted, and no key is configured",
+            "the ledger is encrypted, and no key is configured",
             where=where,
             found=f"key id {key_id}",
             remedy="set checkpoint.encryption={key_file: FILE}",

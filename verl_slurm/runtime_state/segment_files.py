@@ -1,4 +1,4 @@
-"""Which segments a run's journal has, by their names (`format.py`, section 3)."""
+"""Which segments a run's ledger has, by their names (`format.py`, section 3)."""
 
 import os
 import re

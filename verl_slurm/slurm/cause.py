@@ -82,7 +82,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ends_job(self) -> bool:
-        """Whether this incarnation is over soon, whatever we do."""
+        """Whether this attempt is over soon, whatever we do."""
         return self.kind in {"preemption", "time_limit", "failed", "cancel", "requeued", "node_lost"}
 
 
@@ -100,7 +100,7 @@ def decide_cause(
     Args:
         trigger: what made us ask.
         facts: the job as read after that.
-        own_restarts: SLURM_RESTART_COUNT of this incarnation, 0 where unset.
+        own_restarts: SLURM_RESTART_COUNT of this attempt, 0 where unset.
         signal_lead_s: N of `--signal=B:USR1@N`.
         now: UTC.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.

@@ -326,7 +326,7 @@ class SlurmClient:
         Args:
             job_id: the job.
             delay_s: seconds until it may start. Where the job is still COMPLETING by then, Slurm takes its own delay.
-            own_restarts: SLURM_RESTART_COUNT of the running incarnation.
+            own_restarts: SLURM_RESTART_COUNT of the running attempt.
             now: slurmctld's clock; a node's may be minutes off.
 
         Raises:

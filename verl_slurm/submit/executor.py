@@ -6,7 +6,7 @@ are pickles), and, for the local executor, a session of its own: submitit's loca
 must outlive the terminal, must not get its Ctrl-C and must not hold our standard output open.
 
 The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are
-not used: the lead starts its next incarnation itself.
+not used: the lead starts its next attempt itself.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What moves where, what goes, and why: pure. `mover.py` carries the very plan out.
 
-Newer is what a later incarnation saved, and of one incarnation the later step: a run that was told to go back to step
+Newer is what a later attempt saved, and of one attempt the later step: a run that was told to go back to step
 500 leaves a step 1000 in its tiers that is not newer than its own 501. The rules, in the order in which they bind:
 
 1. The last good checkpoint (the newest that is verified in any tier) is never removed, from nowhere; nor is the newest
@@ -43,7 +43,7 @@ class TierCopy:
         committed: a manifest that parses is there, and every object it names, in its size.
         verified: every byte was read back there and matched (True), some did not (False), nobody looked (None).
         digest: of the manifest; empty without one.
-        epoch: the incarnation that saved it; -1 without a manifest.
+        epoch: the attempt that saved it; -1 without a manifest.
         saved: when, by its manifest; None without one.
         litter: not even a damaged commit record is there.
         refused: no key of the run has signed it: never `verified`, never copied from; `detail` says why.
@@ -221,7 +221,7 @@ def _copying(
             return Action(kind="skip", name=name, tier=state.name, reason=reason)
         reason = "not here yet" if copy is None else f"an upload broke off ({copy.detail or 'no manifest'})"
     elif replace:
-        reason = f"saved again since: epoch {best_copy.epoch}, here epoch {copy.epoch}"
+        reason = f"saved again since: attempt {best_copy.epoch}, here attempt {copy.epoch}"
     else:
         reason = f"damaged here ({copy.detail or 'does not verify'})"
     return Action(kind="copy", name=name, tier=state.name, source=source.name, reason=reason, replace=replace)
@@ -299,7 +299,7 @@ def _keep(state: TierState, name: str, reason: str) -> Action:
 
 
 def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
-    """How new each checkpoint is: the incarnation that saved it last, then its step and safe point."""
+    """How new each checkpoint is: the attempt that saved it last, then its step and safe point."""
     epochs: dict[str, int] = {}
     for copy in (copy for state in states for copy in state.copies):
         epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)

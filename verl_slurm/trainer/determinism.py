@@ -72,7 +72,7 @@ def explaining() -> Iterator[None]:
 def warned_only(device: torch.device) -> Iterator[None]:
     """Around an engine that brings kernels of its own, and only runs forward, on a GPU.
 
-    What it samples is journaled and not sampled again, so a refusal would cost more than it saves.
+    What it samples is in the ledger and not sampled again, so a refusal would cost more than it saves.
     """
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield

@@ -94,7 +94,7 @@ class Loop:
         """Train until all steps are done or the daemon asks to stop.
 
         Raises:
-            Fenced: another incarnation owns the run; nothing of it was touched.
+            Fenced: another attempt owns the run; nothing of it was touched.
             FinalSaveFailed: trained to the end, and the end could not be saved.
         """
         try:
@@ -209,7 +209,7 @@ class Loop:
             return
         self._pace.save_starts(position.step)
         stop, left = request is not None and request.stop, request.seconds_left if request else None
-        # The next incarnation cleans up where we are to stop; now every second counts.
+        # The next attempt cleans up where we are to stop; now every second counts.
         outcome = self._checkpointer.begin(
             state,
             tidy=not stop,
@@ -262,7 +262,7 @@ class Loop:
                 self._reporter.save_failed(saving.request_id, self._save_problem)
                 self._pace.save_failed(self._save_problem)
             if Fenced.__name__ in error.kinds:
-                raise Fenced("another incarnation owns the run", found=error.found) from error
+                raise Fenced("another attempt owns the run", found=error.found) from error
             if SaverDied.__name__ in error.kinds:
                 # No later save could succeed either: a restart in place makes a new one, and replays the ledger.
                 raise SaverLost("a saver process is gone", found=error.found) from error

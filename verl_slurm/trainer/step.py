@@ -62,7 +62,7 @@ class Learner:
     """One rank's share of the work.
 
     Args:
-        replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
+        replay: rollouts in the ledger by (step, global micro-batch), of the steps that are done again.
         ledger: takes each fresh micro-batch.
         evaluator: None: this run is never evaluated.
         samples: None: another rank keeps them.
@@ -195,7 +195,7 @@ class Learner:
 
     @property
     def replays_until(self) -> int:
-        """The last step that this rank still has journaled rollouts of; -1: none. What is journaled was sampled by
+        """The last step that this rank still has rollouts of in the ledger; -1: none. What is there was sampled by
         weights that the reward of its time has trained."""
         return max((step for step, _ in self._replay), default=-1)
 

@@ -88,7 +88,7 @@ class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     ranks_per_node: int
     save_dir: PurePath
-    """This incarnation's work directory."""
+    """This attempt's work directory."""
     resume: PurePath | None
     """The verified checkpoint's `global_step_N`; None: from the start."""
     every_steps: int

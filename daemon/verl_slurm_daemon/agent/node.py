@@ -218,7 +218,7 @@ class Agent:
                 start_new_session=True,
                 preexec_fn=child_setup,
             )
-        self._log.say("launched", generation=launch.generation, launcher=launcher.pid)
+        self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
         exit_code = await self._first(launcher.wait())
         if exit_code is None:
             return

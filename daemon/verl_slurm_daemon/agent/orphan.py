@@ -49,10 +49,10 @@ class Senses(Protocol):
     """What an agent can find out, and ask for, in its last seconds. Any of it may raise: then it is not known."""
 
     async def lead_ended(self) -> bool:
-        """Whether the journal has this incarnation's end."""
+        """Whether the journal has this attempt's end."""
 
     async def lead_answers(self) -> bool:
-        """Whether a new connection is answered by this incarnation's lead."""
+        """Whether a new connection is answered by this attempt's lead."""
 
     async def job_runs(self) -> bool | None:
         """Whether Slurm has the job as running; None: it does not say."""

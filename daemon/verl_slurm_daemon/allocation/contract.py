@@ -68,7 +68,7 @@ class Allocation(Protocol):
         """Keep the next life of this run away from these nodes, and from no others of ours; what came of it."""
 
     async def still_alive(self, owner: Epoch) -> str:
-        """Why `owner`, another incarnation, may still be at work; empty: it is not."""
+        """Why `owner`, another attempt, may still be at work; empty: it is not."""
 
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
         """Start `argv` on every node; the step is over when all these processes are."""

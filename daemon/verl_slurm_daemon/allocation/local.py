@@ -52,9 +52,7 @@ class LocalAllocation:
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
         await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
-        return RequeueAnswered(
-            ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
-        )
+        return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 
     async def hasten(self, clean: bool) -> None:
         """Nothing to do: it starts at once."""

@@ -37,7 +37,7 @@ class Ready(_Event, frozen=True):
 
     world_size: int
     strangers: int = 0
-    """How many starts of earlier incarnations met strangers, in a row, up to now (`journal.stranger_starts`)."""
+    """How many starts of earlier attempts met strangers, in a row, up to now (`journal.stranger_starts`)."""
 
 
 class Over(_Event, frozen=True):
@@ -110,7 +110,7 @@ class Hung(_Event, frozen=True):
 
 
 class RunLost(_Event, frozen=True):
-    """A newer incarnation owns the run: what ours do from here on counts for nothing. Said again while it is so."""
+    """A newer attempt owns the run: what ours do from here on counts for nothing. Said again while it is so."""
 
     owner: str
 

@@ -31,9 +31,9 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     looked: bool = False
     """The facts below have been looked at."""
     lead_ended: bool | None = None
-    """The journal has this incarnation's end; None: it cannot be read."""
+    """The journal has this attempt's end; None: it cannot be read."""
     lead_answers: bool = False
-    """A new connection was answered by a lead that knows this incarnation's token."""
+    """A new connection was answered by a lead that knows this attempt's token."""
     job_runs: bool | None = None
     """Slurm has the job as running; None: it does not say, or was not asked yet."""
     waited_s: float = 0.0

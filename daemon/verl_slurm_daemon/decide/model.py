@@ -63,7 +63,7 @@ class Model(msgspec.Struct, frozen=True):
     fruitless: int = 0
     """Crashed generations in a row that sampled nothing new: what the back-off grows with."""
     strangers: int = 0
-    """Starts in a row, of all incarnations, that met strangers and had sampled nothing new."""
+    """Starts in a row, of all attempts, that met strangers and had sampled nothing new."""
     request_id: int = 0
     intent: Intent | None = None
     cause: str = ""

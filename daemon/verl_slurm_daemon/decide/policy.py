@@ -162,7 +162,7 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
     """Down with the ranks, as if one of them had been refused: what they do counts for nothing. Where they are not gone
     when it is said again (srun may wait for a node that is lost), this lead leaves without them."""
     lost = model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED
-    reason = f"a newer incarnation owns the run: {owner}"
+    reason = f"a newer attempt owns the run: {owner}"
     if model.state is State.ENDED:
         return Decision(model)
     if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):

@@ -39,7 +39,7 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
     """Send this node's parts that are newer than `after` and that shared storage lacks.
 
     Raises:
-        Fenced: the run belongs to another incarnation.
+        Fenced: the run belongs to another attempt.
         OSError: a disk refuses.
         KeyRefused, PermissionRefused: `keys.load_keys`.
     """
@@ -81,7 +81,7 @@ def left_behind(name: str, nodes: str) -> str:
 
 
 def parts_since(paths: RunPaths) -> int:
-    """The first incarnation whose parts count: what is older, the user has left behind on purpose."""
+    """The first attempt whose parts count: what is older, the user has left behind on purpose."""
     try:
         return int(read_regular(paths.parts_since, SMALL))
     except (FileNotFoundError, ValueError):

@@ -4,7 +4,7 @@
 
 With a key configured, every file of a checkpoint but `PLAIN_FILES` and manifest.json: tensors, runtime state
 (rollouts are data), texts (config.yaml names paths and people). The manifest tells which step it is, of which
-incarnation, when, and with which key; file names, sizes and `dataset_fingerprint` stay visible.
+attempt, when, and with which key; file names, sizes and `dataset_fingerprint` stay visible.
 
 ## 2. Keys
 

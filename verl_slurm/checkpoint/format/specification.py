@@ -196,9 +196,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Safe points passed since the end of the last whole step."""
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     epoch: _Count
-    """The incarnation that wrote it."""
+    """The attempt that wrote it."""
     parent: _Text | None
-    """Name of the checkpoint its incarnation resumed from."""
+    """Name of the checkpoint its attempt resumed from."""
     schema_id: _Text
     dataset_fingerprint: _Text
     world_size: _Positive

@@ -33,8 +33,8 @@ def apply_prune(
     none is, nothing is removed.
 
     Args:
-        epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked before each removal, because
-            a plan that slept for a while may drop what a newer incarnation goes on from.
+        epoch_check: raises `Fenced` when this attempt no longer owns the run; asked before each removal, because
+            a plan that slept for a while may drop what a newer attempt goes on from.
 
     Raises:
         Fenced: by `epoch_check`; those before it are gone.

@@ -115,7 +115,7 @@ def commit(
 
     Args:
         manifest: with all ranks' entries in `files`; its digest is filled in here.
-        epoch_check: raises `Fenced` when this incarnation no longer owns the run. Asked directly before the
+        epoch_check: raises `Fenced` when this attempt no longer owns the run. Asked directly before the
             rename.
         keys: where given, the manifest is signed with the current one, which its files are encrypted with.
 

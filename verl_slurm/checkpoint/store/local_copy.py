@@ -120,7 +120,7 @@ def drop_staging(path: Path) -> None:
 def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     """This node's parts whose manifest verifies, newest first; anything else is passed over.
 
-    What a later incarnation saved is newer, whatever its step: the run may have gone back.
+    What a later attempt saved is newer, whatever its step: the run may have gone back.
 
     Of one name there may be two: see the specification.
 

@@ -1,9 +1,9 @@
 """A directory that somebody else wrote, made a checkpoint of ours (`checkpoint.format.specification`, section 1). No
 torch.
 
-A guest writes into the work directory of its incarnation, on the run's own file system: `RunPaths.work`. What is whole
+A guest writes into the work directory of its attempt, on the run's own file system: `RunPaths.work`. What is whole
 is renamed into a staging directory, made private and durable, hashed, and committed by the only door
-(`checkpoint.store.commit`). So it cannot be seen half written, a fenced incarnation harms nobody, and nothing is
+(`checkpoint.store.commit`). So it cannot be seen half written, a fenced attempt harms nobody, and nothing is
 copied.
 """
 
@@ -48,8 +48,8 @@ class GuestSave:
 
     Attributes:
         step: whole steps done.
-        epoch: the incarnation that wrote it; it must own the run still.
-        parent: name of the checkpoint that this incarnation resumed from; None: it began from nothing.
+        epoch: the attempt that wrote it; it must own the run still.
+        parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
         world_size: ranks that wrote it, and that its files are for.
         metrics: of the step that it ends; what is not finite is left out.
         metadata: for people, e.g. the versions of the guest's libraries.
@@ -103,7 +103,7 @@ def commit_tree(
         dropped, since two saves at the same step hold the same state.
 
     Raises:
-        Fenced: a newer incarnation owns the run.
+        Fenced: a newer attempt owns the run.
         CheckpointCorrupt: a link, a special file, a name that may not be, or a part that is missing.
         OSError: the storage refused. On any error nothing is left of the save, but for the parts that were not moved.
 
@@ -170,7 +170,7 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
 
 
 def clear_work(paths: RunPaths, epoch: int) -> Path:
-    """The empty work directory of an incarnation, 0700; what a dead generation of it left is removed.
+    """The empty work directory of an attempt, 0700; what a dead generation of it left is removed.
 
     By one rank, before the first save of a generation.
     """
@@ -182,7 +182,7 @@ def clear_work(paths: RunPaths, epoch: int) -> Path:
 
 
 def sweep_work(paths: RunPaths) -> list[Path]:
-    """Remove what guests of dead incarnations had not brought to a commit; returns it. No error for what stays.
+    """Remove what guests of dead attempts had not brought to a commit; returns it. No error for what stays.
 
     A former life that still writes there finds its directory gone, and could not have committed anyhow.
 

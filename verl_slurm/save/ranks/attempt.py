@@ -54,7 +54,7 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What the manifest says of where a checkpoint comes from; the same for all saves of one incarnation."""
+    """What the manifest says of where a checkpoint comes from; the same for all saves of one attempt of the run."""
 
     epoch: int
     parent: str | None
@@ -115,7 +115,7 @@ class Attempt:
             nobody wants to know.
         on_part: told when this rank's own files are durable on a medium; None: nobody wants to know.
         answers: the saver's word on each medium, as soon as there is one.
-        owned: whether this incarnation still owns the run, as far as rank 0 could find out; it raises `Fenced`.
+        owned: whether this attempt of the run still owns it, as far as rank 0 could find out; it raises `Fenced`.
         on_shared: set when shared storage has it.
         made: rank 0's manifest, made once, by the medium that was durable first.
     """

@@ -36,7 +36,7 @@ class Grid:
 
     @property
     def is_leader(self) -> bool:
-        """Journals and counts for its replica."""
+        """Writes the ledger and counts for its replica."""
         return self.replica.rank == 0
 
     @property

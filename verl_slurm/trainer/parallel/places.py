@@ -93,5 +93,5 @@ def axis_groups(shape: Topology) -> dict[str, list[list[int]]]:
 
 
 def leaders(shape: Topology) -> list[int]:
-    """The first rank of every replica, by data-parallel index: who journals, and whose buffers speak for it."""
+    """The first rank of every replica, by data-parallel index: it writes the ledger, and its buffers speak for it."""
     return [group[0] for group in replica_groups(shape)]

@@ -2,7 +2,7 @@
 
 A replica of one rank (dp alone) does nothing here that it would not do anyway. In a larger one
 
-* one rank, the leader, looks into the ledger, journals and counts; the others are given what it found;
+* one rank, the leader, reads and writes the ledger, and counts; the others are given what it found;
 * every rank has a whole copy of the policy to sample with, takes an equal part of the micro-batch's prompts, and
   all parts are exchanged: no rank samples what another does;
 * what a forward pass says, and the reward, which is asked by no other rank, is told by one rank (the last pipeline

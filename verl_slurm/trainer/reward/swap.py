@@ -107,7 +107,7 @@ class RewardSwap:
         """What is to be done before the step at which `state` stands; the same on all ranks. Collective.
 
         Args:
-            replays_until: the last step of which this rank has journaled rollouts.
+            replays_until: the last step of which this rank has rollouts in the ledger.
         """
         step = state.position.step
         if state.position.phase != "step_end":
@@ -130,7 +130,7 @@ class RewardSwap:
         """Replace the reward, or say why not. Collective.
 
         Raises:
-            Fenced: another incarnation owns the run.
+            Fenced: another attempt owns the run.
             RanksFailed: what is recorded cannot be done, or it is not known whether it is recorded: a crash, after
                 which the record counts.
         """
@@ -169,7 +169,7 @@ class RewardSwap:
             self._record(switch, state.reward)
         except RanksFailed as error:
             if Fenced.__name__ in error.kinds:
-                raise Fenced("another incarnation owns the run", found=error.found) from error
+                raise Fenced("another attempt owns the run", found=error.found) from error
             self._refuse(due, error)  # it may be on disk all the same: what fails here is a crash
             self._say_refused(due, error, state)
             return

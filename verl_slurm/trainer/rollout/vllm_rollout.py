@@ -165,7 +165,7 @@ class VLLMRollout:
     def _of_group(self, mine: list[_Asked], temperature: float) -> list[_Made]:
         """Work on what each rank of our tensor-parallel group wants, one after the other; what is ours of it.
 
-        One after the other, so that a micro-batch is always computed by itself: after an interruption the journal has
+        One after the other, so that a micro-batch is always computed by itself: after an interruption the ledger has
         some of the group's micro-batches and not others, and kernels may round by the size of a batch.
         """
         if self._group_size == 1:
