@@ -1,6 +1,6 @@
 """The fencing token: which attempt of a run may write.
 
-A requeued job can start while ranks of its former life still write (seen: a slurmd that lost its controller).
+A requeued job can start while ranks of its former attempt still write (seen: a slurmd that lost its controller).
 No lease stops a paused writer, so the token is checked where it counts: every manifest carries its epoch, and a
 rank reads who the owner is once more just before the rename that commits.
 

@@ -198,11 +198,11 @@ class RunPaths:
         return self.root / "logs"
 
     def rank_log(self, epoch: int, generation: int, node_id: int) -> Path:
-        """What the ranks of one node print, in one generation."""
+        """What the ranks of one node print, in one restart."""
         return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
 
     def agent_log(self, epoch: int, node_id: int) -> Path:
-        """What the agents of one node saw and did, in all generations of one attempt."""
+        """What the agents of one node saw and did, in all restarts of one attempt."""
         return self.logs / f"epoch_{epoch:06d}.node_{node_id:04d}.agent.log"
 
     @property

@@ -154,7 +154,7 @@ class Session:
     def started(self, step: int = 0, total: int = 0) -> None:
         """The loop begins behind `step` steps, of `total` (0: nobody knows); from here on it can be asked to save.
 
-        Where Slurm ends the job before that, the generation is ended at once: there is nobody who could save.
+        Where Slurm ends the job before that, the restart is ended at once: there is nobody who could save.
         """
         self.step, self._step_began = step, self._clock()
         self._tell_progress({}, total)

@@ -16,7 +16,7 @@ __all__ = ["Saves", "last_words", "require_all"]
 
 
 class Saves:
-    """Of one generation, in verl's driver.
+    """Of one restart, in verl's driver.
 
     Attributes:
         saver: for the files of all ranks.

@@ -1,10 +1,10 @@
-"""Below Ray all processes are of one run: there TCPStore and ZeroMQ are put behind the generation's key, too.
+"""Below Ray all processes are of one run: there TCPStore and ZeroMQ are put behind the restart's key, too.
 
 verl and vLLM open both by themselves, on all interfaces, and authenticate no peer; what TransferQueue and vLLM get
 from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store, may be a pickle.
 
 * A `TCPStore` becomes a prefix of the lead's store and listens nowhere.
-* Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the generation's key: a
+* Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the restart's key: a
   stranger does not know the public half either, without which no handshake begins. A socket that the program has given
   a mechanism of its own keeps it.
 

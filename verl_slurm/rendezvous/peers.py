@@ -3,7 +3,7 @@
 gloo takes the first connection with the right pair number. So when a group of gloo is built, each rank sends each other
 one a proof over the very connections that the group will use:
 
-    proof(i → j) = HMAC-SHA256(key of the generation, "gloo" ‖ nonce ‖ i ‖ j)
+    proof(i → j) = HMAC-SHA256(key of the restart, "gloo" ‖ nonce ‖ i ‖ j)
 
 The key reaches a rank by its agent's private directory, and never crosses a network; the nonce is rank 0's, through the
 ranks' store. A rank that gets another word from a peer than that peer's proof does not use the group.

@@ -26,7 +26,7 @@ def _bytes(value: "str | bytes") -> bytes:
 
 
 class LeadStore(Store):
-    """The generation's keys below `prefix`.
+    """The restart's keys below `prefix`.
 
     Raises, in each method: DistStoreError: a key did not appear in time. RuntimeError: the lead refuses (a limit).
     WireError: the agent is gone.
@@ -65,7 +65,7 @@ class LeadStore(Store):
         return bool(self._call("delete", [key]).number)
 
     def num_keys(self) -> int:
-        """Of the whole generation, as behind a PrefixStore."""
+        """Of the whole restart, as behind a PrefixStore."""
         return self._call("count", []).number
 
     def append(self, key: str, value: "str | bytes") -> None:

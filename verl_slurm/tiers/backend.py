@@ -5,7 +5,7 @@ A backend knows keys and bytes. What a checkpoint is, when it is whole and what 
 Obligations, held by `tests/tiers/test_backends.py` for every backend:
 
 - one thread calls it (`read` and `blocks` may be called from several); one mover a run at a time, but another run's, or
-  a former life's, may work on the same storage;
+  a former attempt's, may work on the same storage;
 - `put` and `commit` are durable when they return, atomic (no reader sees half an object), and may be repeated;
 - `put` may be killed at any point; called again with the same bytes it does not send again what has arrived;
 - nothing that the storage says of itself is believed: whether the bytes are there is `holds`' question, and who asks

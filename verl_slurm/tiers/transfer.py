@@ -167,7 +167,7 @@ def copy_checkpoint(
             on_file(entry.path)
     _remove_strangers(backend, run, manifest)
     if not backend.commit(record, data) and backend.read(record, 0, len(data) + 1) != data:
-        # Somebody else committed another checkpoint of that name meanwhile: a former life that still breathes.
+        # Somebody else committed another checkpoint of that name meanwhile: a former attempt that still breathes.
         raise TierError(
             "another process wrote this checkpoint at the same time",
             where=record,

@@ -40,7 +40,7 @@ class Reporter:
 
     Args:
         tensorboard: where rank 0 writes its curves.
-        first_step: whole steps done at the start. Curves of an earlier life from there on are purged: they
+        first_step: whole steps done at the start. Curves of an earlier attempt from there on are purged: they
             show steps that are done again.
         gpu_memory: percent of this rank's GPU in use; None without one.
     """

@@ -3,7 +3,7 @@
 The head is on the first node; its address is the one that the lead has given to all nodes with their launch, so nothing
 needs to be published. Every other port is free at that moment, so two runs may share a node. Nobody joins, or submits
 code, without the token: Ray asks for it at every door of its own (RAY_AUTH_MODE=token). It is derived from the lead's
-own secret, which every node of the run can read and no other user can, and is another one in each generation.
+own secret, which every node of the run can read and no other user can, and is another one in each restart.
 
 What was found out about Ray 2.60 is in docs/decisions/0009-verl-on-ray.md.
 """
@@ -105,7 +105,7 @@ def ray_environment(
 
 
 def ray_token(secret: str, epoch: int, generation: int) -> str:
-    """The token of one generation's Ray.
+    """The token of one restart's Ray.
 
     Args:
         secret: the lead's (`RUN/control/lead.json`), of which it tells nothing.

@@ -57,7 +57,7 @@ def session_key(token: bytes, epoch: int, nonce_lead: bytes, nonce_agent: bytes)
 
 
 def ranks_key(token: bytes, epoch: int, generation: int) -> bytes:
-    """What the ranks of one generation prove themselves to each other with. Each agent derives it; it is never sent."""
+    """What the ranks of one restart prove themselves to each other with. Each agent derives it; it is never sent."""
     return _mac(token, b"ranks", _SEQUENCE.pack(epoch), _SEQUENCE.pack(generation))
 
 

@@ -12,9 +12,9 @@ refused, and the channel is closed. None carries a path that a peer acts upon, a
 
 A line that only loses, delays or parts for less than three minutes changes nothing: TCP makes it good. A link that has
 ended is not taken up again, and its session's key is used no more: the agent ends its ranks and leaves, the lead starts
-the next generation, over new links. So nothing that was said is heard or done twice, and nothing half said at all.
+the next restart, over new links. So nothing that was said is heard or done twice, and nothing half said at all.
 
-A generation (one start of all ranks) goes, in the good case:
+A restart (one start of all ranks) goes, in the good case:
 
 ```
 agent → lead   AgentReady(node, node_id, free_port)
@@ -39,7 +39,7 @@ lead  → agent  Shutdown
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
 
 The keys under which ranks find each other (torch's `Store`) go the same two ways, over a second Unix socket
-(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one generation. An agent
+(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one restart. An agent
 replaces `call` by a number of its own and puts the rank's back into the answer.
 """
 
@@ -195,9 +195,9 @@ class Progress(_Message, frozen=True, kw_only=True):
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     index: int
     safe_points: int
-    """Safe points passed since the start of this generation."""
+    """Safe points passed since the start of this restart."""
     new_rollouts: int
-    """Rollouts sampled (not replayed) since the start of this generation."""
+    """Rollouts sampled (not replayed) since the start of this restart."""
     metrics: dict[str, float] = {}
     """At a step's end: reward, kl, loss, tokens per second."""
     gpu_memory_percent: float | None = None

@@ -1,4 +1,4 @@
-"""The rank's end of the store that all ranks of a generation share; no torch here (`verl_slurm.rendezvous.store`).
+"""The rank's end of the store that all ranks of a restart share; no torch here (`verl_slurm.rendezvous.store`).
 
 A Unix stream socket beside the rank's other one, in the agent's 0700 directory; the agent checks the peer's uid. Each
 message is a u32 length (big endian) and that many bytes of msgpack: `FromStoreClient` one way, `StoreAnswer` the other.
@@ -22,7 +22,7 @@ __all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
 
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
-"""32 bytes, 0600: what the ranks of one generation prove themselves to each other with (`rendezvous.proof`)."""
+"""32 bytes, 0600: what the ranks of one restart prove themselves to each other with (`rendezvous.proof`)."""
 
 LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()

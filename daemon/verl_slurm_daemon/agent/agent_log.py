@@ -28,7 +28,7 @@ class AgentLog:
     """
 
     Args:
-        path: made 0600 at the first line; generations of one attempt append to the same file.
+        path: made 0600 at the first line; restarts of one attempt append to the same file.
         who: whose lines these are, e.g. `3 node2`.
     """
 

@@ -1,4 +1,4 @@
-"""One of the other hosts of a run without Slurm: an agent for each generation that the lead announces."""
+"""One of the other hosts of a run without Slurm: an agent for each restart that the lead announces."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 """One agent a node: starts the ranks of its node, relays between them and the lead, and leaves nothing behind.
 
-An agent lives for one generation. It holds no opinion: causes are the lead's to find. However its work ends, by the
+An agent lives for one restart. It holds no opinion: causes are the lead's to find. However its work ends, by the
 lead's word, by ranks that are done, by a lost link or an error of its own, it does the same: it kills what is below
 it, ends its link, and stays until it may leave (`leaving.py`), because a lead that was killed would end the job
 without a requeue, and nobody else is left to ask for one (`orphan.py`).

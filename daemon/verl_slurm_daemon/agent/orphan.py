@@ -58,7 +58,7 @@ class Senses(Protocol):
         """Whether Slurm has the job as running; None: it does not say."""
 
     async def requeue(self) -> RequeueAnswered | str:
-        """Ask for another life of the job; a text: no answer that counts."""
+        """Ask for another attempt of the job; a text: no answer that counts."""
 
     def tell(self, accepted: bool, detail: str) -> None:
         """Write down that it was asked for, and what came of it."""

@@ -44,14 +44,14 @@ class Allocation(Protocol):
         """How long the allocation lasts, as the scheduler has it now."""
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
-        """Ask for another life of this run. A text: no answer that counts; ask again while there is time.
+        """Ask for another attempt of this run. A text: no answer that counts; ask again while there is time.
 
         Args:
             delay_s: seconds until it may start; None: as the user configured it.
         """
 
     async def hasten(self, clean: bool) -> None:
-        """The last act of a life that is to come back: have the next one start no later than was asked for.
+        """The last act of an attempt that is to come back: have the next one start no later than was asked for.
 
         Args:
             clean: no process of ours is left on any node, as far as the lead knows.
@@ -65,7 +65,7 @@ class Allocation(Protocol):
         """Why this job must not go on with the run: its user has ended the one it follows. Empty: it may."""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
-        """Keep the next life of this run away from these nodes, and from no others of ours; what came of it."""
+        """Keep the next attempt of this run away from these nodes, and from no others of ours; what came of it."""
 
     async def still_alive(self, owner: Epoch) -> str:
         """Why `owner`, another attempt, may still be at work; empty: it is not."""

@@ -7,7 +7,7 @@ worker-1 slots=8      # comments and empty lines are passed over
 
 On the first host: `verl-slurmd lead --run RUN --hostfile FILE`; on each of the others: `verl-slurmd join --run RUN
 --hostfile FILE`. The run directory lies on a file system that all see; nothing is started over SSH. The lead publishes
-its address and the number of each generation in `RUN/control/lead.json`, and a joined host starts an agent for every
+its address and the number of each restart in `RUN/control/lead.json`, and a joined host starts an agent for every
 new one.
 """
 

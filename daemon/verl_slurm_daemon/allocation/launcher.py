@@ -1,4 +1,4 @@
-"""The command lines of a generation, as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
+"""The command lines of a restart, as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ __all__ = ["HostfileAllocation", "LocalAllocation"]
 
 
 class LocalAllocation:
-    """No Slurm: the "nodes" are agents on this machine, and a requeue is a new life of this very process.
+    """No Slurm: the "nodes" are agents on this machine, and a requeue is a new attempt of this very process.
 
     Signals stand for Slurm's events, so that the same path can be tried on a laptop: SIGUSR2 is a preemption with
     `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.

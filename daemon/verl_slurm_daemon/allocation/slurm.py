@@ -279,7 +279,7 @@ class SlurmAllocation:
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster or owner.job_id == self.job_id:
-            return ""  # our own former life; what may still run of it is fenced out by the epoch
+            return ""  # our own former attempt; what may still run of it is fenced out by the epoch
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
             try:

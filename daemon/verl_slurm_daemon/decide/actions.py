@@ -60,7 +60,7 @@ class TakeDown(_Action, frozen=True):
 
 
 class Pause(_Action, frozen=True):
-    """Wait before the next generation, then `BackoffOver`."""
+    """Wait before the next restart, then `BackoffOver`."""
 
     seconds: float
 

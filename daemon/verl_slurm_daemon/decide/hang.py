@@ -1,6 +1,6 @@
 """When is silence a hang? Pure: told of safe points and of the time, says when too much of it has passed.
 
-The pace is the run's own: the longest that any rank has needed from one safe point to the next, in this generation. A
+The pace is the run's own: the longest that any rank has needed from one safe point to the next, in this restart. A
 rank that needs `factor` times that is hung, but none is before `floor_s`: the first evaluation, a compilation or a
 slow disk may take longer than anything before. Until a rank's first safe point (models are loaded, communicators
 made, the ledger replayed) there is no pace, and `load_s` counts. It counts, too, from the start of a save to the next
@@ -58,7 +58,7 @@ class _Rank:
 
 @dataclass
 class HangWatch:
-    """One generation's. Times are monotonic seconds."""
+    """One restart's. Times are monotonic seconds."""
 
     factor: float
     floor_s: float

@@ -55,7 +55,7 @@ def decide(known: Known) -> Verdict:
         return Verdict("leave", "there is no Slurm to ask")
     if not known.looked:
         return Verdict("look", "the lead may be gone")
-    # A lead that took the generation down for good may end before its agents do: then its word stands. One that only
+    # A lead that took the restart down for good may end before its agents do: then its word stands. One that only
     # wanted to start anew, and was killed meanwhile, has not written an end.
     if known.released and known.lead_ended is not False:
         return Verdict("leave", "the lead said so, and has ended")

@@ -61,7 +61,7 @@ class Model(msgspec.Struct, frozen=True):
     failure_kind: FailureKind = "crash"
     failure_node: str = ""
     fruitless: int = 0
-    """Crashed generations in a row that sampled nothing new: what the back-off grows with."""
+    """Crashed restarts in a row that sampled nothing new: what the back-off grows with."""
     strangers: int = 0
     """Starts in a row, of all attempts, that met strangers and had sampled nothing new."""
     request_id: int = 0
@@ -71,7 +71,7 @@ class Model(msgspec.Struct, frozen=True):
     ask_again: str = ""
     """What arrived while Slurm was being asked: its answer may be older than that."""
     started: bool = False
-    """A rank of this generation has spoken."""
+    """A rank of this restart has spoken."""
     finished: frozenset[int] = frozenset()
     unverified: str = ""
     """The newest checkpoint whose read-back has not been heard of."""
@@ -84,12 +84,12 @@ class Model(msgspec.Struct, frozen=True):
     on_nodes: SavedOnNodes | None = None
     """What the nodes' disks have of the save before the end, when shared storage has not, yet."""
     failure: str = ""
-    """Why the present generation is being taken down; empty: it is not."""
+    """Why the present restart is being taken down; empty: it is not."""
     refusal: Refused | None = None
-    """What the trainer of the present generation will not do, however often it is started."""
+    """What the trainer of the present restart will not do, however often it is started."""
     step_gone: bool = True
     fresh: bool = False
-    """This generation has sampled a rollout of its own: it is past everything that was replayed."""
+    """This restart has sampled a rollout of its own: it is past everything that was replayed."""
     requeue: inputs.RequeueAnswered | None = None
     delay_s: int | None = None
     """Seconds that the next start is to wait; None: as the user configured it."""

@@ -16,7 +16,7 @@ the trainer refused, or there was no progress.
 * RUNNING: every rank trains. An operator's save happens here, without leaving the state.
 * SAVING: the ranks were asked to save and to stop.
 * CHECKING: the last save (of an emergency, or of the end) is committed and is being read back.
-* PAUSED: after a crash, before the next generation.
+* PAUSED: after a crash, before the next restart.
 * LEAVING: the step is being taken down; then requeue, or not, and out.
 * ENDED: an exit code is decided.
 """

@@ -95,7 +95,7 @@ class Effects:
         self._links: dict[str, AgentLink] = {}
         self._ready: dict[str, AgentReady] = {}
         self._all_ready = asyncio.Event()
-        self._pace = PaceWatch(config.daemon)  # each generation has its own
+        self._pace = PaceWatch(config.daemon)  # each restart has its own
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
         self._listeners: set[asyncio.Task[None]] = set()
         self._store = RankStore()
@@ -185,7 +185,7 @@ class Effects:
                 self.exit = (code, str(error))
                 self._post(inputs.SignalArrived("internal", "effects"))
 
-    # ---- a generation, from start to end
+    # ---- a restart, from start to end
 
     async def _run_generation(self, generation: int) -> None:
         self._generation, self._leaving = generation, asyncio.Event()
@@ -211,7 +211,7 @@ class Effects:
         watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
         watch.cancel()
-        # srun may have died alone: no rank lives on beside the next generation's
+        # srun may have died alone: no rank lives on beside the next restart's
         for link in self._links.values():
             link.send(Shutdown())
         if self._listeners:  # what the agents said last is still in the sockets
@@ -312,7 +312,7 @@ class Effects:
         self._listeners.add(task)
         node = ""
         said_goodbye = False
-        store = self._store  # an agent lives for one generation, and so do the keys of its ranks
+        store = self._store  # an agent lives for one restart, and so do the keys of its ranks
 
         def deliver(message: FromAgent) -> None:
             nonlocal node, said_goodbye

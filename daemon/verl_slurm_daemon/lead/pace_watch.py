@@ -1,4 +1,4 @@
-"""Keeps the pace of one generation, from what its ranks say, and waits for a hang. What a hang is: `hang.py`.
+"""Keeps the pace of one restart, from what its ranks say, and waits for a hang. What a hang is: `hang.py`.
 
 Time in which this process itself stood still is nobody's silence: `scontrol suspend` and gang scheduling stop the lead
 with its ranks, and storage that hangs stops the lead alone. It is seen by looks that come late, and left out.

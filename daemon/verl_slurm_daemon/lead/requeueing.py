@@ -1,4 +1,4 @@
-"""Asks for another life of the job until there is an answer that counts, and has it stay away from bad nodes."""
+"""Asks for another attempt of the job until there is an answer that counts, and has it stay away from bad nodes."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Which checkpoint a generation starts from, and whether a fresh one can be trusted: reads files, no torch."""
+"""Which checkpoint a restart starts from, and whether a fresh one can be trusted: reads files, no torch."""
 
 import os
 import secrets
@@ -31,7 +31,7 @@ __all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back"]
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """Where a generation begins."""
+    """Where a restart begins."""
 
     name: str
     """A directory in checkpoints/, empty for a start from nothing."""
@@ -82,7 +82,7 @@ def find_resume_point(
     def checked(path: Path) -> Verdict:
         return verify(path, keys=keys)
 
-    require_epoch(paths, epoch)  # a former life that still breathes must not tidy up under the present one
+    require_epoch(paths, epoch)  # a former attempt that still breathes must not tidy up under the present one
     if not paths.resume_once.exists():
         resume_from = "auto"
     sweep(paths)

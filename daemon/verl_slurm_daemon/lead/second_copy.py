@@ -1,6 +1,6 @@
 """Brings checkpoints home from the nodes' own disks: each node sends its parts, the lead makes them whole.
 
-At the start of a generation, where a node may hold something newer than shared storage (which was gone, full, or
+At the start of a restart, where a node may hold something newer than shared storage (which was gone, full, or
 damaged since), and after a save that does not read back. `checkpoint/store/local_copy.py` is the specification.
 """
 

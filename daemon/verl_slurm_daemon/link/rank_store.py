@@ -1,4 +1,4 @@
-"""The keys under which the ranks of one generation find each other: torch's `Store`, held by the lead.
+"""The keys under which the ranks of one restart find each other: torch's `Store`, held by the lead.
 
 It keeps what `torch.distributed.Store` promises, as TCPStore does it: an absent counter is 0, and `compare_set` with an
 empty expectation creates. Nothing here touches a socket. All of it runs in the lead's loop, so an operation is atomic.
@@ -33,7 +33,7 @@ class _Waiter:
 
 
 class RankStore:
-    """One generation's keys. `close` answers whatever still waits."""
+    """One restart's keys. `close` answers whatever still waits."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -65,7 +65,7 @@ class RankStore:
         answer(StoreAnswer(call=call.call, outcome="ok", value=value, number=number))
 
     def close(self) -> None:
-        """The generation is over."""
+        """The restart is over."""
         waiters = {id(w): w for many in (*self._waiting.values(), *self._popping.values()) for w in many}
         for waiter in waiters.values():
             self._end(

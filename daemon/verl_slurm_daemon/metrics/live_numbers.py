@@ -26,7 +26,7 @@ def queue_length(config: RunConfig, phase: str, index: int) -> int:
 
 
 class LiveNumbers:
-    """The newest word of each rank of one generation.
+    """The newest word of each rank of one restart.
 
     Args:
         ranks: that there are; no other has a number.

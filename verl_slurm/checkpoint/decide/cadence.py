@@ -114,7 +114,7 @@ def decide(
     """Whether a save is due when `step` whole steps are done.
 
     Args:
-        last_save: the step of the last attempt to save, or where this life began.
+        last_save: the step of the last save that was tried, or where this attempt began.
         interval: as `plan_interval` made it; on every rank the same number.
         under_way: the last save is still being written; `young_daly` does not make training wait for it.
 

@@ -170,9 +170,9 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
 
 
 def clear_work(paths: RunPaths, epoch: int) -> Path:
-    """The empty work directory of an attempt, 0700; what a dead generation of it left is removed.
+    """The empty work directory of an attempt, 0700; what a dead restart of it left is removed.
 
-    By one rank, before the first save of a generation.
+    By one rank, before the first save of a restart.
     """
     work = paths.work(epoch)
     names_in(paths.run, work.parent)  # refuses a link: what it leads to is not ours to remove
@@ -184,7 +184,7 @@ def clear_work(paths: RunPaths, epoch: int) -> Path:
 def sweep_work(paths: RunPaths) -> list[Path]:
     """Remove what guests of dead attempts had not brought to a commit; returns it. No error for what stays.
 
-    A former life that still writes there finds its directory gone, and could not have committed anyhow.
+    A former attempt that still writes there finds its directory gone, and could not have committed anyhow.
 
     At a start, when the epoch is ours and no rank runs yet.
 
