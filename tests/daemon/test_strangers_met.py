@@ -98,7 +98,7 @@ def test_each_job_that_strangers_stop_waits_longer_and_one_day_it_is_the_last() 
     assert set(waits[8:]) == {3600}
     assert isinstance(each[24], act.Exit)
     assert each[24].code is ExitCode.NO_PROGRESS
-    assert "125 starts in a row met strangers" in each[24].reason
+    assert "125 restarts in a row met strangers" in each[24].reason
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def checkpoints_table(
     if metric is not None:
         columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
     columns |= {
-        "attempt": ["-" if info.epoch is None else str(info.epoch) for info in found],
+        "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
         "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
         "files": [str(info.num_files) for info in found],
         "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],

@@ -60,7 +60,7 @@ class StartFailed(_Event, frozen=True):
 
     detail: str
     before: int = 0
-    """How many starts in a row have failed so before this one."""
+    """How many attempts in a row have failed so before this one."""
     exit_code: ExitCode = ExitCode.NO_PROGRESS
     """To end with, when there were too many."""
 
@@ -142,7 +142,7 @@ class StartTimedOut(_Event, frozen=True):
 
 
 class BackoffOver(_Event, frozen=True):
-    """The pause after a crash is over. `stuck`: how many starts in a row brought nothing new."""
+    """The pause after a crash is over. `stuck`: how many restarts in a row brought nothing new."""
 
     stuck: int
 

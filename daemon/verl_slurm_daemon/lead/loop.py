@@ -2,7 +2,7 @@
 
 1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not let it is
    waited for, and then the start has failed (`start.py`).
-2. The data set is held against its fingerprint, starts without progress are counted.
+2. The data set is held against its fingerprint, restarts without progress are counted.
 3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is written down.
    Where this was a requeue outside Slurm, the next attempt begins in this process.
@@ -256,9 +256,9 @@ class Lead:
                 return inputs.Over(ExitCode.CANCELLED, cancelled)
             stuck = stuck_restarts(read_events(self._paths))
             if stuck >= self._config.daemon.no_progress_limit:
-                journal.write(ev.Held(stuck, "every start crashed at the same place"))
+                journal.write(ev.Held(stuck, "every restart crashed at the same place"))
                 return inputs.Over(
-                    ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
+                    ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new"
                 )
             return await self._begin(journal, effects)
         except OSError as error:

@@ -80,6 +80,7 @@ class CheckpointInfo:
 
     Attributes:
         step, safe_point: from the name; -1 where it has none.
+        attempt: that wrote it.
         num_bytes: of its files by the manifest; 0 without one.
         metrics: of the step it ends, by name; empty for one from the middle of a step.
         detail: why it has its kind, when that is not `committed`.
@@ -90,7 +91,7 @@ class CheckpointInfo:
     path: Path
     step: int = -1
     safe_point: int = -1
-    epoch: int | None = None
+    attempt: int | None = None
     phase: str | None = None
     world_size: int | None = None
     parent: str | None = None
