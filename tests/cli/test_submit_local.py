@@ -161,7 +161,7 @@ def test_requeue_ends_one_life_and_watch_follows_into_the_next(workplace: Path, 
     result = cli("watch", run)
     assert result.code == 0
     told = result.out
-    assert told.index("ended with 25") < told.index("start 2") < told.index("ended with 0")
+    assert told.index("ended with 25") < told.index("attempt 2") < told.index("ended with 0")
 
 
 def test_a_run_with_a_living_job_is_not_submitted_again(workplace: Path, cli: Cli) -> None:

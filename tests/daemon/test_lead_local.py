@@ -292,7 +292,7 @@ def test_two_hosts_that_lose_each_other_for_long_find_together_again_by_themselv
             until(first, "first_rollout")
             lab.cut()
             assert "kind=node" in until(first, " crash ")
-            until(first, " generation ")
+            until(first, "] restart ")
             lab.heal()
             assert finish(first) == 0
             assert joined.wait(timeout=300) == 0

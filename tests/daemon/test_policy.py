@@ -371,7 +371,7 @@ def test_starts_that_storage_stops_wait_longer_each_time_and_end_at_last() -> No
     assert delays == [None, 30, 60, 3600, 3600]
     end = Story().then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))[-1]
     assert isinstance(end, act.Exit)
-    assert (end.code, "25 starts" in end.reason) == (ExitCode.NO_ROOM, True)
+    assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_ROOM, True)
 
 
 def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:

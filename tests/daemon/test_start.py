@@ -37,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def guest_run(root: Path) -> RunPaths:
-    """A prepared run on two hosts, of which the second one never joins: a start gets as far as `generation`."""
+    """A prepared run on two hosts, of which the second one never joins: a start gets as far as `restart`."""
     program = root.parent / "train.py"
     program.write_text("")
     (root.parent / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
@@ -58,7 +58,7 @@ def outcome(process: "subprocess.Popen[str]") -> tuple[int | str, str]:
     said = []
     for line in process.stdout:
         said.append(line)
-        if " generation " in line:
+        if "] restart " in line:
             process.terminate()
             process.communicate(timeout=300)
             return "ranks", "".join(said)
@@ -204,7 +204,7 @@ def test_a_fenced_lead_that_waits_leaves_within_seconds(tmp_path: Path) -> None:
     """Its second host never joins: nothing happens that it could learn by."""
     paths = guest_run(tmp_path / "run")
     process = begin(paths)
-    until(process, " generation ")
+    until(process, "] restart ")
     while not any(" joined " in log.read_text() for log in paths.logs.glob("*.agent.log")):
         assert process.poll() is None
         time.sleep(0.05)  # its own agent's word that it is there: after it nothing comes
@@ -232,7 +232,7 @@ def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) 
     """24.11's srun ends the agents that run, where a node cannot be reached."""
     paths = guest_run(tmp_path / "run")
     process = begin(paths)
-    until(process, " generation ")
+    until(process, "] restart ")
     log = paths.agent_log(1, 0)
     deadline = time.monotonic() + 120
     while not log.exists() or " joined " not in log.read_text():  # the lead says nothing of it

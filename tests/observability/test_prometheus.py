@@ -15,7 +15,7 @@ from verl_slurm_daemon.journal import Status
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
 from tests.harness import ROOT, SMALL, wait_until_gone
-from tests.journals import read_events
+from tests.journals import make_event, read_events
 from tests.observability.conftest import RULES, Server, fetch, free_port
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
@@ -77,7 +77,7 @@ class Overdue:
         )
         now = 1_800_000_000.0
         self.metrics = LeadMetrics(paths, config, Status(state="running"), lambda: now + 1900)
-        self.metrics.run.feed({"event": "started", "time": "2027-01-15T08:00:00+00:00"})
+        self.metrics.run.feed(make_event("started", time="2027-01-15T08:00:00+00:00"))
         full = Progress(
             rank=0, step=0, phase="update", index=0, safe_points=1, new_rollouts=0, gpu_memory_percent=97.0
         )
