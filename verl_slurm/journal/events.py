@@ -8,25 +8,17 @@ The journal informs people and decides what to do at a start: whether a run is s
 it follows. It never decides what a run has computed; that is in its checkpoints and its ledger, which carry digests.
 
 Compatibility: a kind is never removed, and a field only gets added, with a default. A line of an unknown kind, or with
-a field of another type, is read as `Other`: it is told as it is, and no fold counts it. What former versions called by
-another name is in `FORMER_KINDS` and `FORMER_FIELDS`, and is read under its present one.
+a field of another type, is read as `Other`: it is told as it is, and no fold counts it. Former names: `FORMER_KINDS`.
 """
 
 from datetime import datetime
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 
-__all__ = [
-    "FORMER_FIELDS",
-    "FORMER_KINDS",
-    "KINDS",
-    "Event",
-    "Other",
-    "kind_of",
-]  # and each kind: see `KINDS`
+__all__ = ["FORMER_FIELDS", "FORMER_KINDS", "KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
 
 Cluster = Literal["slurm", "local"]
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -184,8 +176,7 @@ class Restart(Event):
     resume: str | None = None
     """The checkpoint; None: from the beginning."""
     progress: str = ""
-    """What the ranks start from: the checkpoint and the rollouts in the ledger. Two restarts with the same one: the
-    first came to nothing."""
+    """The checkpoint and the rollouts in the ledger. Two restarts with the same one: the first came to nothing."""
 
 
 class Training(Event):
@@ -499,13 +490,9 @@ KINDS: dict[str, type[Event]] = {
     if kind is not Other
 }
 """Every kind by its name in the file."""
-
 FORMER_KINDS = {"generation": "restart"}
-"""Kinds that former versions wrote under another name -> the present one."""
 FORMER_FIELDS = {"": {"epoch": "attempt"}, "started": {"epoch": "attempt", "restart": "requeues"}}
-"""Present kind (empty: any other) -> fields that former versions wrote under another name -> the present one."""
-
-DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
+"""What former versions called otherwise -> its present name. Fields by their present kind; empty: of all others."""
 
 
 def kind_of(event: Event) -> str:

@@ -7,7 +7,7 @@ mix on a local disk.
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import msgspec
 
@@ -16,7 +16,7 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import DECODER, FORMER_FIELDS, FORMER_KINDS, KINDS, Event, Other, kind_of
+from verl_slurm.journal.events import FORMER_FIELDS, FORMER_KINDS, KINDS, Event, Other, kind_of
 
 __all__ = ["append_event", "now", "parse_event", "read_events", "read_last_events", "to_json"]
 
@@ -74,7 +74,7 @@ def parse_event(line: bytes) -> Event | None:
     former = _has_former_names(line)
     if not former:
         try:
-            return DECODER.decode(line)
+            return _KNOWN.decode(line)
         except UNREADABLE:
             pass
     try:
@@ -111,6 +111,7 @@ def _has_former_names(line: bytes) -> bool:
     return False
 
 
+_KNOWN: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
 _ANY = msgspec.json.Decoder(dict[str, Any])
 
 
